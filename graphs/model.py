@@ -1,0 +1,122 @@
+"""The decoder: weights and what one row of it computes. It knows no cache, batch or request.
+
+flax.nnx describes the parameters; a graph receives them as a flat list of leaves and merges inside its trace
+(`merge`), because a Module or State that crosses a jit boundary costs milliseconds per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from graphs.config import ModelConfig
+from graphs.layers import apply_rope, rms_norm
+from graphs.projection import project, project_feature_major
+
+# (layer index, q [N, H, Dh], k [N, KV, Dh], v [N, KV, Dh]) -> [N, H, Dh]; float32 in, float32 out
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Layer(nnx.Module):
+    """Parameters of one pre-norm transformer layer; linear weights are `[out, in]`."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        c = config
+        self.input_norm = _ones(c.hidden_size)
+        self.qkv = _zeros((c.qkv_features, c.hidden_size), dtype)
+        self.output = _zeros((c.hidden_size, c.num_attention_heads * c.head_dim), dtype)
+        self.post_attention_norm = _ones(c.hidden_size)
+        self.gate_up = _zeros((2 * c.intermediate_size, c.hidden_size), dtype)
+        self.down = _zeros((c.hidden_size, c.intermediate_size), dtype)
+
+
+class Decoder(nnx.Module):
+    """A Llama-family decoder. Residual stream and norms are float32; products run in the weights' dtype."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embed = _zeros((config.vocab_size, config.hidden_size), dtype)
+        self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_hidden_layers)])
+        self.final_norm = _ones(config.hidden_size)
+        if not config.tie_word_embeddings:
+            self.head = _zeros((config.vocab_size, config.hidden_size), dtype)
+
+    def hidden(self, tokens: jax.Array, rope: jax.Array, attend: Attend) -> jax.Array:
+        """Final hidden states of `tokens [N]` with their rotary rows `rope [N, 2, Dh/2]`: float32 `[N, D]`.
+
+        `attend` owns the cache: it stores k and v wherever they belong and returns the attention output.
+        """
+        eps = self.config.rms_norm_eps
+        x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
+        for index, layer in enumerate(self.layers):
+            x = x + self._attention(index, layer, rms_norm(x, layer.input_norm[...], eps), rope, attend)
+            x = x + _gated_mlp(layer, rms_norm(x, layer.post_attention_norm[...], eps))
+        return rms_norm(x, self.final_norm[...], eps)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Vocabulary-major logits of `hidden [N, D]`: float32 `[V, N]`."""
+        head = self.embed if self.config.tie_word_embeddings else self.head
+        return project_feature_major(head[...], hidden)
+
+    def _attention(
+        self, index: int, layer: Layer, x: jax.Array, rope: jax.Array, attend: Attend
+    ) -> jax.Array:
+        c = self.config
+        heads = project(layer.qkv[...], x).reshape(x.shape[0], -1, c.head_dim)  # [N, H + 2 KV, Dh]
+        q, k, v = jnp.split(
+            heads, [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads], axis=1
+        )
+        out = attend(index, apply_rope(q, rope), apply_rope(k, rope), v)
+        return project(layer.output[...], out.reshape(x.shape[0], -1))
+
+
+def _gated_mlp(layer: Layer, x: jax.Array) -> jax.Array:
+    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`, `[N, D] -> [N, D]`."""
+    gate, up = jnp.split(project(layer.gate_up[...], x), 2, axis=-1)
+    return project(layer.down[...], jax.nn.silu(gate) * up)
+
+
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
+    return nnx.Param(jnp.zeros(shape, dtype))
+
+
+def _ones(size: int) -> nnx.Param[jax.Array]:
+    return nnx.Param(jnp.ones((size,), jnp.float32))
+
+
+class ModelSpec:
+    """A decoder without its weights: how to name, order and merge the flat leaves a graph receives."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
+        self._graph, state = nnx.split(abstract)
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
+        self.names = tuple(_leaf_name(path) for path, _ in paths)
+        self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in paths)
+
+    def flatten(self, weights: Mapping[str, Any]) -> list[Any]:
+        """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""
+        if set(weights) != set(self.names):
+            raise KeyError(f"weights do not match the model: {sorted(set(weights) ^ set(self.names))}")
+        return [weights[name] for name in self.names]
+
+    def merge(self, leaves: list[jax.Array]) -> Decoder:
+        """Rebuild the decoder around traced leaves; call inside a graph only."""
+        return nnx.merge(self._graph, jax.tree_util.tree_unflatten(self._tree, leaves))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Leaf name to shape, in the order graphs receive them."""
+    spec = ModelSpec(config, jnp.dtype(jnp.bfloat16))
+    return {name: leaf.shape for name, leaf in zip(spec.names, spec.leaves, strict=True)}
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    parts = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+    return ".".join(part for part in parts if part != "value")

@@ -1,0 +1,75 @@
+"""The invariants between the scheduler's parts; each part checks its own inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from scheduler.decoding import Decoding
+from scheduler.prefilling import Prefilling
+from scheduler.request import Status
+from scheduler.slots import Slots
+from scheduler.snapshot import Counters
+from scheduler.state import RequestState
+from scheduler.waiting import WaitingQueue
+
+
+def check(
+    *,
+    states: Mapping[str, RequestState],
+    slots: Slots,
+    waiting: WaitingQueue,
+    prefilling: Prefilling,
+    decoding: Decoding,
+    counters: Counters,
+    chunk_size: int,
+) -> None:
+    """Raise AssertionError, saying what is wrong, on any broken invariant."""
+    next_step = counters.steps_planned
+    slots.check()
+    waiting.check()
+    decoding.check(next_step)
+    _require(counters.steps_committed <= next_step, f"commits ran ahead of plans: {counters}")
+    ended = sum(counters.finished.values())
+    _require(counters.submitted == len(states) + ended, f"a request is lost: {len(states)} live, {counters}")
+    for request_id, state in states.items():
+        _require(state.request_id == request_id, f"filed as {request_id!r}: {state}")
+        _check_progress(state, next_step, chunk_size)
+
+    def same(part: Iterable[RequestState], status: Status) -> bool:
+        return set(map(id, part)) == {id(state) for state in states.values() if state.status is status}
+
+    holders = [state for state in states.values() if state.holds_slot]
+    running = [state for state in holders if state.status is Status.RUNNING]
+    _require(same(waiting, Status.WAITING), "the queue is not the requests that wait")
+    _require(same(prefilling, Status.PREFILLING), "the prompts in slots are not the requests that prefill")
+    _require(len(running) == len(decoding), f"{len(decoding)} rows decode for {running}")
+    _require(all(slots.holds(state.slot) for state in holders), f"a tenancy is over among {holders}")
+    _require(len({state.slot.index for state in holders}) == len(holders), f"a slot is shared by {holders}")
+    _require(len(holders) + slots.num_free == len(slots), f"{slots.num_free} slots free, held by {holders}")
+
+
+def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> None:
+    """Raise unless the numbers of one request agree with each other and with its status."""
+    planned, cap = state.planned(next_step), state.request.max_tokens
+    whole_prompt = state.prefilled == state.prompt_tokens
+    _require(0 <= state.credited <= planned <= cap, f"credited, planned and cap are out of order: {state}")
+    _require(state.credited < cap, f"at its cap, but live: {state}")
+    match state.status:
+        case Status.WAITING:
+            _require(state.tenancy is None and not state.holds_slot, f"waits with a slot: {state}")
+            _require(state.prefilled == planned == 0, f"waits with work done: {state}")
+        case Status.PREFILLING:
+            _require(state.holds_slot and planned == 0, f"a prompt without a slot: {state}")
+            _require(not whole_prompt, f"wholly planned, but still a prompt: {state}")
+            _require(state.prefilled % chunk_size == 0, f"cut off the chunk grid: {state}")
+        case Status.RUNNING:
+            _require(whole_prompt and planned > 0, f"runs without its prompt: {state}")
+            _require(state.holds_slot == (planned < cap), f"a slot is kept or given up too early: {state}")
+        case Status.FINISHED:
+            _require(False, f"finished, but live: {state}")
+
+
+def _require(holds: bool, message: str) -> None:
+    # Not `assert`: a check that is called for runs under `python -O` too.
+    if not holds:
+        raise AssertionError(message)

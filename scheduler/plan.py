@@ -1,0 +1,114 @@
+"""The records between host and device: a plan going down, a step's samples coming up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.request import FinishReason
+
+
+class ResultMismatchError(ValueError):
+    """A step's result does not fit its plan. The runner is at fault; the step's tokens cannot be trusted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tenancy of a slot: device row `index` in its `epoch`-th occupancy. No two tenancies are equal."""
+
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A piece of a prompt for one prefill lane; `tokens` go to positions `start`, `start + 1`, ...
+
+    Starts are multiples of the chunk size and only the last chunk may be shorter: the cut depends on the
+    prompt alone. The program that runs the last chunk also samples the request's first token.
+    """
+
+    slot: Slot
+    request_id: str
+    start: int
+    tokens: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of the decode step."""
+
+    slot: Slot
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the scheduler did with a request, and why in plain words.
+
+    action: "admit" to a slot, "wait" for one, "prefill" chunks, "hold" (in a slot, no chunk in this step),
+        "hand over" the slot.
+    """
+
+    request_id: str
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything the device is asked to do in one step: the chunks in order, then one decode of the rows.
+
+    step: counts non-empty plans from 0. Plans are started and committed in this order.
+    admitted: ids of the requests that left the queue for a slot, in arrival order.
+    chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
+        a lane may read the KV that an earlier lane writes.
+    decode: the rows that decode, in the order they began to. A row whose last chunk is in this plan is one of
+        them. The tuple is the same object from plan to plan until membership changes.
+    decisions: in the order taken. Those about the queue concern its head only.
+    """
+
+    step: int
+    admitted: tuple[str, ...]
+    chunks: tuple[Chunk, ...]
+    decode: tuple[Row, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """No request holds a slot: nothing to run. Such a plan needs no start and no commit."""
+        return not self.chunks and not self.decode
+
+    @property
+    def first_rows(self) -> tuple[Chunk, ...]:
+        """The chunks that end a prompt, and so sample a first token, in lane order."""
+        return tuple(chunk for chunk in self.chunks if chunk.is_last)
+
+
+class Sample(NamedTuple):
+    """One sampled token and its log-probability (natural; None where not asked for)."""
+
+    token_id: int
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step sampled.
+
+    first: one sample for each of `plan.first_rows`.
+    decode: for each of `plan.decode` one sample, or none where the device had stopped the row before.
+    """
+
+    first: Sequence[Sample]
+    decode: Sequence[Sequence[Sample]]
+
+
+class TokenEvent(NamedTuple):
+    """One token credited to a request; `finish_reason` is set on the request's last one."""
+
+    request_id: str
+    sample: Sample
+    finish_reason: FinishReason | None

@@ -1,0 +1,59 @@
+"""The scheduler's arithmetic: how a prompt is cut, and how much of it runs in a step.
+
+A cut depends on the prompt alone; only *when* a chunk runs depends on the load. This is what makes the KV of
+a request, and so its tokens, the same bits under any load.
+"""
+
+from __future__ import annotations
+
+
+def num_chunks(prompt_tokens: int, chunk_size: int) -> int:
+    """How many chunks `prompt_tokens` make.
+
+    >>> num_chunks(9, 4), num_chunks(8, 4)
+    (3, 2)
+    """
+    return -(-prompt_tokens // chunk_size)
+
+
+def next_cuts(start: int, prompt_tokens: int, chunk_size: int, count: int) -> list[tuple[int, int]]:
+    """The next `count` chunks from the cut at `start`, as (start, stop).
+
+    >>> next_cuts(4, 14, 4, count=2)
+    [(4, 8), (8, 12)]
+    >>> next_cuts(8, 14, 4, count=2)
+    [(8, 12), (12, 14)]
+    """
+    starts = range(start, start + count * chunk_size, chunk_size)
+    return [(at, min(at + chunk_size, prompt_tokens)) for at in starts]
+
+
+def prompt_budget(max_num_batched_tokens: int, decode_rows: int) -> int:
+    """Tokens that a step leaves to prompts: decode rows take one each and always run. May be negative."""
+    return max_num_batched_tokens - decode_rows
+
+
+def chunk_cost(chunks: int, chunk_size: int, *, joins_decode: bool) -> int:
+    """Budget that chunks use: each its padded width, and one more if they let a row decode in this step."""
+    return chunks * chunk_size + joins_decode
+
+
+def grant(chunks_left: int, budget: int, chunk_size: int, *, joins_decode: bool, first: bool) -> int:
+    """How many of a prompt's remaining chunks run in this step.
+
+    budget: tokens prompts may still use.
+    joins_decode: the row decodes in the step of its last chunk, because it samples more than one token.
+    first: no chunk was granted in this step yet. Then one runs whatever the budget: the oldest prompt in a
+        slot advances in every step, and a prompt of C chunks, with A chunks of older prompts left when it
+        gets its slot, has its last chunk planned within A + C steps.
+
+    >>> grant(3, 8, 4, joins_decode=True, first=True)
+    2
+    >>> grant(2, 8, 4, joins_decode=True, first=True)  # the row's decode would be the ninth token
+    1
+    >>> grant(2, -5, 4, joins_decode=True, first=True), grant(2, -5, 4, joins_decode=True, first=False)
+    (1, 0)
+    """
+    if chunk_cost(chunks_left, chunk_size, joins_decode=joins_decode) <= budget:
+        return chunks_left
+    return max(min(budget // chunk_size, chunks_left - 1), int(first))

@@ -1,0 +1,48 @@
+"""A request as the scheduler sees it: token ids and limits, nothing about text or sampling."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. A request ends once, with one of these."""
+
+    STOP = "stop"  # a stop token was sampled, or the engine saw a stop string
+    LENGTH = "length"  # max_tokens were sampled
+    ABORT = "abort"  # the caller took it back
+    ERROR = "error"  # the engine could not go on with it
+
+
+class Status(enum.StrEnum):
+    """Where a request stands. It only ever moves down this list."""
+
+    WAITING = "waiting"  # in the queue, no slot
+    PREFILLING = "prefilling"  # in a slot, prompt tokens left to plan
+    RUNNING = "running"  # whole prompt planned, new tokens left to plan or in flight
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to continue. Raises ValueError, naming the field, for one that cannot be.
+
+    request_id: unique among live requests; free again once the request has ended.
+    prompt_token_ids: at least one token.
+    max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
+    stop_token_ids: sampling one of these ends the request.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError(f"request {self.request_id!r} has an empty prompt; give at least one token id")
+        if self.max_tokens < 1:
+            raise ValueError(
+                f"request {self.request_id!r} has max_tokens {self.max_tokens}; ask for at least 1 new token"
+            )

@@ -1,0 +1,230 @@
+"""The scheduler: `plan()` decides a step, `commit()` takes in what it sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler import integrity, snapshot
+from scheduler.config import SchedulerConfig
+from scheduler.decoding import Decoding
+from scheduler.plan import (
+    Chunk,
+    Decision,
+    Plan,
+    ResultMismatchError,
+    Row,
+    Sample,
+    StepResult,
+    TokenEvent,
+)
+from scheduler.prefilling import Prefilling
+from scheduler.request import FinishReason, Request, Status
+from scheduler.slots import Slots
+from scheduler.snapshot import Counters, Snapshot
+from scheduler.state import RequestState
+from scheduler.waiting import WaitingQueue
+
+
+class Scheduler:
+    """First come, first served over a fixed number of slots.
+
+    Plans may run ahead of commits by any number of steps (the lag)::
+
+        plan 4    A: last chunk, tokens 1 and 2 of 2, slot (3, epoch 0)   all planned: slot 3 is released
+        plan 5    B: first chunk, slot (3, epoch 1)                       the device runs 5 after 4
+        commit 4  A: both tokens, since A's tenancy is (3, epoch 0)       whoever holds slot 3 by now
+
+    A request that reaches its cap gives its slot up when its last token is planned; one that samples a stop
+    token, when that token is committed. Tokens of a tenancy that has ended are dropped. Every request ends
+    once: by a `TokenEvent` with a finish reason, or by an `abort` or `finish` that returns True.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._states: dict[str, RequestState] = {}  # every live request
+        self._slots = Slots(config.max_num_seqs)
+        self._waiting = WaitingQueue(config.max_waiting)
+        self._prefilling = Prefilling(config.chunk_size, config.max_num_batched_tokens)
+        self._decoding = Decoding()
+        self._next_step = 0
+        self._committed = 0
+        self._submitted = 0
+        self._finished = dict.fromkeys(FinishReason, 0)
+        self._tokens_credited = 0
+        self._tokens_dropped = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError for an id in use and QueueFullError; nothing changes then."""
+        if request.request_id in self._states:
+            raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
+        state = RequestState(request=request)
+        self._waiting.push(state)
+        self._states[request.request_id] = state
+        self._submitted += 1
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is; False when no live request has this id."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> bool:
+        """End a request for a reason of the engine's; its slot is free for the next plan.
+
+        Its tokens in flight will be dropped, also when the id is submitted again. False when no live request
+        has this id.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            return False
+        self._end(state, reason)
+        return True
+
+    def plan(self) -> Plan:
+        """Decide the next step, and count it as started.
+
+        Fills free slots from the head of the queue, decodes every live row, and runs prompt chunks in what
+        that leaves of the token budget.
+        """
+        decisions: list[Decision] = []
+        admitted = self._admit(decisions)
+        chunks: tuple[Chunk, ...] = ()
+        if self._prefilling:
+            chunks, complete = self._prefilling.plan(len(self._decoding), decisions)
+            for state in complete:
+                state.status = Status.RUNNING
+                self._decoding.join(state, self._next_step)
+        decode = self._decoding.rows
+        decisions.extend(self._hand_over(state) for state in self._decoding.due(self._next_step))
+        plan = Plan(
+            step=self._next_step, admitted=admitted, chunks=chunks, decode=decode, decisions=tuple(decisions)
+        )
+        self._next_step += not plan.is_empty
+        return plan
+
+    def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
+        """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
+
+        Plans are committed once, in the order they were made. Raises ResultMismatchError for a result that
+        does not fit; the requests concerned stay live until `finish`.
+        """
+        if plan.is_empty:
+            return []
+        assert plan.step == self._committed, f"step {plan.step} committed when {self._committed} was due"
+        first_rows = plan.first_rows
+        if (len(result.first), len(result.decode)) != (len(first_rows), len(plan.decode)):
+            raise ResultMismatchError(
+                f"step {plan.step} samples {len(first_rows)} first tokens and {len(plan.decode)} rows; the "
+                f"result has {len(result.first)} and {len(result.decode)}"
+            )
+        self._committed += 1
+        events = self._credit(first_rows, [(sample,) for sample in result.first])
+        decoded = self._decoding.credit_all(plan.decode, result.decode)
+        events += self._credit(plan.decode, result.decode) if decoded is None else decoded
+        self._tokens_credited += len(events)
+        return events
+
+    def _admit(self, decisions: list[Decision]) -> tuple[str, ...]:
+        admitted = []
+        while self._waiting and self._slots.num_free:
+            state = self._waiting.pop()
+            state.tenancy, state.holds_slot = self._slots.acquire(), True
+            state.status = Status.PREFILLING
+            self._prefilling.join(state)
+            admitted.append(state.request_id)
+            decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
+        if self._waiting:
+            head, count = self._waiting.head, len(self._slots)
+            decisions.append(head.decision or head.decide("wait", f"no free slot: {count} of {count} busy"))
+        return tuple(admitted)
+
+    def _hand_over(self, state: RequestState) -> Decision:
+        """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
+        self._decoding.leave(state)
+        self._release(state)
+        tokens, slot = state.request.max_tokens, state.slot.index
+        return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
+
+    def _credit(self, parts: Sequence[Chunk | Row], samples: Sequence[Sequence[Sample]]) -> list[TokenEvent]:
+        events = []
+        for part, sampled in zip(parts, samples, strict=True):
+            request_id = part.request_id
+            state = self._states.get(request_id)
+            # The tenancy in the plan decides, not who holds the slot now. `is not` saves most of the `!=`.
+            if state is None or (state.tenancy is not part.slot and state.tenancy != part.slot):
+                self._tokens_dropped += len(sampled)
+                continue
+            try:
+                (sample,) = sampled
+            except ValueError:
+                raise ResultMismatchError(
+                    f"{len(sampled)} samples for {request_id!r} in slot {part.slot.index}; a row that did "
+                    "not stop samples one token a step"
+                ) from None
+            request = state.request
+            state.credited += 1
+            if sample.token_id in request.stop_token_ids:
+                reason = FinishReason.STOP
+            elif state.credited == request.max_tokens:
+                reason = FinishReason.LENGTH
+            else:
+                # TokenEvent(...) without its Python frame.
+                events.append(tuple.__new__(TokenEvent, (request_id, sample, None)))
+                continue
+            events.append(TokenEvent(request_id, sample, reason))
+            self._end(state, reason)
+        return events
+
+    def _end(self, state: RequestState, reason: FinishReason) -> None:
+        """Take a live request out of wherever it is."""
+        del self._states[state.request_id]
+        if state.status is Status.WAITING:
+            self._waiting.remove(state)
+        elif state.holds_slot:
+            part = self._prefilling if state.status is Status.PREFILLING else self._decoding
+            part.leave(state)
+            self._release(state)
+        state.status, state.finish_reason = Status.FINISHED, reason
+        self._finished[reason] += 1
+
+    def _release(self, state: RequestState) -> None:
+        self._slots.release(state.slot)
+        state.holds_slot = False
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._states)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests past the queue: in a slot, or with all tokens planned and some in flight."""
+        return len(self._states) - len(self._waiting)
+
+    def snapshot(self) -> Snapshot:
+        """Slots, queue and counters, with the reason of each live request's last decision."""
+        admitted = [state for state in self._states.values() if state.status is not Status.WAITING]
+        return snapshot.take(self._slots, self._waiting, admitted, self._counters())
+
+    def check(self) -> None:
+        """Raise AssertionError on any broken invariant."""
+        integrity.check(
+            states=self._states,
+            slots=self._slots,
+            waiting=self._waiting,
+            prefilling=self._prefilling,
+            decoding=self._decoding,
+            counters=self._counters(),
+            chunk_size=self.config.chunk_size,
+        )
+
+    def _counters(self) -> Counters:
+        return Counters(
+            steps_planned=self._next_step,
+            steps_committed=self._committed,
+            submitted=self._submitted,
+            finished=dict(self._finished),
+            tokens_credited=self._tokens_credited,
+            tokens_dropped=self._tokens_dropped,
+        )

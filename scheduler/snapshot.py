@@ -1,0 +1,126 @@
+"""What the scheduler knows, as frozen records for people and tests. Taking one touches no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from scheduler.plan import Decision, Slot
+from scheduler.request import FinishReason, Status
+from scheduler.slots import Slots
+from scheduler.state import RequestState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """One live request.
+
+    prefilled: prompt tokens in the plans made so far. planned: new tokens in them.
+    credited: new tokens received.
+    decision: why it stands where it stands; None when no plan was made since it came.
+    """
+
+    request_id: str
+    status: Status
+    prompt_tokens: int
+    max_tokens: int
+    prefilled: int
+    planned: int
+    credited: int
+    decision: Decision | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotView:
+    """One slot. position: KV entries that the plans made so far write. request: None when it is free."""
+
+    slot: Slot
+    position: int
+    request: RequestView | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Totals since the start. `submitted` is what is live and all of `finished`."""
+
+    steps_planned: int
+    steps_committed: int
+    submitted: int
+    finished: Mapping[FinishReason, int]
+    tokens_credited: int
+    tokens_dropped: int  # sampled for a tenancy that had ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything live.
+
+    slots: by index. waiting: the queue in order.
+    draining: requests that handed their slot over and have tokens in flight, oldest first.
+    """
+
+    slots: tuple[SlotView, ...]
+    waiting: tuple[RequestView, ...]
+    draining: tuple[RequestView, ...]
+    counters: Counters
+
+
+def take(
+    slots: Slots, waiting: Iterable[RequestState], admitted: Iterable[RequestState], counters: Counters
+) -> Snapshot:
+    """Take a snapshot. `admitted`: every live request past the queue, oldest first."""
+    step = counters.steps_planned
+    held: dict[int, SlotView] = {}
+    draining = []
+    oldest_prompt: RequestState | None = None
+    for state in admitted:
+        decision = state.decision
+        if state.status is Status.PREFILLING:
+            if oldest_prompt is not None:
+                decision = _hold_behind(state, oldest_prompt)
+            oldest_prompt = oldest_prompt or state
+        view = _view(state, step, decision)
+        if state.holds_slot:
+            held[state.slot.index] = SlotView(slot=state.slot, position=state.position(step), request=view)
+        else:
+            draining.append(view)
+    return Snapshot(
+        slots=tuple(held.get(index) or _free(slots.current(index)) for index in range(len(slots))),
+        waiting=tuple(
+            _view(state, step, _wait_behind(state, ahead) if ahead else state.decision)
+            for ahead, state in enumerate(waiting)
+        ),
+        draining=tuple(draining),
+        counters=counters,
+    )
+
+
+def _view(state: RequestState, step: int, decision: Decision | None) -> RequestView:
+    return RequestView(
+        request_id=state.request_id,
+        status=state.status,
+        prompt_tokens=state.prompt_tokens,
+        max_tokens=state.request.max_tokens,
+        prefilled=state.prefilled,
+        planned=state.planned(step),
+        credited=state.credited,
+        decision=decision,
+    )
+
+
+def _free(slot: Slot) -> SlotView:
+    return SlotView(slot=slot, position=0, request=None)
+
+
+# A plan explains the head of each line only, so that its cost does not grow with the queue; the rest is
+# explained here.
+
+
+def _wait_behind(state: RequestState, ahead: int) -> Decision:
+    reason = f"{ahead} arrived earlier and {'waits' if ahead == 1 else 'wait'} too"
+    return Decision(request_id=state.request_id, action="wait", reason=reason)
+
+
+def _hold_behind(state: RequestState, oldest: RequestState) -> Decision:
+    reason = f"the prompt of {oldest.request_id!r} is older and goes first"
+    return Decision(request_id=state.request_id, action="hold", reason=reason)

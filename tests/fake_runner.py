@@ -1,0 +1,246 @@
+"""A stand-in for the device that samples by a pure function and refuses to run a wrong plan.
+
+It keeps per-row state as the device does: the KV a row holds (here the tokens themselves, by position), how many
+tokens the row may still sample, and its stop ids. It learns nothing from the scheduler but plans. The engine's
+part, `Loop`, tells it which requests were taken back, as a real engine stops scheduling such a row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler import (
+    Chunk,
+    FinishReason,
+    Plan,
+    Request,
+    Row,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
+    Slot,
+    StepResult,
+    TokenEvent,
+)
+
+VOCABULARY = 13
+
+
+class PlanError(AssertionError):
+    """A plan that would corrupt a real device, or that breaks a promise of the scheduler."""
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise PlanError(message)
+
+
+def sample(context: Sequence[int]) -> Sample:
+    """The token after `context`, a pure function of it and so of (prompt, position)."""
+    word = zlib.crc32(repr(tuple(context)).encode())
+    return Sample(word % VOCABULARY, -(word % 997) / 997)
+
+
+def expected(request: Request) -> tuple[list[Sample], FinishReason]:
+    """What a request returns when it runs alone to its end."""
+    context, samples = list(request.prompt_token_ids), []
+    while len(samples) < request.max_tokens:
+        samples.append(sample(context))
+        context.append(samples[-1].token_id)
+        if samples[-1].token_id in request.stop_token_ids:
+            return samples, FinishReason.STOP
+    return samples, FinishReason.LENGTH
+
+
+@dataclass
+class DeviceRow:
+    """What the device knows of one row. `kv[p]` is the token written at position p."""
+
+    slot: Slot | None = None
+    request_id: str | None = None
+    kv: list[int] = field(default_factory=list)
+    prompt: tuple[int, ...] = ()
+    token: int | None = None  # sampled, not written yet
+    remaining: int = 0  # tokens it may still sample; 0 is inactive
+    stop_ids: frozenset[int] = frozenset()
+    over: bool = True  # nothing more will be asked of this tenancy
+
+    def take(self, sampled: Sample) -> Sample:
+        self.token = sampled.token_id
+        self.remaining = 0 if sampled.token_id in self.stop_ids else self.remaining - 1
+        self.over = self.over or self.remaining == 0
+        return sampled
+
+
+class FakeRunner:
+    """Runs plans at `start`, in order. Raises PlanError for a plan that no device should be given."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.rows = [DeviceRow() for _ in range(config.max_num_seqs)]
+        self.requests: dict[str, Request] = {}
+        self.steps = 0
+
+    def release(self, request_id: str) -> None:
+        """The engine will not ask for this request again; its row, if it has one, may be reused."""
+        for row in self.rows:
+            if row.request_id == request_id:
+                row.over = True
+
+    def start(self, plan: Plan) -> StepResult:
+        """Run a step; the result may be read any number of steps later."""
+        require(not plan.is_empty, "an empty plan was started")
+        require(plan.step == self.steps, f"step {plan.step} was started as number {self.steps}")
+        self.steps += 1
+        self._check_budget(plan)
+        first = [self._prefill(chunk) for chunk in plan.chunks]
+        decode = [self._decode(row) for row in plan.decode]
+        self._check_all_decode(plan)
+        return StepResult(first=[token for token in first if token is not None], decode=decode)
+
+    def _check_budget(self, plan: Plan) -> None:
+        tokens = len(plan.decode) + len(plan.chunks) * self.config.chunk_size
+        within = tokens <= self.config.max_num_batched_tokens
+        require(within or len(plan.chunks) <= 1, f"{tokens} tokens, beyond budget and floor: {plan}")
+
+    def _prefill(self, chunk: Chunk) -> Sample | None:
+        row = self.rows[chunk.slot.index]
+        if chunk.start == 0:
+            require(row.over, f"{chunk} would overwrite {row}")
+            newer = row.slot is None or chunk.slot.epoch > row.slot.epoch
+            require(newer, f"{chunk} has the epoch of an earlier tenancy {row.slot}")
+            request = self.requests[chunk.request_id]
+            self.rows[chunk.slot.index] = row = DeviceRow(
+                slot=chunk.slot, request_id=chunk.request_id, prompt=request.prompt_token_ids, over=False
+            )
+        require((row.slot, row.request_id) == (chunk.slot, chunk.request_id), f"{chunk} is not for {row}")
+        end = chunk.start + len(chunk.tokens)
+        require(chunk.start == len(row.kv), f"{chunk} leaves a gap or goes back in {row}")
+        require(chunk.start % self.config.chunk_size == 0, f"{chunk} is off the chunk grid")
+        require(chunk.tokens == row.prompt[chunk.start : end], f"{chunk} is not the prompt of {row}")
+        require(chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last")
+        require(chunk.is_last or len(chunk.tokens) == self.config.chunk_size, f"{chunk} is short")
+        row.kv.extend(chunk.tokens)
+        if not chunk.is_last:
+            return None
+        request = self.requests[chunk.request_id]
+        row.remaining, row.stop_ids = request.max_tokens, request.stop_token_ids
+        return row.take(sample(row.kv))
+
+    def _decode(self, asked: Row) -> tuple[Sample, ...]:
+        row = self.rows[asked.slot.index]
+        require((row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}")
+        require(row.token is not None, f"{asked} decodes before its prompt ended: {row}")
+        if row.remaining == 0:
+            require(row.token in row.stop_ids, f"{asked} decodes beyond max_tokens: {row}")
+            return ()
+        assert row.token is not None
+        row.kv.append(row.token)
+        return (row.take(sample(row.kv)),)
+
+    def _check_all_decode(self, plan: Plan) -> None:
+        asked = [row.slot for row in plan.decode]
+        require(len(set(asked)) == len(asked), f"a row decodes twice in {plan.decode}")
+        for row in self.rows:
+            stalls = row.token is not None and not row.over and row.slot not in asked
+            require(not stalls, f"a live row was left out of step {plan.step}: {row}")
+
+
+@dataclass
+class Life:
+    """One life of a request id, as the caller saw it."""
+
+    request: Request
+    samples: list[Sample] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    def check(self) -> None:
+        """The law: a request returns what it returns alone, or as much of it as it lived for."""
+        samples, reason = expected(self.request)
+        require(self.reason is not None, f"never ended: {self}")
+        if self.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            require((self.samples, self.reason) == (samples, reason), f"{self} should be {samples}, {reason}")
+        else:
+            require(self.samples == samples[: len(self.samples)], f"{self} should begin {samples}")
+            require(len(self.samples) < len(samples), f"taken back after its end: {self}")
+
+
+class Loop:
+    """The engine's loop around a scheduler: `turn(lag)` plans, starts, and reads what is older than `lag` steps."""
+
+    def __init__(self, config: SchedulerConfig, scheduler: Scheduler | None = None) -> None:
+        self.scheduler = scheduler or Scheduler(config)
+        self.runner = FakeRunner(config)
+        self.live: dict[str, Life] = {}
+        self.ended: list[Life] = []
+        self.plans: list[Plan] = []
+        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.submit(request)
+        self.live[request.request_id] = Life(request)
+        self.runner.requests[request.request_id] = request
+
+    def plan(self) -> Plan:
+        """Plan and start one step."""
+        free = any(slot.request is None for slot in self.scheduler.snapshot().slots)
+        queued = self.scheduler.num_waiting
+        plan = self.scheduler.plan()
+        require(bool(plan.admitted) or not (free and queued), f"a free slot and a queue, but nobody came: {plan}")
+        self.plans.append(plan)
+        if not plan.is_empty:
+            self.in_flight.append((plan, self.runner.start(plan)))
+        return plan
+
+    def commit(self) -> list[TokenEvent]:
+        """Read the oldest step in flight."""
+        events = self.scheduler.commit(*self.in_flight.popleft())
+        for event in events:
+            require(event.request_id in self.live, f"an event for no live request: {event}")
+            self.live[event.request_id].samples.append(event.sample)
+            if event.finish_reason is not None:
+                self._end(event.request_id, event.finish_reason)
+        return events
+
+    def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        known = request_id in self.live
+        took = self.scheduler.finish(request_id, reason)
+        require(took == known, f"finish said {took} of a request that was {'live' if known else 'unknown'}")
+        if took:
+            self._end(request_id, reason)
+        return took
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        life = self.live.pop(request_id)
+        require(life.reason is None, f"ended twice: {life}")
+        life.reason = reason
+        self.ended.append(life)
+        self.runner.release(request_id)
+
+    def turn(self, lag: int = 0) -> Plan:
+        plan = self.plan()
+        while len(self.in_flight) > (0 if plan.is_empty else lag):
+            self.commit()
+        return plan
+
+    def drain(self, lag: int = 0) -> None:
+        """Run to the end, and check that every request got what is its own."""
+        quiet = 0
+        while self.live:
+            self.turn(lag)
+            self.scheduler.check()
+            quiet = quiet + 1 if self.plans[-1].is_empty else 0
+            require(quiet < 2, f"nothing to plan, but these are live: {self.live}")
+        while self.in_flight:
+            self.commit()
+        self.check()
+
+    def check(self) -> None:
+        """The laws that hold whenever nobody is live."""
+        self.scheduler.check()
+        require(not self.scheduler.has_unfinished, "the scheduler still has requests")
+        for life in self.ended:
+            life.check()

@@ -1,0 +1,508 @@
+"""A file through an engine: one output line per input line, whatever the order, the errors and the end."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from xla_engine.batch import ORDERED_WINDOW, BatchRun, Line, count_lines, read_lines
+from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.metrics import EngineStats
+from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from xla_engine.progress import Latencies, Progress, Tally, summary_lines
+from xla_engine.sampling_params import SamplingParams
+
+LIMIT = 200  # bytes of a line in these tests
+
+
+class FakeEngine:
+    """Ends requests in random order after random numbers of steps; a result depends on its request alone.
+
+    Tests make it fail: `on_step` is called with the number of the step, and a prompt holding "!" is refused.
+    """
+
+    def __init__(self, *, max_num_seqs: int = 3, seed: int = 0, on_step: Any = None) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.live: dict[str, tuple[str | Sequence[int], SamplingParams]] = {}
+        self.submitted: list[str] = []
+        self.aborted: list[str] = []
+        self.peak = 0
+        self.steps = 0
+        self._random = random.Random(seed)
+        self._on_step = on_step
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.live)
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self.live), self.max_num_seqs)
+
+    def submit(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None
+    ) -> str:
+        assert request_id is not None and request_id not in self.submitted
+        if "!" in prompt:
+            raise InvalidRequestError("not this one")
+        if len(prompt) + params.max_tokens > 100:
+            raise TokenLimitError(f"{len(prompt)} + {params.max_tokens} > 100")
+        self.submitted.append(request_id)
+        self.live[request_id] = (prompt, params)
+        self.peak = max(self.peak, len(self.live))
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        self.steps += 1
+        if self._on_step is not None:
+            self._on_step(self.steps)
+        running = list(self.live)[: self.max_num_seqs]
+        ended = {request_id for request_id in running if self._random.random() < 0.4}
+        outputs = [self._output(request_id, request_id in ended) for request_id in running]
+        for request_id in ended:
+            del self.live[request_id]
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        self.aborted.append(request_id)
+        return self.live.pop(request_id, None) is not None
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=self.steps, generation_tokens=self.steps)
+
+    def _output(self, request_id: str, finished: bool) -> RequestOutput:
+        prompt, _ = self.live[request_id]
+        choice = CompletionOutput(
+            index=0, text=f"<{prompt}>", token_ids=(1, 2), finish_reason="length" if finished else None
+        )
+        metrics = RequestMetrics(arrival_time=0.0, first_token_time=0.5, token_times=(0.5, 0.75))
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=(0,) * len(prompt),
+            outputs=(choice,),
+            finished=finished,
+            metrics=metrics,
+        )
+
+
+def run(data: bytes, engine: FakeEngine | None = None, **options: Any) -> tuple[list[dict[str, Any]], Tally]:
+    sink = io.BytesIO()
+    lines = read_lines(io.BytesIO(data), LIMIT)
+    tally = BatchRun(engine or FakeEngine(), lines, sink, model="fake", created=1, **options).run()
+    return [json.loads(line) for line in sink.getvalue().splitlines()], tally
+
+
+def line_of(record: dict[str, Any]) -> int:
+    return int(record["id"].removeprefix("batch_req_"))
+
+
+def by_line(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    numbered = {line_of(record): record for record in records}
+    assert len(numbered) == len(records)
+    return numbered
+
+
+def prompts(count: int) -> bytes:
+    return b"".join(b'{"prompt": "p%d"}\n' % number for number in range(1, count + 1))
+
+
+# -- reading lines -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"\n \t\r\n\n", []),
+        (b"a", [(1, b"a")]),
+        (b"a\nb", [(1, b"a"), (2, b"b")]),
+        (b"a\r\n\r\nb\r\n", [(1, b"a"), (3, b"b")]),
+        (b"\xef\xbb\xbfa\n\xef\xbb\xbfb\n", [(1, b"a"), (2, b"\xef\xbb\xbfb")]),
+        (b"\xef\xbb\xbf\na\n", [(2, b"a")]),
+        (b"12345\n123456\r\n", [(1, b"12345"), (2, None)]),
+        (b"12345\r\n12345", [(1, b"12345"), (2, b"12345")]),
+        (b"1234567\n1", [(1, None), (2, b"1")]),
+        (b"1234567890123", [(1, None)]),
+        (b"a\x0cb\x1cc\n", [(1, b"a\x0cb\x1cc")]),
+    ],
+)
+def test_read_lines(data: bytes, lines: list[tuple[int, bytes | None]]) -> None:
+    assert [(line.number, line.raw) for line in read_lines(io.BytesIO(data), 5)] == lines
+
+
+@given(
+    st.lists(st.binary(max_size=12).filter(lambda raw: b"\n" not in raw and b"\r" not in raw)), st.booleans()
+)
+def test_read_lines_agrees_with_split(raws: list[bytes], crlf: bool) -> None:
+    data = (b"\r\n" if crlf else b"\n").join(raws)
+    expected = [
+        (n, raw if len(raw) <= 8 else None) for n, raw in enumerate(raws, 1) if raw.strip() or len(raw) > 8
+    ]
+    assume(not data.startswith(b"\xef\xbb\xbf"))
+    assert [(line.number, line.raw) for line in read_lines(io.BytesIO(data), 8)] == expected
+    assert count_lines(io.BytesIO(data), 8) == (len(expected) if data else None)
+
+
+def test_a_10_mb_line_is_never_held() -> None:
+    source = io.BytesIO(b'{"prompt": "' + b"x" * 10_000_000 + b'"}\n{"prompt": "after"}\n')
+    tracemalloc.start()
+    first, second = read_lines(source, 2**20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (first.raw, first.size) == (None, 10_000_015)
+    assert second == Line(2, 19, b'{"prompt": "after"}')
+    assert peak < 4 * 2**20
+
+
+# -- every input line gives exactly one output line ----------------------------------------------------------
+
+LINES = {
+    "good": b'{"prompt": "text", "max_tokens": 4}',
+    "ids": b'{"prompt": [1, 2], "max_tokens": 4}',
+    "batch": b'{"method": "POST", "url": "/v1/completions", "body": {"prompt": "text"}}',
+    "named": b'{"prompt": "text", "custom_id": "same"}',
+    "blank": b"  ",
+    "broken": b'{"prompt": "te',
+    "NaN": b'{"prompt": "text", "temperature": NaN}',
+    "bytes": b'{"prompt": "\xff\xfe"}',
+    "long": b'{"prompt": "' + b"x" * LIMIT + b'"}',
+    "unknown": b'{"prompt": "text", "what": 1}',
+    "zero": b'{"prompt": "text", "max_tokens": 0}',
+    "empty": b'{"prompt": ""}',
+    "chat": b'{"method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}',
+    "over": b'{"prompt": "text", "max_tokens": 97}',
+    "refused": b'{"prompt": "not this!"}',
+}
+CODES = {
+    "broken": "invalid_json_line",
+    "NaN": "invalid_json_line",
+    "bytes": "invalid_json_line",
+    "long": "line_too_long",
+    "unknown": "invalid_request",
+    "zero": "invalid_request",
+    "empty": "invalid_request",
+    "chat": "invalid_request",
+    "over": "token_limit_exceeded",
+    "refused": "invalid_request",
+}
+
+
+@given(
+    kinds=st.lists(st.sampled_from(sorted(LINES)), max_size=60),
+    slots=st.integers(1, 4),
+    seed=st.integers(0, 10**6),
+    ordered=st.booleans(),
+    end=st.sampled_from([b"", b"\n", b"\r\n"]),
+)
+@settings(deadline=None)
+def test_every_line_gives_exactly_one_line(
+    kinds: list[str], slots: int, seed: int, ordered: bool, end: bytes
+) -> None:
+    engine = FakeEngine(max_num_seqs=slots, seed=seed)
+    records, tally = run(b"\n".join(LINES[kind] for kind in kinds) + end, engine, ordered=ordered)
+    expected = {number: kind for number, kind in enumerate(kinds, 1) if kind != "blank"}
+    numbered = by_line(records)
+    assert sorted(numbered) == sorted(expected)
+    named = [number for number, kind in expected.items() if kind == "named"]
+    for number, kind in expected.items():
+        code = "duplicate_custom_id" if kind == "named" and number != named[0] else CODES.get(kind)
+        record = numbered[number]
+        assert record["custom_id"] == ("same" if kind == "named" else f"line-{number}")
+        if code is None:
+            assert record["error"] is None
+            prompt = (1, 2) if kind == "ids" else "text"
+            assert record["response"]["body"]["choices"][0]["text"] == f"<{prompt}>"
+        else:
+            assert record["response"] is None
+            assert (record["error"]["code"], record["error"]["line"]) == (code, number)
+    if ordered:
+        assert [line_of(record) for record in records] == sorted(expected)
+    assert tally.done == len(expected) and tally.unwritten == 0
+    assert engine.peak <= 2 * slots and not engine.live and not engine.aborted
+
+
+def test_two_ordered_runs_are_equal_byte_for_byte() -> None:
+    def output(seed: int) -> bytes:
+        sink = io.BytesIO()
+        engine = FakeEngine(seed=seed)
+        BatchRun(engine, read_lines(io.BytesIO(prompts(50))), sink, model="m", created=1, ordered=True).run()
+        return sink.getvalue()
+
+    assert output(1) == output(2)
+
+
+def test_a_name_made_of_a_line_number_can_be_taken() -> None:
+    records, tally = run(b'{"prompt": "a", "custom_id": "line-2"}\n{"prompt": "b"}\n')
+    assert by_line(records)[2]["error"]["code"] == "duplicate_custom_id" and tally.ok == 1
+
+
+def test_an_id_used_by_a_bad_line_is_used() -> None:
+    records, _ = run(b'{"prompt": "", "custom_id": "a"}\n{"prompt": "b", "custom_id": "a"}\n')
+    assert [by_line(records)[number]["error"]["code"] for number in (1, 2)] == [
+        "invalid_request",
+        "duplicate_custom_id",
+    ]
+    assert "line 1" in by_line(records)[2]["error"]["message"]
+
+
+def test_defaults_reach_lines_that_are_silent() -> None:
+    records, _ = run(b'{"prompt": "a"}\n{"prompt": "b", "max_tokens": 9}\n', defaults={"max_tokens": 200})
+    assert [by_line(records)[n]["error"] is None for n in (1, 2)] == [False, True]
+
+
+# -- bounded -------------------------------------------------------------------------------------------------
+
+
+def counted(lines: Iterator[Line], counter: list[int]) -> Iterator[Line]:
+    for line in lines:
+        counter[0] += 1
+        yield line
+
+
+def endless(raw: bytes) -> Iterator[Line]:
+    return (Line(number, len(raw), raw) for number in itertools.count(1))
+
+
+def interrupt_at(step: int) -> Any:
+    def on_step(number: int) -> None:
+        if number == step:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+def test_lines_are_read_as_slots_need_them() -> None:
+    engine, read = FakeEngine(max_num_seqs=3, on_step=interrupt_at(20)), [0]
+    sink = io.BytesIO()
+    batch = BatchRun(engine, counted(endless(b'{"prompt": "a"}'), read), sink, model="m", created=1)
+    tally = batch.run()
+    assert tally.interrupted and read[0] <= tally.done + 6
+
+
+def test_ordered_output_holds_a_bounded_number_of_results() -> None:
+    class HeadLast(FakeEngine):
+        """Never ends the first request."""
+
+        def step(self) -> list[RequestOutput]:
+            head = self.live.pop("batch-1")
+            outputs = super().step()
+            self.live = {"batch-1": head, **self.live}
+            return outputs
+
+    engine, read = HeadLast(max_num_seqs=3, on_step=interrupt_at(2000)), [0]
+    sink = io.BytesIO()
+    lines = counted(endless(b'{"prompt": "a"}'), read)
+    tally = BatchRun(engine, lines, sink, model="m", created=1, ordered=True).run()
+    assert read[0] == ORDERED_WINDOW * 6
+    numbers = [line_of(json.loads(line)) for line in sink.getvalue().splitlines()]
+    assert numbers == list(range(2, read[0] + 1))  # what is done is written all the same, in order
+    assert (tally.done, tally.unwritten) == (len(numbers), 1)
+
+
+def test_bad_lines_do_not_hold_up_live_requests() -> None:
+    bad = (Line(number, 1, b"{") for number in range(2, 1000))
+    lines = itertools.chain([Line(1, 15, b'{"prompt": "a"}')], bad)
+    sink = io.BytesIO()
+    BatchRun(FakeEngine(), lines, sink, model="m", created=1).run()
+    numbers = [line_of(json.loads(line)) for line in sink.getvalue().splitlines()]
+    assert numbers.index(1) < 200
+
+
+def test_memory_does_not_grow_with_the_file() -> None:
+    class Sink(io.RawIOBase):
+        def write(self, data: Any) -> int:
+            return len(data)
+
+    def peak(count: int) -> int:
+        lines = (Line(number, 15, b'{"prompt": "a"}') for number in range(count))
+        tracemalloc.start()
+        BatchRun(FakeEngine(max_num_seqs=16), lines, Sink(), model="m", created=1).run()  # type: ignore[arg-type]
+        top = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return top
+
+    assert peak(8_000) - peak(2_000) < 6_000 * 250  # the hash of each id
+
+
+# -- how a run can end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_ctrl_c_keeps_what_is_done_and_aborts_the_rest(ordered: bool) -> None:
+    engine = FakeEngine(on_step=interrupt_at(5))
+    records, tally = run(prompts(100), engine, ordered=ordered)
+    assert tally.interrupted and tally.ok == len(records) > 0
+    assert not engine.live and len(engine.aborted) == tally.unwritten > 0
+    assert {f"batch-{line_of(record)}" for record in records}.isdisjoint(engine.aborted)
+    assert len(engine.submitted) == tally.ok + tally.unwritten
+
+
+def test_ctrl_c_while_reading() -> None:
+    def lines() -> Iterator[Line]:
+        yield from read_lines(io.BytesIO(prompts(4)))
+        raise KeyboardInterrupt
+
+    engine, sink = FakeEngine(), io.BytesIO()
+    tally = BatchRun(engine, lines(), sink, model="m", created=1).run()
+    assert tally.interrupted and tally.unwritten == 4 and not engine.live
+
+
+def test_a_dead_engine_ends_the_run_with_an_error_line_for_each_request_it_held() -> None:
+    def die(step: int) -> None:
+        if step == 4:
+            raise RuntimeError("device lost")
+
+    engine = FakeEngine(on_step=die)
+    records, tally = run(prompts(100), engine)
+    failed = [record["error"] for record in records if record["error"]]
+    assert {error["code"] for error in failed} == {"engine_error"} and "device lost" in failed[0]["message"]
+    assert isinstance(tally.failure, RuntimeError)
+    assert len(records) == len(engine.submitted) == tally.done < 100
+    by_line(records)
+
+
+def test_an_engine_that_closes_between_steps_ends_the_run() -> None:
+    class Closes(FakeEngine):
+        def submit(self, *arguments: Any, **options: Any) -> str:
+            if len(self.submitted) == 10:
+                raise EngineClosedError("closed")
+            return super().submit(*arguments, **options)
+
+    records, tally = run(prompts(100), Closes())
+    assert isinstance(tally.failure, EngineClosedError) and len(by_line(records)) == 11
+
+
+def test_an_engine_that_forgets_a_request_is_found_out() -> None:
+    class Forgets(FakeEngine):
+        def step(self) -> list[RequestOutput]:
+            self.live.pop("batch-3", None)
+            return super().step()
+
+    records, tally = run(prompts(5), Forgets())
+    assert (
+        by_line(records)[3]["error"]["code"] == "engine_error" and tally.ok == 4 and tally.failure is not None
+    )
+
+
+def test_a_request_that_breaks_submit_harms_no_other() -> None:
+    class Breaks(FakeEngine):
+        def submit(self, prompt: Any, *arguments: Any, **options: Any) -> str:
+            if prompt == "p2":
+                raise ZeroDivisionError("bug")
+            return super().submit(prompt, *arguments, **options)
+
+    records, tally = run(prompts(5), Breaks())
+    assert by_line(records)[2]["error"]["code"] == "engine_error" and tally.ok == 4 and tally.failure is None
+
+
+def test_an_input_that_cannot_be_read_on_finishes_what_was_read() -> None:
+    def lines() -> Iterator[Line]:
+        yield from read_lines(io.BytesIO(prompts(4)))
+        raise OSError(5, "Input/output error")
+
+    sink = io.BytesIO()
+    tally = BatchRun(FakeEngine(), lines(), sink, model="m", created=1).run()
+    assert tally.ok == 4 and isinstance(tally.failure, OSError)
+
+
+def test_an_output_that_cannot_be_written_aborts_and_raises() -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if self.tell() > 1000:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    engine = FakeEngine()
+    with pytest.raises(OSError, match="No space"):
+        BatchRun(engine, read_lines(io.BytesIO(prompts(100))), Full(), model="m", created=1).run()
+    assert engine.aborted and not engine.live
+
+
+def test_each_line_is_flushed() -> None:
+    class Buffered(io.BytesIO):
+        flushed = 0
+
+        def flush(self) -> None:
+            assert self.getvalue().endswith(b"\n")
+            self.flushed += 1
+
+    sink = Buffered()
+    BatchRun(FakeEngine(), read_lines(io.BytesIO(prompts(9))), sink, model="m", created=1).run()
+    assert sink.flushed == 9
+
+
+# -- what a person sees --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.floats(0, 1))
+def test_quantiles_are_right_to_one_percent(values: list[float], share: float) -> None:
+    latencies = Latencies()
+    for value in values:
+        latencies.add(value)
+    exact = next(v for i, v in enumerate(sorted(values), 1) if i >= share * len(values))
+    quantile = latencies.quantile(share)
+    assert quantile is not None and abs(quantile / exact - 1) < 0.01
+
+
+def test_no_latency_without_samples() -> None:
+    assert Latencies().quantile(0.5) is None
+
+
+def test_the_tally_counts_results_and_errors() -> None:
+    data = b"\n".join([LINES["good"], LINES["broken"], LINES["ids"], LINES["zero"], LINES["zero"]])
+    _, tally = run(data)
+    assert (tally.ok, tally.failed) == (2, {"invalid_json_line": 1, "invalid_request": 2})
+    assert (tally.prompt_tokens, tally.generated_tokens) == (6, 4)
+    assert [error.line for error in tally.first_errors] == [2, 4, 5]
+    text = "\n".join(summary_lines(tally, EngineStats(compiles_warmup=5), wall=2.0, cold_start=1.5))
+    for part in (
+        "5: 2 ok, 3 failed (invalid_json_line 1, invalid_request 2)",
+        "6 prompt, 4 generated, 2.0 tok/s",
+    ):
+        assert part in text
+    assert "5 before, 0 after warm-up" in text and "1.50 s from process start" in text
+
+
+class Screen(io.StringIO):
+    def __init__(self, tty: bool) -> None:
+        super().__init__()
+        self._tty = tty
+
+    def isatty(self) -> bool:
+        return self._tty
+
+
+@pytest.mark.parametrize("total", [40, None])
+def test_progress_is_a_bar_on_a_terminal(total: int | None) -> None:
+    screen = Screen(tty=True)
+    with Progress(total, slots=16, stream=screen) as progress:
+        progress.show(done=12, tokens=100, busy=7)
+    assert "12/40 requests" in screen.getvalue() if total else "12 requests" in screen.getvalue()
+    assert "7/16 slots busy" in screen.getvalue() and "tok/s" in screen.getvalue()
+
+
+def test_progress_is_a_line_now_and_then_elsewhere() -> None:
+    screen, now = Screen(tty=False), [0.0]
+    with Progress(40, slots=16, stream=screen, clock=lambda: now[0]) as progress:
+        assert not progress.due
+        now[0] = 5.0
+        assert progress.due
+        progress.show(done=12, tokens=100, busy=7)
+        assert not progress.due
+    assert screen.getvalue() == "12/40 requests, 5 s, 20 tok/s, 7/16 slots busy\n"
+
+
+def test_progress_can_be_off() -> None:
+    with Progress(40, slots=16, stream=None) as progress:
+        assert not progress.due
+        progress.show(done=40, tokens=100, busy=0)

@@ -1,0 +1,355 @@
+"""Lines in, lines out: whatever the bytes, a request or an error record, and never anything else."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from xla_engine.batch_format import (
+    MAX_CUSTOM_ID,
+    MAX_MESSAGE,
+    MAX_NESTING,
+    LineError,
+    LineRequest,
+    error_line,
+    line_error,
+    output_error,
+    parse_line,
+    result_line,
+)
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.sampling_params import SamplingParams
+
+
+def batch(body: dict[str, Any], /, **changes: Any) -> bytes:
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body} | changes
+    return json.dumps({name: value for name, value in line.items() if value is not ...}).encode()
+
+
+def parsed(raw: bytes, line: int = 7, **defaults: Any) -> LineRequest:
+    request = parse_line(raw, line, defaults)
+    assert isinstance(request, LineRequest), request
+    return request
+
+
+def finished(text: str = "ab", **changes: Any) -> RequestOutput:
+    choice = {"index": 0, "text": text, "token_ids": (5, 6), "finish_reason": "length"} | changes
+    return RequestOutput(
+        request_id="x",
+        prompt=None,
+        prompt_token_ids=(1, 2, 3),
+        outputs=(CompletionOutput(**choice),),
+        finished=True,
+    )
+
+
+# -- what is accepted ----------------------------------------------------------------------------------------
+
+
+def test_plain_line() -> None:
+    request = parsed(
+        b'{"prompt": "def f(", "max_tokens": 3, "temperature": 0, "custom_id": "a", "logprobs": 0}'
+    )
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=0)
+    assert request == LineRequest(line=7, custom_id="a", prompt="def f(", params=params)
+
+
+def test_batch_line() -> None:
+    request = parsed(batch({"model": "any", "prompt": "def f(", "max_tokens": 3, "logprobs": 0}))
+    params = SamplingParams(max_tokens=3, logprobs=0)
+    assert request == LineRequest(line=7, custom_id="c", prompt="def f(", params=params, model="any")
+
+
+def test_prompt_of_token_ids() -> None:
+    assert parsed(b'{"prompt": [1, 2, 3]}').prompt == (1, 2, 3)
+    assert parsed(batch({"prompt": [0]})).prompt == (0,)
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"prompt": "x"}', b'{"prompt": "x", "custom_id": null}', batch({"prompt": "x"}, custom_id=...)]
+)
+def test_a_line_without_id_is_named_by_its_number(raw: bytes) -> None:
+    assert parsed(raw, line=12).custom_id == "line-12"
+
+
+def test_id_is_another_name_for_custom_id() -> None:
+    assert parsed(b'{"id": "a", "prompt": "x"}').custom_id == "a"
+
+
+def test_defaults_apply_where_the_line_is_silent() -> None:
+    request = parsed(b'{"prompt": "x", "temperature": 0.5}', temperature=0, max_tokens=9)
+    assert (request.params.temperature, request.params.max_tokens) == (0.5, 9)
+
+
+def test_crlf_and_spaces_around_a_line() -> None:
+    assert parsed(b' \t{"prompt": "x"} \r').prompt == "x"
+
+
+def test_openai_bodies_may_spell_out_that_they_want_nothing() -> None:
+    body = {"prompt": "x", "n": 1, "best_of": 1, "echo": False, "stream": False, "stop": None, "suffix": None}
+    body |= {
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "temperature": None,
+        "seed": None,
+    }
+    assert parsed(batch(body)).params == SamplingParams()
+
+
+# -- what is refused, by code and by name --------------------------------------------------------------------
+
+NOT_JSON = {
+    "broken": (b'{"prompt": "x"', "delimiter"),
+    "two objects": (b'{"prompt": "x"} {"prompt": "y"}', "Extra data"),
+    "NaN": (b'{"prompt": "x", "temperature": NaN}', "NaN"),
+    "Infinity": (b'{"prompt": "x", "temperature": -Infinity}', "-Infinity"),
+    "1e400": (b'{"prompt": "x", "temperature": 1e400}', "too large"),
+    "400 digits": (b'{"prompt": "x", "max_tokens": %s}' % (b"9" * 400), "64 bits"),
+    "5000 digits": (b'{"prompt": "x", "max_tokens": %s}' % (b"9" * 5000), "digits"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', "byte 13"),
+    "UTF-8 of a surrogate": (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8"),
+    "lone surrogate": (rb'{"prompt": "\ud800"}', "surrogate"),
+    "lone surrogate in a name": (rb'{"prompt": "x", "\udfff": 1}', "surrogate"),
+    "UTF-16": ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+    "byte order mark inside the file": (b'\xef\xbb\xbf{"prompt": "x"}', "BOM"),
+    "list": (b"[1, 2]", "not a list"),
+    "string": (b'"x"', "not a string"),
+    "number": (b"3", "not a number"),
+    "null": (b"null", "not null"),
+    "bare word": (b"hello", "Expecting value"),
+    "control character": (b'{"prompt": "a\x00b"}', "control character"),
+    "name twice": (b'{"prompt": "x", "prompt": "y"}', "'prompt' stands twice"),
+    "deep list": (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "nested"),
+    "very deep list": (b'{"prompt": ' + b"[" * 10**6 + b"]" * 10**6 + b"}", "nested"),
+    "very deep object": (b'{"a": ' * 10**5 + b"1" + b"}" * 10**5, "nested"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_JSON)
+def test_invalid_json_line(name: str) -> None:
+    raw, message = NOT_JSON[name]
+    error = parse_line(raw, 7)
+    assert isinstance(error, LineError)
+    assert (error.code, error.line, error.custom_id) == ("invalid_json_line", 7, "line-7")
+    assert message in error.message
+
+
+PLAIN_REFUSED = {
+    "no prompt": ({}, 'no "prompt"'),
+    "empty prompt": ({"prompt": ""}, "empty"),
+    "empty list": ({"prompt": []}, "empty"),
+    "null prompt": ({"prompt": None}, "not null"),
+    "number as prompt": ({"prompt": 3}, "not a number"),
+    "object as prompt": ({"prompt": {}}, "not an object"),
+    "several prompts": ({"prompt": ["a", "b"]}, "list of prompts"),
+    "several token lists": ({"prompt": [[1], [2]]}, "list of prompts"),
+    "float token": ({"prompt": [1, 2.0]}, "prompt[1]"),
+    "boolean token": ({"prompt": [True]}, "prompt[0]"),
+    "negative token": ({"prompt": [1, -1]}, "prompt[1]"),
+    "huge token": ({"prompt": [2**40]}, "prompt[0]"),
+    "max_tokens 0": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    "max_tokens null": ({"prompt": "x", "max_tokens": None}, "max_tokens"),
+    "negative temperature": ({"prompt": "x", "temperature": -0.1}, "temperature"),
+    "temperature as text": ({"prompt": "x", "temperature": "0"}, "temperature"),
+    "top_p 0": ({"prompt": "x", "top_p": 0}, "top_p"),
+    "top-N logprobs": ({"prompt": "x", "logprobs": 5}, "logprobs"),
+    "unknown field": ({"prompt": "x", "temprature": 0}, "'temprature'"),
+    "misspelt prompt": ({"promt": "x"}, 'no "prompt"'),
+    "unsupported field": ({"prompt": "x", "n": 2}, "'n'"),
+    "stop strings": ({"prompt": "x", "stop": ["\n"]}, "'stop'"),
+    "number as id": ({"prompt": "x", "custom_id": 3}, "custom_id"),
+    "empty id": ({"prompt": "x", "custom_id": ""}, "custom_id"),
+    "long id": ({"prompt": "x", "custom_id": "i" * (MAX_CUSTOM_ID + 1)}, "custom_id"),
+    "both ids": ({"prompt": "x", "custom_id": "a", "id": "a"}, "keep one"),
+    "deepest value": ({"prompt": "x", "seed": json.loads("[" * MAX_NESTING + "]" * MAX_NESTING)[0]}, "seed"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_REFUSED)
+def test_invalid_plain_request(name: str) -> None:
+    record, message = PLAIN_REFUSED[name]
+    error = parse_line(json.dumps(record).encode(), 7)
+    assert isinstance(error, LineError)
+    assert error.code == "invalid_request" and message in error.message
+
+
+BATCH_REFUSED = {
+    "chat": (batch({"messages": []}, url="/v1/chat/completions"), "not supported by this version"),
+    "embeddings": (batch({"input": "x"}, url="/v1/embeddings"), "not supported by this version"),
+    "no url": (batch({"prompt": "x"}, url=...), 'no "url"'),
+    "url of another type": (batch({"prompt": "x"}, url=["/v1/completions"]), "not supported"),
+    "GET": (batch({"prompt": "x"}, method="GET"), "POST"),
+    "no body": (batch({}, body=...), "body"),
+    "body of another type": (batch({}, body="prompt"), "body"),
+    "model of another type": (batch({"prompt": "x", "model": 3}), "model"),
+    "sampling beside the body": (batch({"prompt": "x"}, temperature=0), "belong into the body"),
+    "id inside the body": (batch({"prompt": "x", "custom_id": "c"}), "beside the body"),
+    "n 2": (batch({"prompt": "x", "n": 2}), "'n'"),
+    "true is not 1": (batch({"prompt": "x", "n": True}), "'n'"),
+    "false is not 0": (batch({"prompt": "x", "presence_penalty": False}), "'presence_penalty'"),
+    "unknown null": (batch({"prompt": "x", "temprature": None}), "'temprature'"),
+    "several prompts": (batch({"prompt": ["a", "b"]}), "list of prompts"),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_REFUSED)
+def test_invalid_batch_request(name: str) -> None:
+    raw, message = BATCH_REFUSED[name]
+    error = parse_line(raw, 7)
+    assert isinstance(error, LineError)
+    assert (error.code, error.custom_id) == ("invalid_request", "c") and message in error.message
+
+
+def test_a_hostile_value_is_not_echoed_at_length() -> None:
+    error = parse_line(json.dumps({"prompt": "x", "temperature": "y" * 10**6}).encode(), 7)
+    assert isinstance(error, LineError) and len(error.message) <= MAX_MESSAGE
+
+
+def test_duplicate_names_are_found_in_linear_time() -> None:
+    names = b",".join(b'"%d": 0' % number for number in range(200_000))
+    error = parse_line(b"{" + names + b', "199999": 1}', 7)
+    assert isinstance(error, LineError) and "'199999'" in error.message
+
+
+# -- any bytes -----------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda children: (
+        st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=5), children, max_size=4)
+    ),
+    max_leaves=10,
+)
+known_names = {field.name for field in fields(SamplingParams)}
+field_names = st.sampled_from(
+    [
+        "prompt",
+        "custom_id",
+        "id",
+        "method",
+        "url",
+        "body",
+        "model",
+        "n",
+        "stop",
+        "stream",
+        "x",
+        *sorted(known_names),
+    ]
+)
+likely_values = json_values | st.sampled_from(
+    ["x", "POST", "/v1/completions", 0, 1, 0.5, [1, 2], {"prompt": "x"}, True]
+)
+records = st.dictionaries(field_names, likely_values, max_size=6)
+lines = st.one_of(
+    st.binary(max_size=80),
+    json_values.map(lambda value: json.dumps(value).encode()),
+    records.map(lambda record: json.dumps(record).encode()),
+    records.map(lambda record: json.dumps({"url": "/v1/completions", "body": record}).encode()),
+    st.tuples(records.map(json.dumps), st.integers(0, 60), st.binary(max_size=3)).map(
+        lambda parts: parts[0].encode()[: parts[1]] + parts[2] + parts[0].encode()[parts[1] :]
+    ),
+)
+
+
+@given(raw=lines, line=st.integers(1, 10**6))
+@example(raw=b'{"prompt": "x", "temperature": %s}' % (b"9" * 300), line=1)
+@example(raw=b'{"url": {}, "body": []}', line=1)
+def test_any_line_is_a_request_or_an_error_that_can_be_written(raw: bytes, line: int) -> None:
+    result = parse_line(raw, line)
+    assert result.line == line and result.custom_id
+    if isinstance(result, LineError):
+        record = json.loads(error_line(result))
+        assert record["response"] is None
+        assert record["error"] == {"code": result.code, "message": result.message, "line": line}
+        assert result.code in ("invalid_json_line", "invalid_request") and result.message
+    else:
+        record = json.loads(result_line(result, finished(), created=1, model="m"))
+        assert result.prompt and record["error"] is None
+    assert record["custom_id"] == result.custom_id
+
+
+# -- output lines --------------------------------------------------------------------------------------------
+
+
+def test_result_line_is_openai_batch_output() -> None:
+    request = parsed(batch({"model": "mine", "prompt": "x", "logprobs": 0}))
+    output = finished(logprobs=(-0.5, -1.25), finish_reason="stop")
+    line = result_line(request, output, created=1700000000, model="theirs")
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert json.loads(line) == {
+        "id": "batch_req_7",
+        "custom_id": "c",
+        "response": {
+            "status_code": 200,
+            "request_id": "req_7",
+            "body": {
+                "id": "cmpl-7",
+                "object": "text_completion",
+                "created": 1700000000,
+                "model": "mine",
+                "choices": [
+                    {
+                        "index": 0,
+                        "text": "ab",
+                        "finish_reason": "stop",
+                        "logprobs": {"token_logprobs": [-0.5, -1.25], "token_ids": [5, 6]},
+                    }
+                ],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+            },
+        },
+        "error": None,
+    }
+
+
+def test_lines_that_named_no_model_get_the_loaded_one() -> None:
+    line = result_line(parsed(b'{"prompt": "x"}'), finished(), created=1, model="theirs")
+    assert json.loads(line)["response"]["body"]["model"] == "theirs"
+
+
+def test_logprobs_keep_every_bit() -> None:
+    values = (-0.10000000149011612, -1e-30, -87.33654475055310898657124730373)
+    line = result_line(parsed(b'{"prompt": "x"}'), finished(logprobs=values), created=1, model="m")
+    assert tuple(json.loads(line)["response"]["body"]["choices"][0]["logprobs"]["token_logprobs"]) == values
+
+
+def test_output_is_strict_json_even_for_numbers_that_are_not() -> None:
+    line = result_line(
+        parsed(b'{"prompt": "x"}'), finished(logprobs=(math.nan, -math.inf)), created=1, model="m"
+    )
+    assert json.loads(line)["response"]["body"]["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
+
+
+@given(text=st.text(st.characters(codec="utf-8")))
+@example(text="a\u2028b\u2029c\x85d\ne")
+def test_a_result_is_one_line_for_every_reader(text: str) -> None:
+    line = result_line(parsed(b'{"prompt": "x"}'), finished(text), created=1, model="m")
+    assert line.isascii() and len(line.decode("ascii").splitlines()) == 1
+    assert json.loads(line)["response"]["body"]["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [("stop", None), ("length", None), ("abort", "aborted"), ("error", "engine_error")]
+)
+def test_only_stop_and_length_are_results(reason: str, code: str | None) -> None:
+    error = output_error(parsed(b'{"prompt": "x", "custom_id": "a"}'), finished(finish_reason=reason))
+    assert (error and error.code) == code
+    assert error is None or (error.line, error.custom_id) == (7, "a")
+
+
+def test_error_line_is_openai_batch_output() -> None:
+    line = error_line(line_error(3, "invalid_request", "no", "a"))
+    assert json.loads(line) == {
+        "id": "batch_req_3",
+        "custom_id": "a",
+        "response": None,
+        "error": {"code": "invalid_request", "message": "no", "line": 3},
+    }

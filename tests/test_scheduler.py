@@ -1,0 +1,602 @@
+"""The scheduler's laws by hand: small cases, each naming the bug it would have caught."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import scheduler
+from scheduler import (
+    FinishReason,
+    Plan,
+    QueueFullError,
+    Request,
+    ResultMismatchError,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
+    Slot,
+    Slots,
+    StaleSlotError,
+    Status,
+    StepResult,
+    TokenEvent,
+    policy,
+)
+
+END = 99  # a stop token
+STOP, LENGTH, ABORT, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR
+
+
+def make(slots: int = 2, *, chunk: int = 4, budget: int = 1000, max_waiting: int | None = None) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=slots, chunk_size=chunk, max_num_batched_tokens=budget, max_waiting=max_waiting
+        )
+    )
+
+
+def ask(name: str, prompt: int = 3, tokens: int = 5, stops: Sequence[int] = (END,)) -> Request:
+    """A request with a prompt of `prompt` tokens 0, 1, 2, ..."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(range(prompt)),
+        max_tokens=tokens,
+        stop_token_ids=frozenset(stops),
+    )
+
+
+def result(plan: Plan, token: int = 7) -> StepResult:
+    """Every row samples `token`."""
+    return StepResult(first=[Sample(token)] * len(plan.first_rows), decode=[(Sample(token),)] * len(plan.decode))
+
+
+def step(engine: Scheduler, token: int = 7) -> list[TokenEvent]:
+    plan = engine.plan()
+    events = engine.commit(plan, result(plan, token))
+    engine.check()
+    return events
+
+
+def ends(events: list[TokenEvent]) -> dict[str, FinishReason]:
+    return {event.request_id: event.finish_reason for event in events if event.finish_reason is not None}
+
+
+def names(parts: Sequence[object]) -> list[str]:
+    return [part.request_id for part in parts]  # type: ignore[attr-defined]
+
+
+# -- how requests end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampled", "max_tokens", "credited", "reason"),
+    [
+        ([7, 7, 7], 3, 3, LENGTH),
+        ([7, END], 3, 2, STOP),
+        ([END], 3, 1, STOP),  # the first token, from the prefill program
+        ([END], 1, 1, STOP),  # stop and cap on the only token
+        ([7], 1, 1, LENGTH),
+        ([7, END], 2, 2, STOP),  # stop and cap on one decoded token
+        ([7, 7], 2, 2, LENGTH),
+    ],
+)
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_stop_wins_over_length_and_both_are_credited(
+    sampled: list[int], max_tokens: int, credited: int, reason: FinishReason, lag: int
+) -> None:
+    engine = make()
+    engine.submit(ask("a", tokens=max_tokens))
+    tokens = iter(sampled)
+    flight: list[Plan] = []
+    events: list[TokenEvent] = []
+    while engine.has_unfinished:
+        plan = engine.plan()
+        flight += [] if plan.is_empty else [plan]
+        while len(flight) > (0 if plan.is_empty else lag):
+            oldest = flight.pop(0)
+            first = [Sample(next(tokens)) for _ in oldest.first_rows]
+            stopped = any(sample.token_id == END for sample in first)
+            row = () if stopped else tuple(Sample(token) for token in [next(tokens, None)] if token is not None)
+            events += engine.commit(oldest, StepResult(first=first, decode=[row] * len(oldest.decode)))
+            engine.check()
+    assert [event.sample.token_id for event in events] == sampled[:credited]
+    assert [event.finish_reason for event in events] == [None] * (credited - 1) + [reason]
+
+
+def test_cap_of_one_uses_no_decode_row_and_frees_its_slot_in_the_same_plan() -> None:
+    engine = make(slots=1)
+    engine.submit(ask("a", tokens=1))
+    engine.submit(ask("b", tokens=1))
+    first, second = engine.plan(), engine.plan()  # nothing was committed between
+    assert (names(first.chunks), first.decode) == (["a"], ())
+    assert (names(second.chunks), second.decode) == (["b"], ())
+    assert first.chunks[0].slot == Slot(index=0, epoch=0)
+    assert second.chunks[0].slot == Slot(index=0, epoch=1)
+    assert ends(engine.commit(first, result(first))) == {"a": LENGTH}
+    assert ends(engine.commit(second, result(second))) == {"b": LENGTH}
+
+
+def test_row_of_the_last_chunk_decodes_in_the_same_plan() -> None:
+    engine = make()
+    engine.submit(ask("a", prompt=6, tokens=5))
+    plan = engine.plan()
+    assert [(chunk.start, chunk.tokens, chunk.is_last) for chunk in plan.chunks] == [
+        (0, (0, 1, 2, 3), False),
+        (4, (4, 5), True),
+    ]
+    assert names(plan.first_rows) == names(plan.decode) == ["a"]
+
+
+def test_stop_at_the_first_token_drops_the_decode_of_the_same_plan() -> None:
+    engine = make()
+    engine.submit(ask("a"))
+    plan = engine.plan()
+    events = engine.commit(plan, StepResult(first=[Sample(END)], decode=[(Sample(7),)]))
+    assert events == [TokenEvent("a", Sample(END), STOP)]
+    assert not engine.has_unfinished
+    assert engine.snapshot().counters.tokens_dropped == 1
+
+
+def test_tokens_sampled_after_a_stop_are_dropped_at_any_lag() -> None:
+    engine = make()
+    engine.submit(ask("a", tokens=10))
+    plans = [engine.plan() for _ in range(4)]
+    assert ends(engine.commit(plans[0], result(plans[0], END))) == {"a": STOP}
+    assert [engine.commit(plan, result(plan)) for plan in plans[1:]] == [[], [], []]
+
+
+def test_slot_is_handed_over_when_the_last_token_is_planned() -> None:
+    engine = make(slots=1)
+    engine.submit(ask("a", tokens=2))
+    engine.submit(ask("b", tokens=9))
+    first, second = engine.plan(), engine.plan()
+    assert names(second.decode) == ["b"]
+    assert names(engine.snapshot().draining) == ["a"]
+    events = engine.commit(first, result(first))
+    assert names(events) == ["a", "a"]
+    assert ends(events) == {"a": LENGTH}
+    assert names(engine.commit(second, result(second))) == ["b", "b"]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 6))
+def test_never_more_tokens_planned_than_asked_for(max_tokens: int) -> None:
+    engine = make()
+    engine.submit(ask("a", tokens=max_tokens))
+    plans = [engine.plan() for _ in range(8)]
+    assert sum(len(plan.first_rows) + len(plan.decode) for plan in plans) == max_tokens
+    assert [plan.is_empty for plan in plans] == [False] * max(max_tokens - 1, 1) + [True] * (
+        8 - max(max_tokens - 1, 1)
+    )
+
+
+def test_finish_frees_the_slot_for_the_next_plan() -> None:
+    engine = make(slots=1)
+    engine.submit(ask("a", tokens=50))
+    engine.submit(ask("b"))
+    plan = engine.plan()
+    engine.commit(plan, result(plan))
+    assert engine.finish("a", STOP)  # a stop string
+    assert engine.plan().admitted == ("b",)
+    assert engine.snapshot().counters.finished == {STOP: 1, LENGTH: 0, ABORT: 0, ERROR: 0}
+
+
+# -- abort ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "running", "draining"])
+def test_abort_ends_a_request_in_every_state(state: str) -> None:
+    engine = make(slots=1, chunk=2, budget=2)
+    if state == "waiting":
+        engine.submit(ask("peer", prompt=2, tokens=3))
+    prompt, tokens = {"prefilling": (8, 5), "running": (2, 5)}.get(state, (2, 2))
+    engine.submit(ask("a", prompt, tokens))
+    plan = engine.plan()
+    view = engine.snapshot()
+    there = {
+        "waiting": view.waiting,
+        "draining": view.draining,
+        "prefilling": [slot.request for slot in view.slots if slot.request],
+        "running": [slot.request for slot in view.slots if slot.request],
+    }[state]
+    assert [(seen.request_id, seen.status) for seen in there] == [
+        ("a", Status.RUNNING if state == "draining" else Status(state))
+    ]
+    assert engine.abort("a")
+    assert not engine.abort("a")
+    engine.check()
+    assert not [event for event in engine.commit(plan, result(plan)) if event.request_id == "a"]
+    assert engine.has_unfinished == (state == "waiting")
+    engine.submit(ask("next"))
+    assert engine.plan().admitted == (("next",) if state != "waiting" else ())
+
+
+def test_abort_of_an_unknown_or_finished_request_is_false() -> None:
+    engine = make()
+    assert not engine.abort("nobody")
+    engine.submit(ask("a", tokens=1))
+    step(engine)
+    assert not engine.abort("a")
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_resubmitted_id_never_gets_the_tokens_of_its_former_life(lag: int) -> None:
+    """Credit by id and slot index alone gives the new life the old one's token."""
+    engine = make(slots=1)
+    engine.submit(ask("a", tokens=20))
+    old = [engine.plan() for _ in range(lag)]
+    assert engine.abort("a")
+    engine.submit(ask("a", tokens=20))
+    new = engine.plan()
+    assert new.decode[0].slot.index == old[0].decode[0].slot.index
+    assert [engine.commit(plan, result(plan, 1)) for plan in old] == [[]] * lag
+    assert [event.sample.token_id for event in engine.commit(new, result(new, 2))] == [2, 2]
+
+
+def test_id_resubmitted_while_it_waits_gets_nothing_from_steps_in_flight() -> None:
+    engine = make(slots=1)
+    engine.submit(ask("a", tokens=20))
+    old = engine.plan()
+    engine.abort("a")
+    engine.submit(ask("b", tokens=20))
+    engine.submit(ask("a", tokens=20))
+    engine.plan()
+    assert engine.commit(old, result(old)) == []
+
+
+# -- the queue ------------------------------------------------------------------------------------------------
+
+
+def test_every_slot_is_used_and_the_lowest_first() -> None:
+    """An off-by-one here left one slot idle for years, and a single slot admitted nobody."""
+    for count in (1, 2, 5):
+        engine = make(slots=count)
+        for index in range(7):
+            engine.submit(ask(f"r{index}"))
+        plan = engine.plan()
+        assert plan.admitted == tuple(f"r{index}" for index in range(count))
+        assert [row.slot.index for row in plan.decode] == list(range(count))
+
+
+def test_arrival_order_is_admission_order_and_survives_removal() -> None:
+    engine = make(slots=1)
+    for name in "abcde":
+        engine.submit(ask(name, tokens=1))
+    engine.abort("c")
+    assert names(engine.snapshot().waiting) == list("abde")
+    admitted = [name for _ in range(5) for name in engine.plan().admitted]
+    assert admitted == list("abde")
+
+
+def test_prompts_are_served_oldest_first() -> None:
+    engine = make(slots=3, chunk=2, budget=6)
+    for name, prompt in (("a", 8), ("b", 2), ("c", 2)):
+        engine.submit(ask(name, prompt))
+    assert names(engine.plan().chunks) == ["a", "a", "a"]
+    assert names(engine.plan().chunks) == ["a", "b"]  # each takes 2 for its chunk and 1 for its decode
+    assert names(engine.plan().chunks) == ["c"]
+
+
+def test_duplicate_live_id_is_refused_and_changes_nothing() -> None:
+    engine = make(slots=1)
+    engine.submit(ask("a"))
+    for _ in range(2):  # waiting, then in a slot
+        with pytest.raises(ValueError, match="choose another"):
+            engine.submit(ask("a"))
+        engine.check()
+        step(engine)
+    assert engine.snapshot().counters.submitted == 1
+
+
+def test_full_queue_is_an_error_that_changes_nothing() -> None:
+    engine = make(slots=1, max_waiting=2)
+    for name in "abc":
+        if name == "c":
+            with pytest.raises(QueueFullError, match="max_waiting is 2; .* raise the bound"):
+                engine.submit(ask("c"))
+        else:
+            engine.submit(ask(name))
+    engine.check()
+    assert names(engine.snapshot().waiting) == ["a", "b"]
+    engine.plan()
+    engine.submit(ask("c"))
+    assert names(engine.snapshot().waiting) == ["b", "c"]
+
+
+# -- chunks and budget ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "budget", "joins", "first", "granted"),
+    [
+        (3, 12, False, True, 3),
+        (3, 13, True, False, 3),
+        (3, 12, True, False, 2),  # the joining row's own decode does not fit
+        (3, 11, False, False, 2),
+        (3, 4, False, False, 1),
+        (3, 3, False, False, 0),
+        (3, 3, False, True, 1),  # the floor
+        (1, 4, True, True, 1),  # the floor, one token beyond
+        (1, 4, True, False, 0),
+        (1, -9, True, True, 1),
+        (1, -9, True, False, 0),
+    ],
+)
+def test_grant(left: int, budget: int, joins: bool, first: bool, granted: int) -> None:
+    assert policy.grant(left, budget, 4, joins_decode=joins, first=first) == granted
+
+
+def test_policy_examples_run() -> None:
+    ran = doctest.testmod(policy)
+    assert ran.attempted > 0 and ran.failed == 0
+
+
+def test_cuts_depend_on_the_prompt_alone() -> None:
+    def cuts(budget: int, peers: int) -> list[tuple[int, int]]:
+        engine = make(slots=8, chunk=4, budget=budget)
+        for peer in range(peers):
+            engine.submit(ask(f"peer{peer}", prompt=5 + peer, tokens=30))
+        engine.submit(ask("a", prompt=18))
+        plans = [engine.plan() for _ in range(25)]
+        chunks = [chunk for plan in plans for chunk in plan.chunks if chunk.request_id == "a"]
+        return [(chunk.start, len(chunk.tokens)) for chunk in chunks]
+
+    assert {tuple(cuts(budget, peers)) for budget in (1, 7, 9, 30, 1000) for peers in (0, 1, 6)} == {
+        ((0, 4), (4, 4), (8, 4), (12, 4), (16, 2))
+    }
+
+
+def test_live_rows_decode_and_one_chunk_runs_even_beyond_the_budget() -> None:
+    engine = make(slots=4, chunk=4, budget=1)
+    for name in "abc":
+        engine.submit(ask(name, prompt=4, tokens=40))
+    for _ in range(3):
+        engine.plan()
+    engine.submit(ask("d", prompt=12))
+    for _ in range(3):
+        plan = engine.plan()
+        assert names(plan.decode)[:3] == ["a", "b", "c"]
+        assert names(plan.chunks) == ["d"]
+
+
+@pytest.mark.parametrize("budget", [1, 5, 9, 14])
+def test_prompt_is_planned_within_its_own_and_all_older_chunks(budget: int) -> None:
+    engine = make(slots=4, chunk=2, budget=budget)
+    prompts = {"a": 7, "b": 3, "c": 9, "d": 1}
+    for name, prompt in prompts.items():
+        engine.submit(ask(name, prompt, tokens=100))
+    bound, ended = 0, {}
+    for number in range(1, 15):
+        ended |= dict.fromkeys(names(engine.plan().first_rows), number)
+    for name, prompt in prompts.items():
+        bound += policy.num_chunks(prompt, 2)
+        assert ended[name] <= bound
+
+
+# -- commit ---------------------------------------------------------------------------------------------------
+
+
+def test_first_tokens_come_before_decoded_ones() -> None:
+    engine = make()
+    engine.submit(ask("a"))
+    step(engine)
+    engine.submit(ask("b"))
+    plan = engine.plan()
+    sampled = StepResult(first=[Sample(1)], decode=[(Sample(2),), (Sample(3),)])
+    events = [(event.request_id, event.sample.token_id) for event in engine.commit(plan, sampled)]
+    assert events == [("b", 1), ("a", 2), ("b", 3)]
+
+
+def test_steps_are_committed_once_and_in_order() -> None:
+    engine = make()
+    engine.submit(ask("a"))
+    first, second = engine.plan(), engine.plan()
+    with pytest.raises(AssertionError, match="step 1 committed when 0 was due"):
+        engine.commit(second, result(second))
+    engine.commit(first, result(first))
+    with pytest.raises(AssertionError, match="step 0 committed when 1 was due"):
+        engine.commit(first, result(first))
+
+
+def test_empty_plan_takes_no_step_number_and_needs_no_commit() -> None:
+    engine = make()
+    empty = engine.plan()
+    assert empty.is_empty
+    assert engine.commit(empty, StepResult(first=[], decode=[])) == []
+    engine.submit(ask("a"))
+    assert engine.plan().step == empty.step == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "decode", "message"),
+    [
+        ([], [(Sample(1),)], "has 0 and 1"),
+        ([Sample(1)], [], "has 1 and 0"),
+        ([Sample(1)], [()], "0 samples for 'a'"),  # a live row fell silent: its request would never end
+        ([Sample(1)], [(Sample(1), Sample(2))], "2 samples for 'a'"),
+    ],
+)
+def test_result_that_does_not_fit_is_an_error_and_loses_nobody(
+    first: list[Sample], decode: list[tuple[Sample, ...]], message: str
+) -> None:
+    engine = make()
+    engine.submit(ask("a"))
+    plan = engine.plan()
+    with pytest.raises(ResultMismatchError, match=message):
+        engine.commit(plan, StepResult(first=first, decode=decode))
+    assert engine.finish("a", ERROR)
+    engine.check()
+
+
+def test_plan_that_travelled_as_bytes_is_credited_the_same() -> None:
+    engine = make()
+    engine.submit(ask("a", tokens=4))
+    plans = [pickle.loads(pickle.dumps(engine.plan())) for _ in range(3)]
+    events = [event for plan in plans for event in engine.commit(plan, result(plan))]
+    assert len(events) == 4
+    assert ends(events) == {"a": LENGTH}
+
+
+# -- introspection --------------------------------------------------------------------------------------------
+
+
+def test_decode_tuple_is_the_same_object_until_membership_changes() -> None:
+    engine = make()
+    engine.submit(ask("a", tokens=30))
+    first, second = engine.plan(), engine.plan()
+    assert first.decode is second.decode
+    engine.submit(ask("b", tokens=3))
+    third, fourth, fifth = engine.plan(), engine.plan(), engine.plan()
+    assert names(third.decode) == ["a", "b"]
+    assert fourth.decode is third.decode
+    assert names(fifth.decode) == ["a"]
+
+
+def test_decisions_say_why() -> None:
+    engine = make(slots=1, chunk=2, budget=5)
+    engine.submit(ask("a", prompt=6, tokens=3))
+    engine.submit(ask("b"))
+    engine.submit(ask("c"))
+    told = [[(said.request_id, said.action, said.reason) for said in engine.plan().decisions] for _ in range(3)]
+    waits = ("b", "wait", "no free slot: 1 of 1 busy")
+    assert told == [
+        [
+            ("a", "admit", "slot 0 was free"),
+            waits,
+            ("a", "prefill", "2 of the 3 chunks left; token budget 5 used up by 0 decode rows and 2 chunks of 2"),
+        ],
+        [waits, ("a", "prefill", "1 of the 1 chunks left; within the token budget 5")],
+        [waits, ("a", "hand over", "all 3 new tokens are planned; slot 0 is free")],
+    ]
+
+
+def test_hold_and_floor_decisions_name_the_budget() -> None:
+    engine = make(slots=3, chunk=2, budget=2)
+    for name in "abc":
+        engine.submit(ask(name, prompt=2, tokens=9))
+    decisions = {said.request_id: said for said in engine.plan().decisions}
+    assert decisions["a"].reason == "1 of the 1 chunks left; one runs in every step, here beyond the token budget 2"
+    assert decisions["b"].action == "hold"
+    assert decisions["b"].reason.startswith("0 of the 1 chunks left; token budget 2 used up by 0 decode rows and 1")
+    third = engine.snapshot().slots[2].request
+    assert third is not None and third.decision is not None
+    assert third.decision.reason == "the prompt of 'b' is older and goes first"
+
+
+def test_decisions_do_not_grow_with_the_queue() -> None:
+    engine = make(slots=2)
+    for index in range(5000):
+        engine.submit(ask(f"r{index}"))
+    engine.plan()
+    assert names(engine.plan().decisions) == ["r2"]
+    last = engine.snapshot().waiting[-1].decision
+    assert last is not None and last.reason == "4997 arrived earlier and wait too"
+
+
+def test_snapshot_tells_slots_queue_and_counters() -> None:
+    engine = make(slots=3, chunk=4, budget=9)
+    engine.submit(ask("a", prompt=3, tokens=9))
+    step(engine)
+    engine.submit(ask("b", prompt=15))
+    engine.plan()
+    engine.submit(ask("c"))
+    view = engine.snapshot()
+    a, b, free = view.slots
+    assert a.request is not None and b.request is not None and free.request is None
+    assert (a.slot, a.position) == (Slot(index=0, epoch=0), 3 + 2)  # the third token is sampled, not written
+    assert (a.request.status, a.request.planned, a.request.credited) == (Status.RUNNING, 3, 2)
+    assert (b.slot.index, b.position, b.request.status, b.request.prefilled) == (1, 8, Status.PREFILLING, 8)
+    assert (free.slot, free.position) == (Slot(index=2, epoch=0), 0)
+    assert [(seen.request_id, seen.decision) for seen in view.waiting] == [("c", None)]
+    assert (view.counters.steps_planned, view.counters.steps_committed) == (2, 1)
+    assert (engine.num_waiting, engine.num_running, engine.has_unfinished) == (1, 2, True)
+
+
+def test_check_finds_a_broken_invariant() -> None:
+    def leak_slot(engine: Scheduler) -> None:
+        engine._slots.acquire()
+
+    def lose_request(engine: Scheduler) -> None:
+        del engine._states["a"]
+
+    def share_slot(engine: Scheduler) -> None:
+        engine._states["b"].tenancy = engine._states["a"].tenancy
+
+    def skip_prompt(engine: Scheduler) -> None:
+        engine._states["a"].prefilled -= 1
+
+    def overcredit(engine: Scheduler) -> None:
+        engine._states["a"].credited = 4
+
+    def forget_row(engine: Scheduler) -> None:
+        engine._decoding.leave(engine._states["a"])
+
+    for damage in (leak_slot, lose_request, share_slot, skip_prompt, overcredit, forget_row):
+        engine = make(slots=3)
+        engine.submit(ask("a", tokens=9))
+        engine.submit(ask("b", tokens=9))
+        engine.plan()
+        engine.check()
+        damage(engine)
+        with pytest.raises(AssertionError):
+            engine.check()
+
+
+# -- slots and limits -----------------------------------------------------------------------------------------
+
+
+def test_slots_come_lowest_first_and_each_release_starts_an_epoch() -> None:
+    slots = Slots(3)
+    held = [slots.acquire() for _ in range(3)]
+    assert held == [Slot(index=index, epoch=0) for index in range(3)]
+    assert slots.num_free == 0
+    slots.release(held[2])
+    slots.release(held[0])
+    assert slots.acquire() == Slot(index=0, epoch=1)
+    assert slots.acquire() == Slot(index=2, epoch=1)
+    slots.check()
+
+
+def test_stale_slot_cannot_be_released() -> None:
+    slots = Slots(1)
+    first = slots.acquire()
+    slots.release(first)
+    with pytest.raises(StaleSlotError, match="slot 0 is not held in epoch 0"):
+        slots.release(first)  # while the slot is free
+    second = slots.acquire()
+    with pytest.raises(StaleSlotError, match="it is in epoch 1"):
+        slots.release(first)  # while somebody else holds it
+    assert slots.holds(second) and not slots.holds(first)
+    slots.check()
+
+
+@pytest.mark.parametrize("wrong", [{"prompt_token_ids": ()}, {"max_tokens": 0}, {"max_tokens": -1}])
+def test_request_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    fields: dict[str, object] = {"request_id": "a", "prompt_token_ids": (1,), "max_tokens": 1}
+    with pytest.raises(ValueError, match="'a'"):
+        Request(**(fields | wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "chunk_size", "max_num_batched_tokens", "max_waiting"])
+def test_limit_below_one_is_refused(name: str) -> None:
+    limits = {"max_num_seqs": 1, "chunk_size": 1, "max_num_batched_tokens": 1}
+    with pytest.raises(ValueError, match=name):
+        SchedulerConfig(**(limits | {name: 0}))
+
+
+def test_importing_the_scheduler_needs_the_standard_library_only() -> None:
+    root = Path(scheduler.__file__).parent.parent
+    code = (
+        "import sys; before = set(sys.modules); import scheduler; "
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert shown.stdout.split() == ["scheduler"]

@@ -1,0 +1,365 @@
+"""The scheduler's laws over generated cases, against a stand-in device that refuses wrong plans.
+
+`fake_runner` states the laws of a plan (order, gaps, ownership, budget) and of a request (it returns what it
+returns alone). The last part breaks the scheduler on purpose, to show that these laws can fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fake_runner import VOCABULARY, Loop, PlanError, expected
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler import (
+    FinishReason,
+    Plan,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    Slot,
+    Slots,
+    StepResult,
+    TokenEvent,
+    WaitingQueue,
+    policy,
+)
+from scheduler.decoding import Decoding
+from scheduler.state import RequestState
+
+QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+
+configs = st.builds(
+    SchedulerConfig,
+    max_num_seqs=st.integers(1, 4),
+    chunk_size=st.integers(1, 4),
+    max_num_batched_tokens=st.integers(1, 20),
+    max_waiting=st.none(),
+)
+token_ids = st.integers(0, VOCABULARY - 1)
+
+
+def requests(request_id: str) -> st.SearchStrategy[Request]:
+    return st.builds(
+        Request,
+        request_id=st.just(request_id),
+        prompt_token_ids=st.lists(token_ids, min_size=1, max_size=12).map(tuple),
+        max_tokens=st.integers(1, 8),
+        stop_token_ids=st.frozensets(token_ids, max_size=3),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Anything a caller and a device may do, in any order and at any lag."""
+
+    @initialize(config=configs)
+    def begin(self, config: SchedulerConfig) -> None:
+        self.loop = Loop(config)
+
+    @rule(request=st.integers(0, 7).flatmap(lambda number: requests(f"r{number}")))
+    def submit(self, request: Request) -> None:
+        if request.request_id in self.loop.live:
+            with pytest.raises(ValueError, match="choose another"):
+                self.loop.scheduler.submit(request)
+        else:
+            self.loop.submit(request)
+
+    @rule()
+    def plan(self) -> None:
+        self.loop.plan()
+
+    @precondition(lambda self: self.loop.in_flight)
+    @rule(steps=st.integers(1, 4))
+    def commit(self, steps: int) -> None:
+        for _ in range(min(steps, len(self.loop.in_flight))):
+            self.loop.commit()
+
+    @rule(number=st.integers(0, 7), reason=st.sampled_from(FinishReason))
+    def finish(self, number: int, reason: FinishReason) -> None:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            reason = FinishReason.ABORT  # for the device's own ends, `Life.check` knows what they must be
+        self.loop.finish(f"r{number}", reason)
+
+    @invariant()
+    def holds(self) -> None:
+        self.loop.scheduler.check()
+        counters = self.loop.scheduler.snapshot().counters
+        assert sum(counters.finished.values()) == len(self.loop.ended)
+        assert counters.submitted == len(self.loop.ended) + len(self.loop.live)
+
+    def teardown(self) -> None:
+        self.loop.drain()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(QUICK, max_examples=60, stateful_step_count=40)
+
+
+@settings(QUICK, max_examples=60)
+@given(data=st.data(), config=configs, count=st.integers(1, 12), lag=st.integers(0, 4))
+def test_every_request_ends_once_with_the_tokens_it_gets_alone(
+    data: st.DataObject, config: SchedulerConfig, count: int, lag: int
+) -> None:
+    loop = Loop(config)
+    submitted = [data.draw(requests(f"r{number}")) for number in range(count)]
+    arrivals = data.draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
+    for request, gap in zip(submitted, arrivals, strict=True):
+        for _ in range(gap):
+            loop.turn(lag)
+        loop.submit(request)
+    loop.drain(lag)
+    assert sorted(life.request.request_id for life in loop.ended) == sorted(r.request_id for r in submitted)
+    assert {life.reason for life in loop.ended} <= {FinishReason.STOP, FinishReason.LENGTH}
+    admitted = [request_id for plan in loop.plans for request_id in plan.admitted]
+    assert admitted == [request.request_id for request in submitted]  # arrival order is admission order
+    counters = loop.scheduler.snapshot().counters
+    assert counters.tokens_credited == sum(len(expected(request)[0]) for request in submitted)
+
+
+@settings(QUICK, max_examples=40)
+@given(data=st.data(), config=configs)
+def test_lag_and_peers_change_no_token(data: st.DataObject, config: SchedulerConfig) -> None:
+    """Also that the budget shapes only when chunks run: any budget gives each prompt the same chunks."""
+    submitted = [data.draw(requests(f"r{number}")) for number in range(5)]
+    seen = []
+    for lag, budget in ((0, 1), (1, 9), (3, 1000)):
+        loop = Loop(replace(config, max_num_batched_tokens=budget))
+        for request in submitted:
+            loop.submit(request)
+        loop.drain(lag)
+        lives = {life.request.request_id: (life.samples, life.reason) for life in loop.ended}
+        cuts = {(c.request_id, c.start, c.tokens, c.is_last) for plan in loop.plans for c in plan.chunks}
+        seen.append((lives, cuts))
+    assert seen[0] == seen[1] == seen[2]
+
+
+@settings(QUICK, max_examples=60)
+@given(data=st.data(), config=configs)
+def test_prompt_in_a_slot_is_planned_within_its_own_and_all_older_chunks(
+    data: st.DataObject, config: SchedulerConfig
+) -> None:
+    """The progress bound: live rows and a tiny budget delay a prompt by no more than the prompts before it."""
+    loop = Loop(config)
+    count = data.draw(st.integers(1, 8))
+    for number in range(count):
+        loop.submit(data.draw(requests(f"r{number}")))
+    left: dict[str, int] = {}
+    due: dict[str, int] = {}
+    while loop.live:
+        plan = loop.plan()
+        for request_id in plan.admitted:
+            chunks = policy.num_chunks(len(loop.live[request_id].request.prompt_token_ids), config.chunk_size)
+            due[request_id] = plan.step + sum(left.values()) + chunks
+            left[request_id] = chunks
+        for chunk in plan.chunks:
+            left[chunk.request_id] -= 1
+            assert plan.step < due[chunk.request_id], f"{chunk} comes after its bound"
+        assert plan.is_empty or plan.chunks or not any(left.values())
+        loop.commit()
+
+
+@settings(QUICK, max_examples=60)
+@given(data=st.data(), lag=st.integers(1, 4), slots=st.integers(1, 2))
+def test_cancel_and_resubmit_into_the_same_slot_never_leaks_a_token(
+    data: st.DataObject, lag: int, slots: int
+) -> None:
+    loop = Loop(SchedulerConfig(max_num_seqs=slots, chunk_size=4, max_num_batched_tokens=16))
+    for _ in range(data.draw(st.integers(1, 6))):
+        loop.submit(data.draw(requests("same")))
+        for _ in range(data.draw(st.integers(0, lag))):
+            loop.turn(lag)
+        loop.finish("same")
+    loop.submit(data.draw(requests("same")))
+    loop.drain(lag)
+
+
+def test_cancel_and_resubmit_in_ten_thousand_seeded_trials() -> None:
+    rng = random.Random(0)
+    loop = Loop(SchedulerConfig(max_num_seqs=2, chunk_size=4, max_num_batched_tokens=16))
+    for _ in range(10_000):
+        request_id = rng.choice("ab")
+        loop.finish(request_id)
+        loop.submit(some_request(rng, request_id))
+        loop.turn(rng.randint(0, 3))
+        loop.plans.clear()
+    loop.drain(lag=2)
+    assert len(loop.ended) == 10_000
+
+
+def test_same_calls_give_the_same_plans() -> None:
+    def run() -> list[Plan]:
+        loop = storm(random.Random(3), turns=60)
+        loop.drain(lag=1)
+        return loop.plans
+
+    assert run() == run()
+
+
+# -- the laws can fail ----------------------------------------------------------------------------------------
+
+
+def some_request(rng: random.Random, request_id: str) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))),
+        max_tokens=rng.randint(1, 8),
+        stop_token_ids=frozenset({rng.randrange(VOCABULARY)}),
+    )
+
+
+def storm(rng: random.Random, turns: int = 40) -> Loop:
+    """A loop after some turns of submits, aborts and resubmits at a lag of 0 to 3."""
+    loop = Loop(
+        SchedulerConfig(
+            max_num_seqs=rng.randint(1, 3), chunk_size=3, max_num_batched_tokens=rng.choice([4, 8, 30])
+        )
+    )
+    lag = rng.randint(0, 3)
+    for _ in range(turns):
+        for _ in range(rng.randint(0, 2)):
+            request_id = f"r{rng.randrange(5)}"
+            if rng.random() < 0.3:
+                loop.finish(request_id)
+            if request_id not in loop.live:
+                loop.submit(some_request(rng, request_id))
+        loop.turn(lag)
+        loop.scheduler.check()
+    return loop
+
+
+def epochs_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Slots.release
+
+    def stuck(self: Slots, slot: Slot) -> None:
+        release(self, slot)
+        self._epochs[slot.index] -= 1
+
+    monkeypatch.setattr(Slots, "release", stuck)
+
+
+def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a token went to whoever has the id now."""
+    commit = Scheduler.commit
+
+    def careless(self: Scheduler, plan: Plan, result: StepResult) -> list[TokenEvent]:
+        def today[Part](part: Part) -> Part:
+            state = self._states.get(part.request_id)
+            return replace(part, slot=state.tenancy) if state and state.tenancy else part
+
+        plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
+        return commit(self, plan, result)
+
+    monkeypatch.setattr(Scheduler, "commit", careless)
+
+
+def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a token went to whoever holds the row now."""
+    commit = Scheduler.commit
+
+    def careless(self: Scheduler, plan: Plan, result: StepResult) -> list[TokenEvent]:
+        holders = {state.slot.index: state for state in self._states.values() if state.holds_slot}
+
+        def today(part):  # type: ignore[no-untyped-def]
+            state = holders.get(part.slot.index)
+            return replace(part, slot=state.slot, request_id=state.request_id) if state else part
+
+        plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
+        return commit(self, plan, result)
+
+    monkeypatch.setattr(Scheduler, "commit", careless)
+
+
+def busy_slot_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slots, "acquire", lambda self: self.current(0))
+
+
+def slot_is_handed_over_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    due = Decoding.due
+    monkeypatch.setattr(Decoding, "due", lambda self, step: due(self, step + 1) + due(self, step))
+
+
+def cap_is_one_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = Decoding.join
+
+    def late(self: Decoding, state: RequestState, step: int) -> None:
+        join(self, state, step + 1)
+
+    monkeypatch.setattr(Decoding, "join", late)
+
+
+def queue_is_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "pop", lambda self: self._states.popitem(last=True)[1])
+
+
+def one_slot_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slots, "num_free", property(lambda self: max(len(self._free) - 1, 0)))
+
+
+def budget_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "grant", lambda chunks_left, *_, **__: chunks_left)
+
+
+def floor_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    grant = policy.grant
+    monkeypatch.setattr(policy, "grant", lambda *args, **kwargs: grant(*args, **(kwargs | {"first": False})))
+
+
+def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(start: int, tokens: int, size: int, count: int) -> list[tuple[int, int]]:
+        return [(start, min(start + size + 1, tokens))][:count]
+
+    monkeypatch.setattr(policy, "next_cuts", cut)
+
+
+def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in which everybody gets one token more is taken too easily."""
+    credit_all = Decoding.credit_all
+
+    def easy(self, rows, samples):  # type: ignore[no-untyped-def]
+        ids = tuple(row.request_id for row in rows)
+        self._ids_and_stops = (ids, frozenset()) if rows is self._row_tuple else None
+        return credit_all(self, rows, samples)
+
+    monkeypatch.setattr(Decoding, "credit_all", easy)
+
+
+FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    epochs_never_move,
+    credit_ignores_the_tenancy,
+    credit_goes_to_the_slot,
+    busy_slot_is_given_away,
+    slot_is_handed_over_a_step_early,
+    cap_is_one_too_high,
+    queue_is_a_stack,
+    one_slot_is_never_used,
+    budget_is_ignored,
+    floor_is_forgotten,
+    cut_depends_on_the_load,
+    stop_tokens_are_overlooked,
+]
+
+
+def storms() -> None:
+    for seed in range(30):
+        loop = storm(random.Random(seed))
+        submitted = [life.request for life in (*loop.ended, *loop.live.values())]
+        loop.drain(lag=1)
+        assert len(submitted) == len(loop.ended)
+
+
+def test_storms_pass_without_a_fault() -> None:
+    storms()
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_planted_fault_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, PlanError)):
+        storms()

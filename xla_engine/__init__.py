@@ -1,0 +1,43 @@
+"""xla-engine: a JAX/XLA compiled batch engine for language models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xla_engine.config import EngineConfig as EngineConfig
+    from xla_engine.engine import XlaBatchEngine as XlaBatchEngine
+    from xla_engine.errors import XlaEngineError as XlaEngineError
+    from xla_engine.llm import LLM as LLM
+    from xla_engine.outputs import CompletionOutput as CompletionOutput
+    from xla_engine.outputs import RequestOutput as RequestOutput
+    from xla_engine.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "llm",
+    "XlaBatchEngine": "engine",
+    "EngineConfig": "config",
+    "SamplingParams": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "XlaEngineError": "errors",
+}
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "XlaBatchEngine",
+    "XlaEngineError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported on first use, so that `xla-engine --help` does not wait for jax."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"xla_engine.{_HOME[name]}"), name)

@@ -1,0 +1,217 @@
+"""A Hugging Face directory becomes named numpy leaves in one dtype, tensor by tensor; or random leaves do.
+
+Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; norm weights are always float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from graphs.config import ModelConfig
+from xla_engine.checkpoint_config import model_directory, read_config, read_special_tokens
+from xla_engine.errors import CheckpointError, ConfigError
+from xla_engine.safetensors_index import WeightFiles, open_weight_files
+
+__all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config", "tensor_sources"]
+
+Array = np.ndarray[Any, Any]
+Source = tuple[str, tuple[int, ...]]  # name and shape of a tensor in the checkpoint
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+_DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in _DTYPES}
+_STORED_DTYPES = ("F32", "F16", "BF16")
+_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # buffers of old checkpoints; the config says the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A loaded model.
+
+    path: the directory it came from.
+    config: its shape.
+    weights: leaf name (of `graphs.model.parameter_shapes`) to array; matrices in `dtype`, norms in float32.
+    eos_token_ids: every id that ends a text; empty if the files name none.
+    bos_token_id: the id that begins a text, or None.
+    dtype: "bfloat16" or "float32".
+    fingerprint: sha256 of config, special tokens, and the weight files' names, sizes, headers and contents
+        (of files above 64 MiB, 256 blocks). The same wherever the directory lies.
+    """
+
+    path: Path
+    config: ModelConfig
+    weights: dict[str, Array]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    fingerprint: str
+
+
+def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
+    """Load the Llama-family model directory `path`. It may lack a tokenizer.
+
+    dtype: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so, otherwise
+    bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask for
+    float32 to keep every bit.
+
+    Names, shapes and dtypes are checked against the headers before anything is allocated, and beside the
+    result one tensor at a time is in memory. `rotary_emb.inv_freq` buffers are ignored. A tied model may
+    store `lm_head.weight` only as a bitwise copy of the embedding, or else config and weights contradict.
+    Raises CheckpointError naming file, tensor and remedy.
+    """
+    wanted = _dtype_word(dtype)
+    directory = model_directory(path)
+    config = read_config(directory)
+    special = read_special_tokens(directory, config)
+    sources = tensor_sources(config)
+    with open_weight_files(directory) as files:
+        _check_tensors(files, sources, config)
+        target = _stored_dtype(files, sources) if wanted == "auto" else wanted
+        try:
+            weights = {leaf: _read_leaf(files, stacked, target) for leaf, stacked in sources.items()}
+        except MemoryError as error:
+            count = sum(prod(shape) for stacked in sources.values() for _, shape in stacked)
+            raise CheckpointError(
+                f"{directory}: {count} parameters need {count * _DTYPES[target].itemsize / 1e9:.1f} GB as "
+                f"{target}, which this machine does not have free. Use bfloat16 or a smaller model"
+            ) from error
+        identity = repr((asdict(config), asdict(special), files.fingerprint()))
+    return Checkpoint(
+        path=directory,
+        config=config,
+        weights=weights,
+        eos_token_ids=special.eos_token_ids,
+        bos_token_id=special.bos_token_id,
+        dtype=target,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+    )
+
+
+def random_weights(
+    config: ModelConfig, *, dtype: str, seed: int = 0, scale: float = 0.02
+) -> dict[str, Array]:
+    """Leaves of `config`'s shape, for tests and benchmarks. dtype as in `load_checkpoint`, auto: bfloat16.
+
+    Matrices are normal with deviation `scale`, norms 1 plus such. A leaf depends on its own name and shape
+    and on the seed, not on the rest of the model.
+    """
+    target = _DTYPES[_dtype_word("bfloat16" if dtype == "auto" else dtype)]
+    weights = {}
+    for leaf, stacked in tensor_sources(config).items():
+        shape = _stacked_shape(stacked)
+        generator = np.random.default_rng([seed, zlib.crc32(leaf.encode())])
+        draw = generator.standard_normal(shape, dtype=np.float32)
+        draw *= np.float32(scale)
+        weights[leaf] = draw.astype(target, copy=False) if len(shape) > 1 else draw + np.float32(1)
+    return weights
+
+
+def tensor_sources(config: ModelConfig) -> dict[str, tuple[Source, ...]]:
+    """The Llama name table: leaf name to the checkpoint tensors stacked in it, top rows first."""
+    d, f = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    sources: dict[str, tuple[Source, ...]] = {
+        "embed": (("model.embed_tokens.weight", (config.vocab_size, d)),),
+        "final_norm": (("model.norm.weight", (d,)),),
+    }
+    if not config.tie_word_embeddings:
+        sources["head"] = (("lm_head.weight", (config.vocab_size, d)),)
+    for i in range(config.num_hidden_layers):
+        leaf, layer = f"layers.{i}", f"model.layers.{i}"
+        sources |= {
+            f"{leaf}.input_norm": ((f"{layer}.input_layernorm.weight", (d,)),),
+            f"{leaf}.qkv": (
+                (f"{layer}.self_attn.q_proj.weight", (queries, d)),
+                (f"{layer}.self_attn.k_proj.weight", (keys, d)),
+                (f"{layer}.self_attn.v_proj.weight", (keys, d)),
+            ),
+            f"{leaf}.output": ((f"{layer}.self_attn.o_proj.weight", (d, queries)),),
+            f"{leaf}.post_attention_norm": ((f"{layer}.post_attention_layernorm.weight", (d,)),),
+            f"{leaf}.gate_up": (
+                (f"{layer}.mlp.gate_proj.weight", (f, d)),
+                (f"{layer}.mlp.up_proj.weight", (f, d)),
+            ),
+            f"{leaf}.down": ((f"{layer}.mlp.down_proj.weight", (d, f)),),
+        }
+    return sources
+
+
+def _dtype_word(dtype: str) -> str:
+    if dtype not in _DTYPE_WORDS:
+        raise ConfigError(f"dtype {dtype!r} is not supported. Use one of: {', '.join(_DTYPE_WORDS)}")
+    return _DTYPE_WORDS[dtype]
+
+
+def _stacked_shape(stacked: tuple[Source, ...]) -> tuple[int, ...]:
+    return (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:])
+
+
+def _check_tensors(files: WeightFiles, sources: dict[str, tuple[Source, ...]], config: ModelConfig) -> None:
+    """Every expected tensor is there, with its shape and a float dtype, and no other is."""
+    expected = {name: shape for stacked in sources.values() for name, shape in stacked}
+    for name, shape in expected.items():
+        if name not in files.tensors:
+            remedy = "Download the weights again or correct config.json"
+            if name == "lm_head.weight":
+                remedy = "Download them again, or set tie_word_embeddings if the embedding is the head"
+            raise CheckpointError(f"{files.names}: tensor {name} is missing. {remedy}")
+        info = files.tensors[name]
+        if info.dtype not in _STORED_DTYPES:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} is stored as {info.dtype}, not as one of "
+                f"{', '.join(_STORED_DTYPES)}. Save an unquantised copy, in bfloat16 for example"
+            )
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} has shape {list(info.shape)}, but {list(shape)} by config.json. "
+                "Correct config.json, or download both again"
+            )
+    for name, info in files.tensors.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            _check_tied_head(files)
+        elif name not in expected and not _IGNORED.fullmatch(name):
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} is not part of the model that config.json describes. "
+                "Correct config.json, or save the weights without it"
+            )
+
+
+def _check_tied_head(files: WeightFiles) -> None:
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    head, embedding = (files.tensors[name] for name in names)
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if same:
+        bits = [files.read(name).view(np.uint8) for name in names]
+        same = np.array_equal(bits[0], bits[1])
+    if not same:
+        raise CheckpointError(
+            f"{head.file}: tensor lm_head.weight differs from the embedding, but config.json ties the two. "
+            "Set tie_word_embeddings to false if the model has its own head, else save without lm_head.weight"
+        )
+
+
+def _stored_dtype(files: WeightFiles, sources: dict[str, tuple[Source, ...]]) -> str:
+    matrices = (name for stacked in sources.values() for name, shape in stacked if len(shape) > 1)
+    return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"
+
+
+def _read_leaf(files: WeightFiles, stacked: tuple[Source, ...], target: str) -> Array:
+    shape = _stacked_shape(stacked)
+    leaf = np.empty(shape, _DTYPES[target] if len(shape) > 1 else np.float32)
+    row = 0
+    for name, (rows, *_) in stacked:
+        leaf[row : row + rows] = files.read(name)  # converts, rounding to nearest even
+        row += rows
+    return leaf

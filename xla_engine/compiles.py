@@ -1,0 +1,58 @@
+"""Counting and caching of XLA compilations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_total = 0
+_listening = False
+
+
+def _count(event: str, duration: float, **_: Any) -> None:
+    global _total
+    _total += event == _COMPILE_EVENT
+
+
+class CompileCounter:
+    """Backend compilations of this process since construction, split at `mark_warm`.
+
+    Programs loaded from the persistent cache count too: they passed through the compiler's front door.
+    """
+
+    def __init__(self) -> None:
+        global _listening
+        if not _listening:
+            jax.monitoring.register_event_duration_secs_listener(_count)
+            _listening = True
+        self._start = _total
+        self._warm: int | None = None
+
+    def mark_warm(self) -> None:
+        """From here on a compilation is a defect."""
+        self._warm = _total
+
+    @property
+    def before(self) -> int:
+        """Compilations up to `mark_warm`."""
+        return (_total if self._warm is None else self._warm) - self._start
+
+    @property
+    def after(self) -> int:
+        """Compilations since `mark_warm`."""
+        return 0 if self._warm is None else _total - self._warm
+
+
+def use_compile_cache(directory: Path) -> None:
+    """Keep compiled programs in `directory`, unless the process already chose a cache of its own.
+
+    JAX keys entries by program, jaxlib version, flags and device kind.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,109 @@
+"""What an engine is: sizes and choices fixed at start-up. The only file that reads environment variables."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from xla_engine.errors import ConfigError
+
+DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
+SMALLEST_KEY_BUCKET = 256
+SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/002)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Engine options; names follow vLLM where it has one.
+
+    max_num_seqs: requests decoded together, the B_max of every graph.
+    max_model_len: prompt plus generated tokens of one request at most; None takes the model's limit, 2048 at most.
+    dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+    seed: mixed with the request id for requests that bring no seed of their own.
+    lag: started steps the host may leave unread: 1 overlaps host and device, 0 reads each step at once.
+    chunk_size: prompt tokens per prefill lane. Prompts are cut at its multiples, whatever the load.
+    prefill_lanes: lane counts of the prefill graphs, ascending.
+    max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
+        prefill graph once per step.
+    key_buckets: key lengths attention is compiled for, ascending; None takes powers of two from 256.
+    max_waiting: queued requests at most; None is unbounded.
+    compile_cache: keep compiled programs on disk between runs.
+    """
+
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    seed: int = 0
+    lag: int = 1
+    chunk_size: int = 32
+    prefill_lanes: tuple[int, ...] = (2, 8)
+    max_num_batched_tokens: int | None = None
+    key_buckets: tuple[int, ...] | None = None
+    max_waiting: int | None = None
+    compile_cache: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("lag", self.lag, 0)
+        _at_least("chunk_size", self.chunk_size, 8)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        if self.max_waiting is not None:
+            _at_least("max_waiting", self.max_waiting, 1)
+        for name in ("prefill_lanes", "key_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
+                raise ConfigError(f"{name} must be ascending positive sizes, not {sizes}")
+
+    @property
+    def device_rows(self) -> int:
+        """Rows of the decode graph; a very small batch is padded with rows that are never live."""
+        return max(self.max_num_seqs, SMALLEST_BATCH)
+
+    @property
+    def token_budget(self) -> int:
+        """Rows of work per step."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return self.max_num_seqs + self.chunk_size * self.prefill_lanes[-1]
+
+    def context_length(self, model_limit: int) -> int:
+        """Positions per slot for a model that allows `model_limit`."""
+        if self.max_model_len is None:
+            return min(model_limit, DEFAULT_MAX_MODEL_LEN)
+        if self.max_model_len > model_limit:
+            raise ConfigError(
+                f"max_model_len {self.max_model_len} exceeds the model's max_position_embeddings {model_limit}; "
+                f"use at most {model_limit}"
+            )
+        return self.max_model_len
+
+    def buckets(self, context_length: int) -> tuple[int, ...]:
+        """Key lengths attention is compiled for; the last one is the context length."""
+        sizes = self.key_buckets or tuple(SMALLEST_KEY_BUCKET << n for n in range(24))
+        return (*(size for size in sizes if size < context_length), context_length)
+
+    def fingerprint(self) -> str:
+        """Hash of every option that shapes the graphs."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def compile_cache_directory() -> Path:
+    """Where compiled programs are kept: `XLA_ENGINE_CACHE`, else the user's cache directory."""
+    if explicit := os.environ.get("XLA_ENGINE_CACHE"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "xla-engine" / "programs"
+
+
+def embedded_model_directory() -> Path:
+    """The checkpoint that ships inside the package."""
+    return Path(__file__).parent / "embedded"
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")

@@ -1,0 +1,45 @@
+"""Everything a user can get wrong, by name. Each message names the remedy.
+
+`code` is the machine-readable word written to batch error records; the vocabulary follows the OpenAI
+and Azure batch services where they have a word.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class XlaEngineError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+    code: ClassVar[str] = "engine_error"
+
+
+class InvalidRequestError(XlaEngineError, ValueError):
+    """One request is wrong; nobody else is concerned."""
+
+    code: ClassVar[str] = "invalid_request"
+
+
+class TokenLimitError(InvalidRequestError):
+    """Prompt plus max_tokens does not fit into max_model_len."""
+
+    code: ClassVar[str] = "token_limit_exceeded"
+
+
+class ConfigError(XlaEngineError, ValueError):
+    """The engine was asked for something it cannot be."""
+
+    code: ClassVar[str] = "invalid_config"
+
+
+class CheckpointError(XlaEngineError, ValueError):
+    """A model directory cannot be loaded; the message names file, tensor and remedy."""
+
+    code: ClassVar[str] = "invalid_checkpoint"
+
+
+class EngineClosedError(XlaEngineError, RuntimeError):
+    """The engine was closed or died; submit elsewhere."""
+
+    code: ClassVar[str] = "engine_closed"

@@ -1,0 +1,42 @@
+"""Counters of an engine and percentiles of its requests. Records only; nothing here touches a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine started.
+
+    steps: turns that dispatched device work.   prefill_calls: prefill programs run.
+    prompt_tokens, generation_tokens: tokens prefilled and tokens credited to requests.
+    slot_steps_busy, slot_steps_total: rows scheduled in decode steps, and rows there were.
+    compiles_warmup, compiles_after_warmup: XLA compilations before and since the engine was ready.
+    load_seconds, compile_seconds: wall time of start-up's two parts.
+    """
+
+    steps: int = 0
+    prefill_calls: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    slot_steps_busy: int = 0
+    slot_steps_total: int = 0
+    compiles_warmup: int = 0
+    compiles_after_warmup: int = 0
+    load_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of decode row-steps that were scheduled."""
+        return self.slot_steps_busy / self.slot_steps_total if self.slot_steps_total else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest-rank percentile, `share` in [0, 1]; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,59 @@
+"""What comes back for a request. Names follow vLLM's `RequestOutput`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Host times of one request in seconds on the engine's monotonic clock; None where it never got there."""
+
+    arrival_time: float
+    admitted_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    token_times: tuple[float, ...] = ()
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def inter_token_latencies(self) -> tuple[float, ...]:
+        """Seconds between consecutive tokens."""
+        return tuple(b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """The generated side of a request.
+
+    text: decoded text; the stop token is not part of it.
+    token_ids: every generated token, the stop token included.
+    logprobs: one raw log-probability per token when `SamplingParams.logprobs` is 0, else None.
+    finish_reason: "stop", "length", "abort", "error", or None while running.
+    stop_reason: the stop token id that ended the request, when it was not an eos id.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    logprobs: tuple[float, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """One request and what was generated for it so far; `finished` is true exactly once per request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    error: str | None = None

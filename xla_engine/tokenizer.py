@@ -1,0 +1,89 @@
+"""Text to token ids and back, over the `tokenizers` library and a model directory's tokenizer.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import tokenizers
+
+from xla_engine.checkpoint_config import model_directory
+from xla_engine.detokenizer import DecodingRules, IncrementalDetokenizer
+from xla_engine.errors import CheckpointError, InvalidRequestError, XlaEngineError
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer"]
+
+
+class Tokenizer:
+    """One model's tokenizer. Truncation and padding that a tokenizer.json may ask for are switched off.
+
+    vocab_size: one more than the highest token id; the model's own vocabulary may be padded beyond it.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._backend = backend
+        self._special = {
+            token.content for token in backend.get_added_tokens_decoder().values() if token.special
+        }
+        self._rules = DecodingRules(backend)
+
+    @classmethod
+    def from_directory(cls, path: Path | str) -> Tokenizer:
+        """The tokenizer of the model directory `path`; CheckpointError if the file is absent or broken."""
+        directory = model_directory(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file}: no such file, so text cannot be tokenised. Pass token ids, or make the file once, "
+                f"where transformers is installed: AutoTokenizer.from_pretrained({str(directory)!r})"
+                ".save_pretrained(NEW_PATH)"
+            )
+        with _raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the begin and end tokens that tokenizer.json adds unless told otherwise.
+
+        Raises InvalidRequestError for text that is not valid Unicode and for whatever the tokenizer fails at.
+        """
+        with _raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
+            if isinstance(text, str):
+                text.encode()  # a lone surrogate is reported with its position
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids that no token has give nothing. Raises InvalidRequestError for what is no id."""
+        with _raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A detokenizer for one stream of tokens; the pieces it gives add up to `decode`."""
+        return self._rules.start(
+            partial(self._visible_token, skip_special_tokens),
+            partial(self.decode, skip_special_tokens=skip_special_tokens),
+        )
+
+    def _visible_token(self, skip_special_tokens: bool, token_id: int) -> str | None:
+        try:
+            token = self._backend.id_to_token(token_id)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequestError(f"{token_id!r} is no token id. Pass integers from 0 on") from error
+        return None if skip_special_tokens and token in self._special else token
+
+
+@contextmanager
+def _raising(error_type: type[XlaEngineError], message: str) -> Iterator[None]:
+    """Turn any failure of the library into `error_type`; its panics are BaseExceptions, but no Exceptions."""
+    try:
+        yield
+    except XlaEngineError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise error_type(f"{message} ({error})") from error
