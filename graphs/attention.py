@@ -5,9 +5,9 @@ One K and one V buffer per layer, `[B, KV, S, Dh]`, donated and written in place
 before the softmax and stale values are never NaN inside an owned slot, because `clear_values` zeroes V when a slot
 is handed over: 0 * NaN would otherwise survive the masked probabilities.
 
-Scores, softmax and sums are float32; probabilities are rounded to the cache's compute dtype for the second product.
-A row's result depends on its own keys only; `key_length` (a static bucket over the valid keys) only adds masked
-columns behind them.
+Scores, softmax and sums are float32; probabilities are rounded to the compute dtype for the second product. Keys are
+taken in blocks of fixed size: both products see the same shapes whatever the `key_length` (a static bucket over the
+valid keys), and blocks are added in order, so that masked blocks behind a row's own keys change no bit of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from graphs.config import ModelConfig
+from graphs.sums import sum_last
+
+KEY_BLOCK = 128  # keys per block; cache lengths and key buckets are multiples of it
 
 
 class LayerCache(NamedTuple):
@@ -31,8 +34,14 @@ class LayerCache(NamedTuple):
 KVCache = list[LayerCache]
 
 
+def whole_blocks(length: int) -> int:
+    """`length` rounded up to whole key blocks."""
+    return -(-length // KEY_BLOCK) * KEY_BLOCK
+
+
 def make_cache(config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """A zeroed cache for `rows` slots of `length` positions."""
+    """A zeroed cache for `rows` slots of `length` positions, whole blocks."""
+    assert length == whole_blocks(length), length
     shape = (rows, config.num_key_value_heads, length, config.head_dim)
     return [
         LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_hidden_layers)
@@ -124,20 +133,33 @@ def _per_group(visible: jax.Array, groups: int) -> jax.Array:
 
 def _attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
     """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[N, KV, S, Dh]`, visible `[N, 1, R|1, S]`."""
-    scores = _batched_product(q.astype(keys.dtype), keys, 3) * (q.shape[-1] ** -0.5)  # [N, KV, R, S]
-    scores = jnp.where(visible, scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return _batched_product(weights.astype(values.dtype), values, 2) / total
+    count, kv_heads, rows, head_dim = q.shape
+    blocks = keys.shape[2] // KEY_BLOCK  # J
+    by_block = (count, kv_heads, blocks, KEY_BLOCK, head_dim)
+    queries = jnp.broadcast_to(q[:, :, None].astype(keys.dtype), (count, kv_heads, blocks, rows, head_dim))
+    scores = _product(queries, keys.reshape(by_block), 4) * (head_dim**-0.5)  # [N, KV, J, R, block]
+    seen = visible.reshape(count, 1, -1, blocks, KEY_BLOCK).swapaxes(2, 3)  # [N, 1, J, R|1, block]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    weights = jnp.exp(scores - jnp.max(scores, axis=(2, 4), keepdims=True))
+    weighted = _product(weights.astype(values.dtype), values.reshape(by_block), 3)  # [N, KV, J, R, Dh]
+    return _in_order(weighted) / _in_order(sum_last(weights))
 
 
-def _batched_product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
-    """Contract left's last axis with `right_axis` of right; the two leading axes are batch; float32 out."""
+def _in_order(parts: jax.Array) -> jax.Array:
+    """Sum `parts [N, KV, J, ...]` over J from the first block to the last."""
+    total = parts[:, :, 0]
+    for block in range(1, parts.shape[2]):
+        total = total + parts[:, :, block]
+    return total
+
+
+def _product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
+    """Contract left's last axis with `right_axis` of right; the three leading axes are batch; float32 out."""
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
     return lax.dot_general(
         left,
         right,
-        (((3,), (right_axis,)), ((0, 1), (0, 1))),
+        (((4,), (right_axis,)), ((0, 1, 2), (0, 1, 2))),
         precision=precision,
         preferred_element_type=jnp.float32,
     )

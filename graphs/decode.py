@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from graphs.attention import KVCache, attend_decode
 from graphs.model import ModelSpec
+from graphs.projection import weight_left
 from graphs.rows import Rows, pack_samples, remaining_after
 from graphs.sampling import sample
 
@@ -44,7 +45,8 @@ def decode_step(
         )
         return out
 
-    logits = model.logits(model.hidden(rows.token, rope[rows.length], attend))  # [V, B]
+    hidden = model.hidden(rows.token, rope[rows.length], attend, weight_left)
+    logits = model.logits(hidden)  # [V, B]
     token, logprob = sample(logits, rows.sampling, rows.length + 1)
     advanced = Rows(
         token=jnp.where(live, token, rows.token),

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.config import ModelConfig, RopeScaling
+from graphs.sums import sum_last
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square normalisation of `x [N, D]` in float32 (Zhang and Sennrich 2019)."""
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    scale = jax.lax.rsqrt(sum_last(x * x) / x.shape[-1] + eps)  # [N, 1]
     return x * scale * weight
 
 

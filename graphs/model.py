@@ -15,7 +15,7 @@ from flax import nnx
 
 from graphs.config import ModelConfig
 from graphs.layers import apply_rope, rms_norm
-from graphs.projection import project, project_feature_major
+from graphs.projection import Project, feature_major
 
 # (layer index, q [N, H, Dh], k [N, KV, Dh], v [N, KV, Dh]) -> [N, H, Dh]; float32 in, float32 out
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -45,39 +45,42 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.head = _zeros((config.vocab_size, config.hidden_size), dtype)
 
-    def hidden(self, tokens: jax.Array, rope: jax.Array, attend: Attend) -> jax.Array:
+    def hidden(self, tokens: jax.Array, rope: jax.Array, attend: Attend, project: Project) -> jax.Array:
         """Final hidden states of `tokens [N]` with their rotary rows `rope [N, 2, Dh/2]`: float32 `[N, D]`.
 
         `attend` owns the cache: it stores k and v wherever they belong and returns the attention output.
+        `project` is the operand order that suits the graph.
         """
         eps = self.config.rms_norm_eps
         x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
         for index, layer in enumerate(self.layers):
-            x = x + self._attention(index, layer, rms_norm(x, layer.input_norm[...], eps), rope, attend)
-            x = x + _gated_mlp(layer, rms_norm(x, layer.post_attention_norm[...], eps))
+            normed = rms_norm(x, layer.input_norm[...], eps)
+            q, k, v = self._heads(project(layer.qkv[...], normed), rope)
+            out = attend(index, q, k, v).reshape(x.shape[0], -1)
+            x = x + project(layer.output[...], out)
+            gate_up = project(layer.gate_up[...], rms_norm(x, layer.post_attention_norm[...], eps))
+            x = x + project(layer.down[...], _swiglu(gate_up))
         return rms_norm(x, self.final_norm[...], eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Vocabulary-major logits of `hidden [N, D]`: float32 `[V, N]`."""
         head = self.embed if self.config.tie_word_embeddings else self.head
-        return project_feature_major(head[...], hidden)
+        return feature_major(head[...], hidden)
 
-    def _attention(
-        self, index: int, layer: Layer, x: jax.Array, rope: jax.Array, attend: Attend
-    ) -> jax.Array:
+    def _heads(self, qkv: jax.Array, rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Split the fused projection `[N, (H + 2 KV) Dh]` into heads and rotate q and k."""
         c = self.config
-        heads = project(layer.qkv[...], x).reshape(x.shape[0], -1, c.head_dim)  # [N, H + 2 KV, Dh]
+        heads = qkv.reshape(qkv.shape[0], -1, c.head_dim)
         q, k, v = jnp.split(
             heads, [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads], axis=1
         )
-        out = attend(index, apply_rope(q, rope), apply_rope(k, rope), v)
-        return project(layer.output[...], out.reshape(x.shape[0], -1))
+        return apply_rope(q, rope), apply_rope(k, rope), v
 
 
-def _gated_mlp(layer: Layer, x: jax.Array) -> jax.Array:
-    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`, `[N, D] -> [N, D]`."""
-    gate, up = jnp.split(project(layer.gate_up[...], x), 2, axis=-1)
-    return project(layer.down[...], jax.nn.silu(gate) * up)
+def _swiglu(gate_up: jax.Array) -> jax.Array:
+    """`silu(gate) * up` (Shazeer 2020): `[N, 2 F] -> [N, F]`."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:

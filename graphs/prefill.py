@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -9,10 +10,9 @@ import jax.numpy as jnp
 
 from graphs.attention import KVCache, attend_prefill, clear_values
 from graphs.model import ModelSpec
+from graphs.projection import rows_left
 from graphs.rows import Rows, SamplingRows, pack_samples, remaining_after
 from graphs.sampling import sample
-
-SMALLEST_HEAD = 8  # rows of head and sampler at least: smaller shapes compile to other reduction orders
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +39,7 @@ class Lanes:
 def prefill_chunk(
     spec: ModelSpec,
     key_length: int,
+    head_rows: int,
     weights: list[jax.Array],
     rope: jax.Array,
     cache: KVCache,
@@ -47,7 +48,8 @@ def prefill_chunk(
 ) -> tuple[KVCache, Rows, jax.Array]:
     """Run one chunk per lane; a lane that completes its prompt samples the first token and arms its row.
 
-    Static: `spec`, and `key_length`, the bucket of keys attended to; every lane ends at or below it.
+    Static: `spec`; `key_length`, the bucket of keys attended to, every lane ends at or below it; `head_rows >= P`,
+    the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit.
     Returns cache, rows and the packed samples `[2, P]` (token -1 for lanes that complete nothing).
     """
     count, width = lanes.tokens.shape
@@ -69,20 +71,22 @@ def prefill_chunk(
         return out.reshape(q.shape)
 
     position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[0] - 1)
-    hidden = model.hidden(lanes.tokens.reshape(-1), rope[position.reshape(-1)], attend)  # [P * T, D]
+    hidden = model.hidden(
+        lanes.tokens.reshape(-1), rope[position.reshape(-1)], attend, rows_left
+    )  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count
-    logits = model.logits(_widened(final))  # [V, max(P, 8)]
-    token, logprob = sample(logits, jax.tree.map(_widened, lanes.sampling), _widened(length))
+    widen = functools.partial(_widen, head_rows)
+    logits = model.logits(widen(final))  # [V, head_rows]
+    token, logprob = sample(logits, jax.tree.map(widen, lanes.sampling), widen(length))
     token, logprob = token[:count], logprob[:count]
     armed = _arm(rows, lanes, token, length)
     return updated, armed, pack_samples(jnp.where(lanes.is_last, token, -1), logprob)
 
 
-def _widened(rows: jax.Array) -> jax.Array:
-    """Pad the leading axis with zeros up to `SMALLEST_HEAD`."""
-    missing = max(SMALLEST_HEAD - rows.shape[0], 0)
-    return jnp.pad(rows, ((0, missing), *((0, 0),) * (rows.ndim - 1)))
+def _widen(count: int, rows: jax.Array) -> jax.Array:
+    """Pad the leading axis with zeros up to `count`."""
+    return jnp.pad(rows, ((0, count - rows.shape[0]), *((0, 0),) * (rows.ndim - 1)))
 
 
 def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:

@@ -3,26 +3,36 @@
 Weights stay `[F, D]` as in the checkpoint. XLA:CPU re-packs the right operand of a product on every call and
 keeps the left one, so with few rows the weight must be the left operand; with many rows the activations are.
 Both operands have the weight's dtype and the result is float32: a mixed product is upcast as a whole on CPU.
-The barrier keeps the transpose out of the product, which would fall off the fast path (findings/002).
+
+The order is chosen per graph, never per call: the two need not agree in the last bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROWS_ON_THE_LEFT = 128  # from this many rows on, activations are the left operand on CPU
+# (weight [F, D], x [N, D]) -> float32 [N, F]
+Project = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def project(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`x [N, D]` times `weight [F, D]` transposed: float32 `[N, F]`."""
-    if x.shape[0] >= ROWS_ON_THE_LEFT:
-        return _product(x.astype(weight.dtype), weight)
-    return lax.optimization_barrier(project_feature_major(weight, x)).T
+def weight_left(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """For decode steps: as fast as the weight can be read, up to some 64 rows.
+
+    The barrier keeps the transpose out of the product, which would fall off the fast path (findings/002).
+    """
+    return lax.optimization_barrier(feature_major(weight, x)).T
 
 
-def project_feature_major(weight: jax.Array, x: jax.Array) -> jax.Array:
+def rows_left(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """For prefill chunks: faster from some 128 rows on."""
+    return _product(x.astype(weight.dtype), weight)
+
+
+def feature_major(weight: jax.Array, x: jax.Array) -> jax.Array:
     """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields."""
     return _product(weight, x.astype(weight.dtype))
 

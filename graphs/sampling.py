@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from graphs.rows import SamplingRows
+from graphs.sums import sum_first
 
 _BLOCK = 64  # vocabulary entries per block (findings/004)
 _CANDIDATES = 128  # most likely tokens among which top-k and top-p are looked for first
@@ -183,8 +184,8 @@ def _from_ordered_bits(order: jax.Array) -> jax.Array:
 
 
 def _total(values: jax.Array) -> jax.Array:
-    """Sum of non-negative `values [V, N]` per column, f32 `[N]`."""
-    return jnp.sum(jnp.sum(_blocks(values, 0.0), axis=1), axis=0)
+    """Sum of non-negative `values [V, N]` per column, f32 `[N]`: over the blocks, then inside."""
+    return sum_first(jnp.sum(_blocks(values, 0.0), axis=0))
 
 
 def _cumulative(values: jax.Array) -> jax.Array:

@@ -24,15 +24,14 @@ def check(
     chunk_size: int,
 ) -> None:
     """Raise AssertionError, saying what is wrong, on any broken invariant."""
-    next_step = counters.steps_planned
+    next_step, ended = counters.steps_planned, sum(counters.finished.values())
     slots.check()
     waiting.check()
     decoding.check(next_step)
-    _require(counters.steps_committed <= next_step, f"commits ran ahead of plans: {counters}")
-    ended = sum(counters.finished.values())
-    _require(counters.submitted == len(states) + ended, f"a request is lost: {len(states)} live, {counters}")
+    _require(counters.steps_committed <= next_step, "commits ran ahead of plans", counters)
+    _require(counters.submitted == len(states) + ended, "a request is lost", counters)
     for request_id, state in states.items():
-        _require(state.request_id == request_id, f"filed as {request_id!r}: {state}")
+        _require(state.request_id == request_id, f"filed as {request_id!r}", state)
         _check_progress(state, next_step, chunk_size)
 
     def same(part: Iterable[RequestState], status: Status) -> bool:
@@ -40,36 +39,38 @@ def check(
 
     holders = [state for state in states.values() if state.holds_slot]
     running = [state for state in holders if state.status is Status.RUNNING]
-    _require(same(waiting, Status.WAITING), "the queue is not the requests that wait")
-    _require(same(prefilling, Status.PREFILLING), "the prompts in slots are not the requests that prefill")
-    _require(len(running) == len(decoding), f"{len(decoding)} rows decode for {running}")
-    _require(all(slots.holds(state.slot) for state in holders), f"a tenancy is over among {holders}")
-    _require(len({state.slot.index for state in holders}) == len(holders), f"a slot is shared by {holders}")
-    _require(len(holders) + slots.num_free == len(slots), f"{slots.num_free} slots free, held by {holders}")
+    _require(same(waiting, Status.WAITING), "the queue is not the requests that wait", states)
+    _require(same(prefilling, Status.PREFILLING), "the prompts are not the requests that prefill", states)
+    _require(len(running) == len(decoding), f"{len(decoding)} rows decode", running)
+    _require(all(slots.holds(state.slot) for state in holders), "a tenancy is over", holders)
+    _require(len({state.slot.index for state in holders}) == len(holders), "a slot is shared", holders)
+    _require(
+        len(holders) + slots.num_free == len(slots), f"{slots.num_free} slots free, others held", holders
+    )
 
 
 def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> None:
     """Raise unless the numbers of one request agree with each other and with its status."""
     planned, cap = state.planned(next_step), state.request.max_tokens
     whole_prompt = state.prefilled == state.prompt_tokens
-    _require(0 <= state.credited <= planned <= cap, f"credited, planned and cap are out of order: {state}")
-    _require(state.credited < cap, f"at its cap, but live: {state}")
+    _require(0 <= state.credited <= planned <= cap, "credited, planned and cap are out of order", state)
+    _require(state.credited < cap, "at its cap, but live", state)
     match state.status:
         case Status.WAITING:
-            _require(state.tenancy is None and not state.holds_slot, f"waits with a slot: {state}")
-            _require(state.prefilled == planned == 0, f"waits with work done: {state}")
+            _require(state.tenancy is None and not state.holds_slot, "waits with a slot", state)
+            _require(state.prefilled == planned == 0, "waits with work done", state)
         case Status.PREFILLING:
-            _require(state.holds_slot and planned == 0, f"a prompt without a slot: {state}")
-            _require(not whole_prompt, f"wholly planned, but still a prompt: {state}")
-            _require(state.prefilled % chunk_size == 0, f"cut off the chunk grid: {state}")
+            _require(state.holds_slot and planned == 0, "a prompt without a slot", state)
+            _require(not whole_prompt, "wholly planned, but still a prompt", state)
+            _require(state.prefilled % chunk_size == 0, "cut off the chunk grid", state)
         case Status.RUNNING:
-            _require(whole_prompt and planned > 0, f"runs without its prompt: {state}")
-            _require(state.holds_slot == (planned < cap), f"a slot is kept or given up too early: {state}")
+            _require(whole_prompt and planned > 0, "runs without its prompt", state)
+            _require(state.holds_slot == (planned < cap), "a slot is kept or given up too early", state)
         case Status.FINISHED:
-            _require(False, f"finished, but live: {state}")
+            _require(False, "finished, but live", state)
 
 
-def _require(holds: bool, message: str) -> None:
+def _require(holds: bool, broken: str, about: object) -> None:
     # Not `assert`: a check that is called for runs under `python -O` too.
     if not holds:
-        raise AssertionError(message)
+        raise AssertionError(f"{broken}: {about}")

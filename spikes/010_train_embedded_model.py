@@ -1,7 +1,7 @@
-"""Can a useful small Llama checkpoint be trained on two CPU cores within an hour, from data that every Python has?
+"""Can two CPU cores train a useful small Llama checkpoint within an hour, from data that every Python has?
 
-Trains the embedded model: a byte-level BPE tokenizer and a 4.7 M parameter decoder, both learnt from the source of the
-running interpreter's own standard library, and writes them in the Hugging Face layout.
+Trains the embedded model: a byte-level BPE tokenizer and a 4.7 M parameter decoder, both learnt from the
+source of the running interpreter's own standard library, and writes them in the Hugging Face layout.
 
     python spikes/010_train_embedded_model.py --minutes 50 --out xla_engine/embedded
     python spikes/010_train_embedded_model.py --benchmark
@@ -16,6 +16,7 @@ import math
 import sysconfig
 import textwrap
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -37,10 +38,10 @@ SEED = 10
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0
 CONTEXT = 512
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048
 SHORT_CONTEXT = 256  # attention costs half as much here; used for the first part of the run
-SHORT_SHARE = 0.6
-PEAK_LEARNING_RATE = 3e-3
+SHORT_SHARE = 0.7
+PEAK_LEARNING_RATE = 2e-3
 LOSS_CHUNK = 1024  # tokens per piece of the vocabulary product: keeps each logits array inside the caches
 
 
@@ -69,11 +70,20 @@ SHAPE = Shape()
 
 # %% [markdown]
 # ## Corpus
-# Every `.py` file of the standard library, tests included, without generated tables and deliberately broken files.
-# A file is held out when the hash of its relative path says so, so the split does not depend on order or machine.
+# Every `.py` file of the standard library, tests included, without generated tables and deliberately
+# broken files. A file is held out when the hash of its relative path says so, so the split does not depend
+# on order or machine.
 
 # %%
-EXCLUDED_FOLDERS = {"site-packages", "encodings", "lib2to3", "test_lib2to3", "pydoc_data", "encoded_modules", "__pycache__"}
+EXCLUDED_FOLDERS = {
+    "site-packages",
+    "encodings",
+    "lib2to3",
+    "test_lib2to3",
+    "pydoc_data",
+    "encoded_modules",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ def node_lines(lines: list[str], node: ast.stmt) -> tuple[int, int]:
 
 
 def split_source(text: str) -> tuple[list[str], list[str]]:
-    """(pieces, functions): the file cut at top-level definitions, and every function alone with its indent removed."""
+    """(pieces, functions): the file cut at top-level definitions, and every function alone, dedented."""
     lines = text.splitlines()
     pieces: list[str] = []
     functions: list[str] = []
@@ -143,8 +153,9 @@ def split_source(text: str) -> tuple[list[str], list[str]]:
 
 # %% [markdown]
 # ## Tokenizer
-# Byte-level BPE. A newline and the indent after it form one word, so deep indents cost one token and a line's first
-# word never carries a space. All 256 bytes are in the alphabet: any text comes back exactly. Nothing is added to a text.
+# Byte-level BPE. A newline and the indent after it form one word, so deep indents cost one token and a
+# line's first word never carries a space. All 256 bytes are in the alphabet: any text comes back exactly.
+# Nothing is added to a text.
 
 # %%
 WORD = r"[\r\n]+[ \t]*| ?\p{L}+| ?_+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+"
@@ -173,8 +184,9 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
 
 # %% [markdown]
 # ## Documents and batches
-# In each epoch a file is shown whole, cut at its top-level definitions, or as single functions; every document ends by
-# the end token. So the model sees long context and also learns that a complete function may end the text.
+# In each epoch a file is shown whole, cut at its top-level definitions, or as single functions; every
+# document ends by the end token. So the model sees long context and also learns that a complete function
+# may end the text.
 
 # %%
 Document = np.ndarray[Any, np.dtype[np.uint16]]  # token ids, the end token last
@@ -201,7 +213,7 @@ def tokenise(tokenizer: Tokenizer, files: list[SourceFile]) -> list[TokenisedFil
 def epoch_rows(files: list[TokenisedFile], epoch: int) -> Document:
     """Shuffled rows of one epoch, [rows, CONTEXT + 1]; neighbouring columns are inputs and targets.
 
-    A test file takes part in every second epoch on average: there are twice as many bytes of tests as of library.
+    A test file takes part in every second epoch on average: tests have twice as many bytes as the library.
     """
     generator = np.random.default_rng([SEED, epoch])
     documents: list[Document] = []
@@ -236,25 +248,35 @@ def training_batches(files: list[TokenisedFile], skip: int) -> Iterator[tuple[in
 
 # %% [markdown]
 # ## Products
-# XLA:CPU multiplies bf16 quickly only in the forms its YNNPACK emitter accepts: both operands bf16, f32 result, the left
-# operand contracted over its last axis. The gradient products autodiff writes are not of that form, so they are spelt out.
+# XLA:CPU multiplies bf16 quickly only in the forms its YNNPACK emitter accepts: both operands bf16, f32
+# result, the left operand contracted over its last axis. The gradient products autodiff writes are not of
+# that form, so they are spelt out.
 
 # %%
 USE_BFLOAT16 = True
 
 
 def product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
-    """`left [..., m, k]` times `right`, contracted over its axis -1 or -2, leading axes batched; f32 result."""
+    """`left [..., m, k]` times `right`, contracted over its axis -1 or -2, leading axes batched; f32."""
     batch = tuple(range(left.ndim - 2))
     dimensions = (((left.ndim - 1,), (right.ndim + right_axis,)), (batch, batch))
     return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
 
 
 def in_row_order(array: jax.Array) -> jax.Array:
-    """The array with its last axis contiguous in memory. An optimization barrier is not enough: XLA makes a transpose
-    a mere change of layout, and a bf16 product whose left operand has another layout runs in f32, four times slower.
+    """The array with its last axis contiguous in memory.
+
+    An optimization barrier is not enough: XLA makes a transpose a mere change of layout, and a bf16 product
+    whose left operand has another layout runs in f32, four times slower.
     """
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+    constrained: jax.Array = with_layout_constraint(array, Layout(tuple(range(array.ndim))))  # type: ignore[no-untyped-call]
+    return constrained
+
+
+def fenced(array: jax.Array) -> jax.Array:
+    """The array, through a barrier that XLA does not simplify across."""
+    same: jax.Array = lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
+    return same
 
 
 def transposed(array: jax.Array) -> jax.Array:
@@ -263,8 +285,11 @@ def transposed(array: jax.Array) -> jax.Array:
 
 
 def product_transposed(left: jax.Array, right: jax.Array) -> jax.Array:
-    """`(left^T right)^T` for `left [..., m, k]`, `right [..., m, n]` -> f32 [..., n, k]; the smaller operand goes left."""
-    return lax.optimization_barrier(product(transposed(left), right, -2)).swapaxes(-1, -2)
+    """`(left^T right)^T` for `left [..., m, k]`, `right [..., m, n]` -> f32 [..., n, k].
+
+    The left operand is the one that moves in memory, so the smaller one belongs there.
+    """
+    return fenced(product(transposed(left), right, -2)).swapaxes(-1, -2)
 
 
 @jax.custom_vjp
@@ -297,9 +322,9 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
     """Attention of one block of queries. N = batch x kv heads, R = queries x heads per kv head.
 
-    query [N, R, Dh] (already scaled), key and value [N, S, Dh], mask [B, queries, S] of 0 and 1 -> f32 [N, R, Dh].
-    The weights stay unnormalised and one division follows the second product, so each direction passes over the
-    [N, R, S] array once. No maximum is subtracted: a score is clipped at 60 instead, and sums stay inside f32.
+    query [N, R, Dh] (already scaled), key and value [N, S, Dh], mask [B, queries, S] of 0 and 1
+    -> f32 [N, R, Dh]. The weights stay unnormalised and one division follows the second product, so the
+    gradient passes over the [N, R, S] array once.
     """
     return attend_forward(query, key, value, mask)[0]
 
@@ -310,9 +335,10 @@ def attend_forward(
     scores = product(query, key, -1)
     batch, query_length, key_length = mask.shape
     split = scores.reshape(batch, -1, query_length, scores.shape[1] // query_length, key_length)
-    weights = jnp.exp(jnp.minimum(split, 60.0)) * mask[:, None, :, None, :]
+    masked = jnp.where(mask[:, None, :, None, :] > 0, split, -1e30)
+    weights = jnp.exp(masked - jnp.max(masked, axis=-1, keepdims=True))
     weights = weights.astype(query.dtype).reshape(scores.shape)
-    inverse_sum = 1.0 / (jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32) + 1e-30)  # [N, R, 1]
+    inverse_sum = 1.0 / jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)  # [N, R, 1]
     output = product(weights, value, -2) * inverse_sum
     return output, (query, key, value, weights, inverse_sum, output)
 
@@ -320,11 +346,11 @@ def attend_forward(
 def attend_backward(
     saved: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """The delta of FlashAttention (Dao et al. 2022, appendix B): sum(weights * their gradient) = output . gradient."""
+    """FlashAttention's delta (Dao et al. 2022, appendix B): sum(weights * gradients) = output . gradient."""
     query, key, value, weights, inverse_sum, output = saved
     dtype = query.dtype
-    delta = jnp.sum(output * gradient, axis=-1, keepdims=True) * inverse_sum  # [N, R, 1]
     gradient = (gradient * inverse_sum).astype(dtype)
+    delta = jnp.sum(output * gradient, axis=-1, keepdims=True)  # [N, R, 1], of the rounded gradient
     value_gradient = product_transposed(gradient, weights)
     score_gradient = (weights * (product(gradient, value, -1) - delta)).astype(dtype)
     query_gradient = product(score_gradient, key, -2)
@@ -337,8 +363,9 @@ attend.defvjp(attend_forward, attend_backward)
 
 # %% [markdown]
 # ## Model
-# Llama: RMS norm, rotary embedding in the half-split convention, grouped-query attention, SwiGLU, tied output. Query, key
-# and value share one weight while training, gate and up another; the export takes them apart.
+# Llama: RMS norm, rotary embedding in the half-split convention, grouped-query attention, SwiGLU, tied
+# output. Query, key and value share one weight while training, gate and up another; the export takes them
+# apart.
 
 # %%
 QUERY_BLOCK = 128
@@ -356,7 +383,9 @@ def rotary_tables(length: int) -> tuple[jax.Array, jax.Array]:
     """cosine and sine [T, 1, Dh / 2] at positions 0..T-1."""
     half = SHAPE.head_dim // 2
     angles = np.arange(length)[:, None] * SHAPE.rope_theta ** (-np.arange(half) / half)
-    return jnp.asarray(np.cos(angles), jnp.float32)[:, None], jnp.asarray(np.sin(angles), jnp.float32)[:, None]
+    return jnp.asarray(np.cos(angles), jnp.float32)[:, None], jnp.asarray(np.sin(angles), jnp.float32)[
+        :, None
+    ]
 
 
 def turn(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
@@ -366,7 +395,7 @@ def turn(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary embedding of `x [B, T, heads, Dh]`; component i pairs with i + Dh / 2. Its gradient turns back."""
+    """Rotary embedding of `x [B, T, heads, Dh]`; i pairs with i + Dh / 2. Its gradient turns back."""
     return turn(x, *rotary_tables(x.shape[1]))
 
 
@@ -383,7 +412,9 @@ class Layer(nnx.Module):
         hidden, wide = SHAPE.hidden, SHAPE.intermediate
         residual_scale = (2 * SHAPE.layers) ** -0.5
         self.attention_norm = nnx.Param(jnp.ones(hidden))
-        self.query_key_value = normal(rngs, SHAPE.query_features + 2 * SHAPE.kv_features, hidden, hidden**-0.5)
+        self.query_key_value = normal(
+            rngs, SHAPE.query_features + 2 * SHAPE.kv_features, hidden, hidden**-0.5
+        )
         self.attention_output = normal(rngs, hidden, SHAPE.query_features, residual_scale * hidden**-0.5)
         self.feed_forward_norm = nnx.Param(jnp.ones(hidden))
         self.gate_up = normal(rngs, 2 * wide, hidden, hidden**-0.5)
@@ -415,9 +446,7 @@ class Layer(nnx.Module):
             rows = query[:, first * group : end * group]
             blocks.append(attend(rows, key[:, :end], value[:, :end], mask[:, first:end, :end]))
         output = jnp.concatenate(blocks, axis=1).reshape(batch, kv_heads, length, group, head_dim)
-        return linear(
-            output.transpose(0, 2, 1, 3, 4).reshape(batch * length, -1), self.attention_output[...]
-        )
+        return linear(output.transpose(0, 2, 1, 3, 4).reshape(batch * length, -1), self.attention_output[...])
 
 
 class Decoder(nnx.Module):
@@ -431,7 +460,7 @@ class Decoder(nnx.Module):
         document = jnp.cumsum(tokens == END_ID, axis=1) - (tokens == END_ID)
         position = jnp.arange(tokens.shape[1])
         mask = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
-        mask = lax.optimization_barrier(mask.astype(jnp.float32))  # made once, not again in every layer
+        mask = fenced(mask.astype(jnp.float32))  # made once, not again in every layer
         x = self.embedding[...][tokens.reshape(-1)]
         for layer in self.layers:
             x = layer(x, mask)
@@ -444,7 +473,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def cross_entropy_forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """`logits [M, V]`, `targets [M]` -> losses [M]; keeps the log-sum-exp so that the gradient is one pass."""
+    """`logits [M, V]`, `targets [M]` -> losses [M]; keeps the log-sum-exp: the gradient is one pass."""
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return log_sum - chosen, (logits, targets, log_sum)
@@ -486,7 +515,8 @@ def row_losses(parameters: Parameters, rows: jax.Array, length: int) -> jax.Arra
 
 # %% [markdown]
 # ## Training step
-# AdamW with decay on matrices only. The learning rate is an argument, so a run may follow the clock and always end in time.
+# AdamW with decay on matrices only. The learning rate is an argument, so a run may follow the clock and
+# always end in time.
 
 # %%
 OPTIMIZER = optax.chain(
@@ -497,7 +527,9 @@ OPTIMIZER = optax.chain(
 State = tuple[Parameters, optax.OptState]
 
 
-def train_step(state: State, rows: jax.Array, learning_rate: jax.Array, length: int) -> tuple[State, jax.Array]:
+def train_step(
+    state: State, rows: jax.Array, learning_rate: jax.Array, length: int
+) -> tuple[State, jax.Array]:
     parameters, optimizer_state = state
     loss, gradients = jax.value_and_grad(lambda tree: row_losses(tree, rows, length).mean())(parameters)
     updates, optimizer_state = OPTIMIZER.update(gradients, optimizer_state, parameters)
@@ -524,21 +556,24 @@ def compiled_step(length: int) -> Any:
 
 
 def benchmark() -> None:
-    """Milliseconds of a training step in f32 and in the bf16 form, for both context lengths."""
+    """A training step in f32 and in the bf16 form, for both context lengths; wall and processor time."""
     global USE_BFLOAT16
     shape = (BATCH_TOKENS // CONTEXT, CONTEXT + 1)
     rows = np.random.default_rng(0).integers(1, SHAPE.vocab, shape).astype(np.int32)
     for USE_BFLOAT16 in (False, True):
         for length in (SHORT_CONTEXT, CONTEXT):
             step, state, times = compiled_step(length), initial_state(), []
-            for _ in range(10):
-                begin = time.perf_counter()
+            for _ in range(12):
+                wall, processor = time.perf_counter(), time.process_time()
                 state, loss = step(state, rows, 1e-3)
                 loss.block_until_ready()
-                times.append(time.perf_counter() - begin)
-            median = float(np.median(times[3:]))
-            name = "bf16 form" if USE_BFLOAT16 else "f32"
-            print(f"{name:9} T={length}: {median * 1e3:.0f} ms a step, {BATCH_TOKENS / median:.0f} tokens/s", flush=True)
+                times.append((time.perf_counter() - wall, time.process_time() - processor))
+            wall, processor = np.median(times[3:], axis=0)
+            print(
+                f"{'bf16 form' if USE_BFLOAT16 else 'f32':9} T={length}: wall {wall * 1e3:.0f} ms,"
+                f" processor {processor * 1e3:.0f} ms, {BATCH_TOKENS / wall:.0f} tokens/s",
+                flush=True,
+            )
 
 
 # %% [markdown]
@@ -552,7 +587,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """`tokenizer.json` without white space (it is shipped), and the two small files that name the end token."""
+    """`tokenizer.json` without white space (it is shipped), and the small files beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     compact = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":"))
     (folder / "tokenizer.json").write_text(compact + "\n", encoding="utf-8")
@@ -678,9 +713,13 @@ def next_logits(parameters: Parameters, tokens: jax.Array, lengths: jax.Array) -
 
 
 def complete(
-    parameters: Parameters, tokenizer: Tokenizer, prompts: list[str], temperature: float, max_tokens: int = 200
+    parameters: Parameters,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    temperature: float,
+    max_tokens: int = 200,
 ) -> list[tuple[str, bool]]:
-    """(text, reached the end token) for each prompt; temperature 0 is greedy. Recomputes the whole row every token."""
+    """(text, reached the end token) for each prompt; temperature 0 is greedy. Keeps no cache: a check."""
     generator = np.random.default_rng(SEED)
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     lengths = np.array([len(ids) for ids in encoded])
@@ -712,7 +751,7 @@ def complete(
 PROMPTS = [
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n",
-    "def read_lines(path):\n    \"\"\"Return the lines of a file.\"\"\"\n",
+    'def read_lines(path):\n    """Return the lines of a file."""\n',
     "import os\nimport sys\n",
 ]
 
@@ -728,8 +767,10 @@ def signatures(files: list[SourceFile], count: int) -> list[str]:
     return found[:: max(1, len(found) // count)][:count]
 
 
-def report(folder: Path, tokenizer: Tokenizer, held_out: list[SourceFile], trained: Parameters | None) -> None:
-    """Held-out loss of the trained f32 weights and of the exported file read back, then samples from that file."""
+def report(
+    folder: Path, tokenizer: Tokenizer, held_out: list[SourceFile], trained: Parameters | None
+) -> None:
+    """Held-out loss of the trained weights and of the exported file read back, then samples from the file."""
     documents = [file.views[0][0] for file in tokenise(tokenizer, held_out)]
     rows = pack_rows(documents)
     tokens = sum(len(document) for document in documents)
@@ -744,14 +785,14 @@ def report(folder: Path, tokenizer: Tokenizer, held_out: list[SourceFile], train
     for temperature in (0.0, 0.7):
         completions = complete(exported, tokenizer, signatures(held_out, 40), temperature)
         ended = sum(end for _, end in completions)
-        print(f"temperature {temperature}: {ended} of {len(completions)} held-out functions ended within 200 tokens")
+        print(f"temperature {temperature}: {ended} of {len(completions)} held-out functions ended")
         for text, end in complete(exported, tokenizer, PROMPTS, temperature):
             print(f"--- temperature {temperature}, {'ended' if end else 'cut'}\n{text}", flush=True)
     print(f"files: {sum(path.stat().st_size for path in folder.iterdir() if path.is_file())} bytes")
 
 
 def train(files: list[TokenisedFile], held_out_rows: Document, arguments: argparse.Namespace) -> Parameters:
-    """Runs until `--steps` or until the clock says `--minutes`; writes the weights every `--export-minutes`."""
+    """Runs for `--steps`, or until the clock says `--minutes`; exports every `--export-minutes`."""
     state, step, earlier = initial_state(), 0, 0.0
     if arguments.checkpoint and arguments.checkpoint.exists():
         state, step, earlier = load_checkpoint(arguments.checkpoint)
@@ -782,15 +823,22 @@ def train(files: list[TokenisedFile], held_out_rows: Document, arguments: argpar
             export_weights(state[0], arguments.out / "model.safetensors")
             if arguments.checkpoint:
                 save_checkpoint(arguments.checkpoint, state, step, elapsed)
-            print(f"step {step}: held-out {held_out_loss(state[0], held_out_rows[:64]):.4f} (64 rows)", flush=True)
+            print(
+                f"step {step}: held-out {held_out_loss(state[0], held_out_rows[:64]):.4f} (64 rows)",
+                flush=True,
+            )
     export_weights(state[0], arguments.out / "model.safetensors")
     elapsed = earlier + time.monotonic() - begin
-    print(f"{step} steps, {step * BATCH_TOKENS} tokens, epoch {epoch}, {elapsed / 60:.1f} minutes", flush=True)
+    print(
+        f"{step} steps, {step * BATCH_TOKENS} tokens, epoch {epoch}, {elapsed / 60:.1f} minutes", flush=True
+    )
     return state[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=50.0, help="the learning rate follows the clock")
     parser.add_argument("--steps", type=int, help="the learning rate follows the step instead: reproducible")
     parser.add_argument("--out", type=Path, default=Path("embedded"))
@@ -802,6 +850,7 @@ def main() -> None:
     if arguments.benchmark:
         benchmark()
         return
+    warnings.simplefilter("ignore", SyntaxWarning)  # from old escapes in the files that are read
     corpus = read_corpus()
     training = [file for file in corpus if not file.held_out]
     held_out = [file for file in corpus if file.held_out]

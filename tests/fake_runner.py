@@ -1,8 +1,8 @@
 """A stand-in for the device that samples by a pure function and refuses to run a wrong plan.
 
-It keeps per-row state as the device does: the KV a row holds (here the tokens themselves, by position), how many
-tokens the row may still sample, and its stop ids. It learns nothing from the scheduler but plans. The engine's
-part, `Loop`, tells it which requests were taken back, as a real engine stops scheduling such a row.
+It keeps per-row state as the device does: the KV a row holds (here the tokens themselves, by position), how
+many tokens the row may still sample, and its stop ids. It learns nothing from the scheduler but plans. `Loop`
+stands in for the engine and states the laws a caller may rely on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from scheduler import (
     Scheduler,
     SchedulerConfig,
     Slot,
+    Status,
     StepResult,
     TokenEvent,
 )
@@ -162,19 +163,20 @@ class Life:
         samples, reason = expected(self.request)
         require(self.reason is not None, f"never ended: {self}")
         if self.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            require((self.samples, self.reason) == (samples, reason), f"{self} should be {samples}, {reason}")
+            require((self.samples, self.reason) == (samples, reason), f"{self}, not {samples}, {reason}")
         else:
             require(self.samples == samples[: len(self.samples)], f"{self} should begin {samples}")
             require(len(self.samples) < len(samples), f"taken back after its end: {self}")
 
 
 class Loop:
-    """The engine's loop around a scheduler: `turn(lag)` plans, starts, and reads what is older than `lag` steps."""
+    """The engine's loop: `turn(lag)` plans a step, starts it, and reads those older than `lag` steps."""
 
-    def __init__(self, config: SchedulerConfig, scheduler: Scheduler | None = None) -> None:
-        self.scheduler = scheduler or Scheduler(config)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.scheduler = Scheduler(config)
         self.runner = FakeRunner(config)
         self.live: dict[str, Life] = {}
+        self.queue: dict[str, None] = {}  # ids in order of arrival
         self.ended: list[Life] = []
         self.plans: list[Plan] = []
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
@@ -182,14 +184,20 @@ class Loop:
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
         self.live[request.request_id] = Life(request)
+        self.queue[request.request_id] = None
         self.runner.requests[request.request_id] = request
 
     def plan(self) -> Plan:
         """Plan and start one step."""
-        free = any(slot.request is None for slot in self.scheduler.snapshot().slots)
-        queued = self.scheduler.num_waiting
+        free = sum(slot.request is None for slot in self.scheduler.snapshot().slots)
         plan = self.scheduler.plan()
-        require(bool(plan.admitted) or not (free and queued), f"a free slot and a queue, but nobody came: {plan}")
+        first_come = tuple(self.queue)[:free]
+        require(plan.admitted == first_come, f"{free} free slots are for {first_come}: {plan}")
+        for request_id in plan.admitted:
+            del self.queue[request_id]
+        prompts = [slot.request for slot in self.scheduler.snapshot().slots if slot.request is not None]
+        stuck = not plan.chunks and any(request.status is Status.PREFILLING for request in prompts)
+        require(not stuck, f"prompts in slots, but none advances: {plan}")
         self.plans.append(plan)
         if not plan.is_empty:
             self.in_flight.append((plan, self.runner.start(plan)))
@@ -215,6 +223,7 @@ class Loop:
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
         life = self.live.pop(request_id)
+        self.queue.pop(request_id, None)
         require(life.reason is None, f"ended twice: {life}")
         life.reason = reason
         self.ended.append(life)

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from test_batch import FakeEngine, by_line, interrupt_at, prompts
 
-import xla_engine.cli as cli
+from tests.test_batch import FakeEngine, by_line, interrupt_at, prompts
+from xla_engine import cli
+from xla_engine.batch import read_lines
+from xla_engine.batch_format import LineRequest, parse_line
 from xla_engine.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent
@@ -326,16 +328,17 @@ ATTACKS = {
     ],
 }
 GOOD = [
-    b'{"prompt": "def f(x):\\n", "temperature": 0, "max_tokens": 5, "custom_id": "twice", "logprobs": 0}',
+    b'{"prompt": "def f(x):\\n", "temperature": 0, "ignore_eos": true, "max_tokens": 5, "custom_id": "twice",'
+    b' "logprobs": 0}',
     b'{"prompt": [10, 11, 12], "seed": 1, "max_tokens": 7}',
     b'{"custom_id": "c", "method": "POST", "url": "/v1/completions",'
     b' "body": {"model": "m", "prompt": "import ", "max_tokens": 3, "seed": 2, "logprobs": 0}}',
 ]
 
 
-def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "xla_engine", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+def start(*arguments: str | Path, python: tuple[str, ...] = ("-m", "xla_engine")) -> subprocess.Popen[bytes]:
+    command = [sys.executable, *python, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Path) -> None:
@@ -378,7 +381,11 @@ def test_a_real_ctrl_c(tmp_path: Path) -> None:
     lines = b'{"prompt": "def f(x):\\n", "ignore_eos": true, "max_tokens": 200}\n' * 2000
     (tmp_path / "in.jsonl").write_bytes(lines)
     out = tmp_path / "out.jsonl"
-    process = start("run", tmp_path / "in.jsonl", "-o", out)
+    # A shell may start its background jobs, this test among them, with SIGINT ignored.
+    listen = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import xla_engine.__main__"
+    )
+    process = start("run", tmp_path / "in.jsonl", "-o", out, python=("-c", listen))
     deadline = time.monotonic() + 120
     while (
         not (out.exists() and out.stat().st_size) and process.poll() is None and time.monotonic() < deadline
@@ -403,3 +410,29 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 1, stderr
     assert json.loads(first)["error"] is None
     assert "Broken pipe" in stderr and "Traceback" not in stderr and "Exception ignored" not in stderr
+
+
+def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
+    """Sixty-four requests and more than there are slots, of many lengths, caps and settings."""
+    from xla_engine.config import embedded_model_directory
+    from xla_engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_directory(embedded_model_directory())
+    for name, least in (("requests.jsonl", 72), ("openai_batch.jsonl", 5)):
+        with open(ROOT / "examples" / name, "rb") as source:
+            requests = [parse_line(line.raw or b"", line.number) for line in read_lines(source)]
+        assert all(isinstance(request, LineRequest) for request in requests) and len(requests) >= least
+        lengths = [
+            len(tokenizer.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt) for r in requests
+        ]
+        assert max(n + r.params.max_tokens for n, r in zip(lengths, requests, strict=True)) < 512
+        assert len({r.custom_id for r in requests}) == len(requests)
+        assert len(set(lengths)) > least // 4 and len({r.params.max_tokens for r in requests}) > least // 4
+
+
+def test_the_notebook_runs() -> None:
+    command = [sys.executable, "examples/notebook.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "slot 0: request-" in done.stdout and "'request-19': 'abort'" in done.stdout

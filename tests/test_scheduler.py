@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,9 @@ def ask(name: str, prompt: int = 3, tokens: int = 5, stops: Sequence[int] = (END
 
 def result(plan: Plan, token: int = 7) -> StepResult:
     """Every row samples `token`."""
-    return StepResult(first=[Sample(token)] * len(plan.first_rows), decode=[(Sample(token),)] * len(plan.decode))
+    return StepResult(
+        first=[Sample(token)] * len(plan.first_rows), decode=[(Sample(token),)] * len(plan.decode)
+    )
 
 
 def step(engine: Scheduler, token: int = 7) -> list[TokenEvent]:
@@ -72,7 +75,7 @@ def names(parts: Sequence[object]) -> list[str]:
     return [part.request_id for part in parts]  # type: ignore[attr-defined]
 
 
-# -- how requests end -----------------------------------------------------------------------------------------
+# -- how requests end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,8 +106,8 @@ def test_stop_wins_over_length_and_both_are_credited(
             oldest = flight.pop(0)
             first = [Sample(next(tokens)) for _ in oldest.first_rows]
             stopped = any(sample.token_id == END for sample in first)
-            row = () if stopped else tuple(Sample(token) for token in [next(tokens, None)] if token is not None)
-            events += engine.commit(oldest, StepResult(first=first, decode=[row] * len(oldest.decode)))
+            rows = [() if stopped else tuple(map(Sample, islice(tokens, 1))) for _ in oldest.decode]
+            events += engine.commit(oldest, StepResult(first=first, decode=rows))
             engine.check()
     assert [event.sample.token_id for event in events] == sampled[:credited]
     assert [event.finish_reason for event in events] == [None] * (credited - 1) + [reason]
@@ -187,7 +190,7 @@ def test_finish_frees_the_slot_for_the_next_plan() -> None:
     assert engine.snapshot().counters.finished == {STOP: 1, LENGTH: 0, ABORT: 0, ERROR: 0}
 
 
-# -- abort ----------------------------------------------------------------------------------------------------
+# -- abort -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "running", "draining"])
@@ -250,7 +253,7 @@ def test_id_resubmitted_while_it_waits_gets_nothing_from_steps_in_flight() -> No
     assert engine.commit(old, result(old)) == []
 
 
-# -- the queue ------------------------------------------------------------------------------------------------
+# -- the queue ---------------------------------------------------------------------------------------------
 
 
 def test_every_slot_is_used_and_the_lowest_first() -> None:
@@ -298,7 +301,7 @@ def test_full_queue_is_an_error_that_changes_nothing() -> None:
     engine = make(slots=1, max_waiting=2)
     for name in "abc":
         if name == "c":
-            with pytest.raises(QueueFullError, match="max_waiting is 2; .* raise the bound"):
+            with pytest.raises(QueueFullError, match=r"max_waiting is 2; .* raise the bound"):
                 engine.submit(ask("c"))
         else:
             engine.submit(ask(name))
@@ -309,7 +312,7 @@ def test_full_queue_is_an_error_that_changes_nothing() -> None:
     assert names(engine.snapshot().waiting) == ["b", "c"]
 
 
-# -- chunks and budget ----------------------------------------------------------------------------------------
+# -- chunks and budget -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -379,7 +382,7 @@ def test_prompt_is_planned_within_its_own_and_all_older_chunks(budget: int) -> N
         assert ended[name] <= bound
 
 
-# -- commit ---------------------------------------------------------------------------------------------------
+# -- commit ------------------------------------------------------------------------------------------------
 
 
 def test_first_tokens_come_before_decoded_ones() -> None:
@@ -443,7 +446,7 @@ def test_plan_that_travelled_as_bytes_is_credited_the_same() -> None:
     assert ends(events) == {"a": LENGTH}
 
 
-# -- introspection --------------------------------------------------------------------------------------------
+# -- introspection -----------------------------------------------------------------------------------------
 
 
 def test_decode_tuple_is_the_same_object_until_membership_changes() -> None:
@@ -463,13 +466,19 @@ def test_decisions_say_why() -> None:
     engine.submit(ask("a", prompt=6, tokens=3))
     engine.submit(ask("b"))
     engine.submit(ask("c"))
-    told = [[(said.request_id, said.action, said.reason) for said in engine.plan().decisions] for _ in range(3)]
+    told = [
+        [(said.request_id, said.action, said.reason) for said in engine.plan().decisions] for _ in range(3)
+    ]
     waits = ("b", "wait", "no free slot: 1 of 1 busy")
     assert told == [
         [
             ("a", "admit", "slot 0 was free"),
             waits,
-            ("a", "prefill", "2 of the 3 chunks left; token budget 5 used up by 0 decode rows and 2 chunks of 2"),
+            (
+                "a",
+                "prefill",
+                "2 of the 3 chunks left; token budget 5 used up by 0 decode rows and 2 chunks of 2",
+            ),
         ],
         [waits, ("a", "prefill", "1 of the 1 chunks left; within the token budget 5")],
         [waits, ("a", "hand over", "all 3 new tokens are planned; slot 0 is free")],
@@ -481,9 +490,14 @@ def test_hold_and_floor_decisions_name_the_budget() -> None:
     for name in "abc":
         engine.submit(ask(name, prompt=2, tokens=9))
     decisions = {said.request_id: said for said in engine.plan().decisions}
-    assert decisions["a"].reason == "1 of the 1 chunks left; one runs in every step, here beyond the token budget 2"
+    assert (
+        decisions["a"].reason
+        == "1 of the 1 chunks left; one runs in every step, here beyond the token budget 2"
+    )
     assert decisions["b"].action == "hold"
-    assert decisions["b"].reason.startswith("0 of the 1 chunks left; token budget 2 used up by 0 decode rows and 1")
+    assert decisions["b"].reason.startswith(
+        "0 of the 1 chunks left; token budget 2 used up by 0 decode rows and 1"
+    )
     third = engine.snapshot().slots[2].request
     assert third is not None and third.decision is not None
     assert third.decision.reason == "the prompt of 'b' is older and goes first"
@@ -548,7 +562,7 @@ def test_check_finds_a_broken_invariant() -> None:
             engine.check()
 
 
-# -- slots and limits -----------------------------------------------------------------------------------------
+# -- slots and limits --------------------------------------------------------------------------------------
 
 
 def test_slots_come_lowest_first_and_each_release_starts_an_epoch() -> None:

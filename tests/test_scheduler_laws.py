@@ -1,7 +1,7 @@
 """The scheduler's laws over generated cases, against a stand-in device that refuses wrong plans.
 
-`fake_runner` states the laws of a plan (order, gaps, ownership, budget) and of a request (it returns what it
-returns alone). The last part breaks the scheduler on purpose, to show that these laws can fail.
+`tests.fake_runner` states the laws of a plan (order, gaps, ownership, budget) and of a request (it returns
+what it returns alone). The last part breaks the scheduler on purpose, to show that these laws can fail.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from fake_runner import VOCABULARY, Loop, PlanError, expected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,6 +19,7 @@ from scheduler import (
     FinishReason,
     Plan,
     Request,
+    ResultMismatchError,
     Scheduler,
     SchedulerConfig,
     Slot,
@@ -31,6 +31,7 @@ from scheduler import (
 )
 from scheduler.decoding import Decoding
 from scheduler.state import RequestState
+from tests.fake_runner import VOCABULARY, Loop, expected
 
 QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -79,10 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(min(steps, len(self.loop.in_flight))):
             self.loop.commit()
 
-    @rule(number=st.integers(0, 7), reason=st.sampled_from(FinishReason))
+    @rule(number=st.integers(0, 7), reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]))
     def finish(self, number: int, reason: FinishReason) -> None:
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            reason = FinishReason.ABORT  # for the device's own ends, `Life.check` knows what they must be
         self.loop.finish(f"r{number}", reason)
 
     @invariant()
@@ -143,7 +142,7 @@ def test_lag_and_peers_change_no_token(data: st.DataObject, config: SchedulerCon
 def test_prompt_in_a_slot_is_planned_within_its_own_and_all_older_chunks(
     data: st.DataObject, config: SchedulerConfig
 ) -> None:
-    """The progress bound: live rows and a tiny budget delay a prompt by no more than the prompts before it."""
+    """The progress bound: nothing delays a prompt in a slot but the prompts that were there before it."""
     loop = Loop(config)
     count = data.draw(st.integers(1, 8))
     for number in range(count):
@@ -200,7 +199,7 @@ def test_same_calls_give_the_same_plans() -> None:
     assert run() == run()
 
 
-# -- the laws can fail ----------------------------------------------------------------------------------------
+# -- the laws can fail -------------------------------------------------------------------------------------
 
 
 def some_request(rng: random.Random, request_id: str) -> Request:
@@ -216,14 +215,14 @@ def storm(rng: random.Random, turns: int = 40) -> Loop:
     """A loop after some turns of submits, aborts and resubmits at a lag of 0 to 3."""
     loop = Loop(
         SchedulerConfig(
-            max_num_seqs=rng.randint(1, 3), chunk_size=3, max_num_batched_tokens=rng.choice([4, 8, 30])
+            max_num_seqs=rng.randint(1, 3), chunk_size=3, max_num_batched_tokens=rng.choice([2, 8, 30])
         )
     )
     lag = rng.randint(0, 3)
     for _ in range(turns):
-        for _ in range(rng.randint(0, 2)):
+        for _ in range(rng.choice([0, 0, 1, 1, 3])):
             request_id = f"r{rng.randrange(5)}"
-            if rng.random() < 0.3:
+            if rng.random() < 0.5:
                 loop.finish(request_id)
             if request_id not in loop.live:
                 loop.submit(some_request(rng, request_id))
@@ -247,7 +246,7 @@ def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> list[TokenEvent]:
-        def today[Part](part: Part) -> Part:
+        def today(part):  # type: ignore[no-untyped-def]
             state = self._states.get(part.request_id)
             return replace(part, slot=state.tenancy) if state and state.tenancy else part
 
@@ -361,5 +360,5 @@ def test_planted_fault_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    with pytest.raises((AssertionError, PlanError)):
+    with pytest.raises((AssertionError, ResultMismatchError)):  # PlanError is an AssertionError
         storms()

@@ -33,9 +33,7 @@ from xla_engine.sampling_params import SamplingParams
 MAX_LINE_BYTES = 8 * 2**20
 COUNTED_BYTES = 256 * 2**20  # a larger file is not read beforehand for its number of lines
 SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
-ORDERED_WINDOW = (
-    16  # ordered output: lines between the oldest unfinished and the newest read, per request in flight
-)
+ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
 
 
 @dataclass(frozen=True, slots=True)

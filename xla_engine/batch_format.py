@@ -72,16 +72,11 @@ class LineError:
     message: str
 
 
-def default_custom_id(line: int) -> str:
-    """The name of a line that has none of its own."""
-    return f"line-{line}"
-
-
 def line_error(line: int, code: str, message: str, custom_id: str | None = None) -> LineError:
-    """A `LineError` whose message has a bounded length whatever the line held."""
+    """A `LineError` whose message has a bounded length, whatever the line held."""
     if len(message) > MAX_MESSAGE:
         message = message[: MAX_MESSAGE - 4] + " ..."
-    return LineError(line=line, custom_id=custom_id or default_custom_id(line), code=code, message=message)
+    return LineError(line=line, custom_id=custom_id or f"line-{line}", code=code, message=message)
 
 
 def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> LineRequest | LineError:
@@ -104,16 +99,16 @@ def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None)
         body = _batch_body(record) if is_batch_line else record
         prompt = _prompt(body)
         sampling = {name: value for name, value in body.items() if name not in ("prompt", "custom_id", "id")}
-        model = None
+        model = sampling.pop("model", None) if is_batch_line else None
+        if model is not None and not isinstance(model, str):
+            raise InvalidRequestError(f"model must be a string, not {model!r}")
         if is_batch_line:
-            model = _model(sampling.pop("model", None))
             sampling = _without_neutral(sampling)
         params = SamplingParams.from_mapping({**(defaults or {}), **sampling})
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
-    return LineRequest(
-        line=line, custom_id=custom_id or default_custom_id(line), prompt=prompt, params=params, model=model
-    )
+    name = custom_id or f"line-{line}"
+    return LineRequest(line=line, custom_id=name, prompt=prompt, params=params, model=model)
 
 
 def output_error(request: LineRequest, output: RequestOutput) -> LineError | None:
@@ -135,21 +130,20 @@ def result_line(request: LineRequest, output: RequestOutput, *, created: int, mo
     Ids are made of the line number. `logprobs` follows the completions API with one number per token and
     `token_ids` beside them; a number that is not finite becomes null.
     """
-    choice = output.outputs[0]
-    prompt_tokens, completion_tokens = len(output.prompt_token_ids), len(choice.token_ids)
+    completion = output.outputs[0]
+    prompt_tokens, completion_tokens = len(output.prompt_token_ids), len(completion.token_ids)
+    choice = {
+        "index": completion.index,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "logprobs": _logprobs(completion),
+    }
     body = {
         "id": f"cmpl-{request.line}",
         "object": "text_completion",
         "created": created,
         "model": request.model or model,
-        "choices": [
-            {
-                "index": choice.index,
-                "text": choice.text,
-                "finish_reason": choice.finish_reason,
-                "logprobs": _logprobs(choice),
-            }
-        ],
+        "choices": [choice],
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -280,12 +274,6 @@ def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
             raise InvalidRequestError(f"prompt[{position}] must be a token id, not {token_id!r}")
     return tuple(prompt)
-
-
-def _model(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequestError(f"model must be a string, not {value!r}")
-    return value
 
 
 def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,10 +259,7 @@ def _starting() -> Iterator[None]:
         raise NotStarted(_os_message(error)) from error
     except XlaEngineError as error:
         raise NotStarted(f"{error.code}: {error}") from error
-    except (
-        RuntimeError,
-        MemoryError,
-    ) as error:  # RuntimeError: what XLA raises, lack of device memory among it
+    except (RuntimeError, MemoryError) as error:  # XLA raises RuntimeErrors, for lack of memory among others
         raise NotStarted(f"the engine could not start: {type(error).__name__}: {error}") from error
 
 

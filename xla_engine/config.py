@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from graphs.attention import whole_blocks
 from xla_engine.errors import ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
@@ -28,7 +29,8 @@ class EngineConfig:
     prefill_lanes: lane counts of the prefill graphs, ascending.
     max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
         prefill graph once per step.
-    key_buckets: key lengths attention is compiled for, ascending; None takes powers of two from 256.
+    key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes powers
+        of two from 256.
     max_waiting: queued requests at most; None is unbounded.
     compile_cache: keep compiled programs on disk between runs.
     """
@@ -64,6 +66,11 @@ class EngineConfig:
         return max(self.max_num_seqs, SMALLEST_BATCH)
 
     @property
+    def head_rows(self) -> int:
+        """Rows of output head and sampler in every prefill graph."""
+        return max(self.prefill_lanes[-1], SMALLEST_BATCH)
+
+    @property
     def token_budget(self) -> int:
         """Rows of work per step."""
         if self.max_num_batched_tokens is not None:
@@ -82,9 +89,10 @@ class EngineConfig:
         return self.max_model_len
 
     def buckets(self, context_length: int) -> tuple[int, ...]:
-        """Key lengths attention is compiled for; the last one is the context length."""
+        """Key lengths attention is compiled for, whole blocks; the last one holds the whole context."""
+        longest = whole_blocks(context_length)
         sizes = self.key_buckets or tuple(SMALLEST_KEY_BUCKET << n for n in range(24))
-        return (*(size for size in sizes if size < context_length), context_length)
+        return (*sorted({whole_blocks(size) for size in sizes if whole_blocks(size) < longest}), longest)
 
     def fingerprint(self) -> str:
         """Hash of every option that shapes the graphs."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import tokenizers
+
+from xla_engine.errors import InvalidRequestError, XlaEngineError
 
 VisibleToken = Callable[[int], str | None]  # the token `decode` sees for an id; None if it skips the id
 Decode = Callable[[list[int]], str]
@@ -151,9 +154,10 @@ class DecodingRules:
         """What `token` adds to the text before byte fallback, as the stream's first token or a later one."""
         if self._mapper is None:  # without a decoder the library joins tokens by blanks
             return token if first else " " + token
-        if first:
-            return str(self._mapper.decode([token]))
-        return str(self._mapper.decode(["a", token]))[len(self._mapper.decode(["a"])) :]
+        with raising(InvalidRequestError, f"token {token!r} cannot be decoded. Correct tokenizer.json"):
+            if first:
+                return str(self._mapper.decode([token]))
+            return str(self._mapper.decode(["a", token]))[len(self._mapper.decode(["a"])) :]
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,3 +190,16 @@ def _bytes_of(token: str) -> bytes:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:
         return token.encode()
+
+
+@contextmanager
+def raising(error_type: type[XlaEngineError], message: str) -> Iterator[None]:
+    """Turn any failure of the library into `error_type`; its panics are BaseExceptions, but no Exceptions."""
+    try:
+        yield
+    except XlaEngineError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise error_type(f"{message} ({error})") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -91,12 +92,7 @@ class Progress:
         self._start = self._last = clock()
         self._bar: Any = None
         if stream is not None and stream.isatty():
-            from tqdm import tqdm
-
-            bar_format = BAR_FORMAT if total else BAR_FORMAT_OPEN_END
-            self._bar = tqdm(
-                total=total, file=stream, bar_format=bar_format, dynamic_ncols=True, mininterval=0
-            )
+            self._bar = _bar(stream, total, BAR_FORMAT if total else BAR_FORMAT_OPEN_END)
 
     @property
     def due(self) -> bool:
@@ -133,10 +129,9 @@ def counting(verb: str, stream: TextIO, total: int | None = None) -> Iterator[Ca
     if not stream.isatty():
         yield None
         return
-    from tqdm import tqdm
-
-    bar_format = verb + ": {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-    with tqdm(total=total, file=stream, bar_format=bar_format, leave=False, mininterval=BAR_SECONDS) as bar:
+    of_total = "" if total is None else "/{total_fmt}"
+    bar_format = f"{verb}: {{n_fmt}}{of_total} [{{elapsed}}{{postfix}}]"
+    with _bar(stream, total, bar_format, leave=False, mininterval=BAR_SECONDS) as bar:
 
         def count(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
@@ -171,6 +166,17 @@ def summary_lines(tally: Tally, stats: EngineStats, *, wall: float, cold_start: 
         ("compiles", f"{stats.compiles_warmup} before, {stats.compiles_after_warmup} after warm-up"),
     ]
     return [f"{name:<20} {text}" for name, text in rows]
+
+
+def _bar(stream: TextIO, total: int | None, bar_format: str, **options: Any) -> Any:
+    from tqdm import tqdm  # imported where used: a run without a terminal needs none
+
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        columns = 0
+    size = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}  # some terminals have none
+    return tqdm(total=total, file=stream, bar_format=bar_format, **{"mininterval": 0, **size, **options})
 
 
 def _quantiles(latencies: Latencies) -> str:

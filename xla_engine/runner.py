@@ -73,7 +73,7 @@ class Runner:
         self._weights: list[jax.Array] = jax.device_put(self._spec.flatten(weights))
         self._rope = jax.device_put(rope_table(model, self.context_length))
         self._cache: KVCache = make_cache(
-            model, config.device_rows, self.context_length, cache_dtype(self._spec.dtype)
+            model, config.device_rows, self._buckets[-1], cache_dtype(self._spec.dtype)
         )
         self._rows = make_rows(config.device_rows, MAX_STOP_TOKEN_IDS)
         jax.block_until_ready((self._weights, self._cache, self._rows))
@@ -121,6 +121,10 @@ class Runner:
     def reports(self) -> list[GraphReport]:
         """One line per executable."""
         return list(self._inventory)
+
+    def program_text(self, name: str) -> str:
+        """Optimised HLO of a program. For tests."""
+        return self._inventory.text(name)
 
     @property
     def cache_bytes(self) -> int:
@@ -172,7 +176,7 @@ class Runner:
             programs.extend(
                 Program(
                     name=_prefill_name(lanes, bucket),
-                    function=functools.partial(prefill_chunk, self._spec, bucket),
+                    function=functools.partial(prefill_chunk, self._spec, bucket, self.config.head_rows),
                     arguments=(*state, abstract(self._lanes([], {}, lanes))),
                     donate=(2, 3),
                 )

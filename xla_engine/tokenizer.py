@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import tokenizers
 
 from xla_engine.checkpoint_config import model_directory
-from xla_engine.detokenizer import DecodingRules, IncrementalDetokenizer
-from xla_engine.errors import CheckpointError, InvalidRequestError, XlaEngineError
+from xla_engine.detokenizer import DecodingRules, IncrementalDetokenizer, raising
+from xla_engine.errors import CheckpointError, InvalidRequestError
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
@@ -43,7 +42,7 @@ class Tokenizer:
                 f"where transformers is installed: AutoTokenizer.from_pretrained({str(directory)!r})"
                 ".save_pretrained(NEW_PATH)"
             )
-        with _raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
+        with raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
             return cls(tokenizers.Tokenizer.from_file(str(file)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -51,14 +50,14 @@ class Tokenizer:
 
         Raises InvalidRequestError for text that is not valid Unicode and for whatever the tokenizer fails at.
         """
-        with _raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
+        with raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
             if isinstance(text, str):
                 text.encode()  # a lone surrogate is reported with its position
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids that no token has give nothing. Raises InvalidRequestError for what is no id."""
-        with _raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
+        with raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
@@ -74,16 +73,3 @@ class Tokenizer:
         except (TypeError, OverflowError) as error:
             raise InvalidRequestError(f"{token_id!r} is no token id. Pass integers from 0 on") from error
         return None if skip_special_tokens and token in self._special else token
-
-
-@contextmanager
-def _raising(error_type: type[XlaEngineError], message: str) -> Iterator[None]:
-    """Turn any failure of the library into `error_type`; its panics are BaseExceptions, but no Exceptions."""
-    try:
-        yield
-    except XlaEngineError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise error_type(f"{message} ({error})") from error

@@ -1,0 +1,141 @@
+"""Laws 2 and 3: nothing compiles after warm-up, the cache is updated in place, a step moves O(B) numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import xla_engine.runner as runner_module
+from graphs.inventory import Inventory, Program
+from tests.conftest import TINY_ENGINE
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.verify import draw_cases
+
+
+def mixed_workload(engine: XlaBatchEngine, count: int, seed: int) -> None:
+    for case in draw_cases(engine, count, seed):
+        engine.submit(case.prompt_token_ids, case.params)
+        engine.step()
+    engine.drain()
+
+
+def test_nothing_traces_or_compiles_after_warm_up(tiny: XlaBatchEngine) -> None:
+    """Lengths, temperatures, seeds, stop ids, arrivals: all are data."""
+    with jax.no_tracing(True):
+        mixed_workload(tiny, 60, seed=11)
+    assert tiny.stats().compiles_after_warmup == 0
+    assert tiny.stats().compiles_warmup >= len(tiny.inventory_report())
+
+
+def test_the_compile_counter_counts(tiny: XlaBatchEngine) -> None:
+    before = tiny.stats().compiles_after_warmup
+    jax.jit(lambda x: x * 3 + 41)(np.float32(before))
+    assert tiny.stats().compiles_after_warmup > before
+    tiny.runner.compiles.mark_warm()
+
+
+def test_every_program_aliases_the_whole_cache_and_needs_little_else(embedded: XlaBatchEngine) -> None:
+    """Decode scratch is far below one cache. Prefill gathers the keys of its lanes: one layer's worth."""
+    cache = embedded.runner.cache_bytes
+    layers = embedded.checkpoint.config.num_hidden_layers
+    vocabulary = embedded.checkpoint.config.vocab_size
+    logits = embedded.config.device_rows * vocabulary * 4
+    for report in embedded.inventory_report():
+        assert report.alias_bytes >= cache, report
+        if report.name.startswith("decode"):
+            assert report.temp_bytes < cache / 2 + 6 * logits, report
+        else:
+            assert report.temp_bytes < 4 * cache / layers + 40 * logits, report
+
+
+def test_decode_makes_no_copy_of_a_cache_buffer(embedded: XlaBatchEngine) -> None:
+    """No copy instruction of a whole K or V buffer in the optimised program."""
+    config = embedded.checkpoint.config
+    shape = f"[{embedded.config.device_rows},{config.num_key_value_heads},{embedded.max_model_len},{config.head_dim}]"
+    text = embedded.runner.program_text(f"decode[keys={embedded.max_model_len}]")
+    copies = [line for line in text.splitlines() if shape in line.split("=")[-1] and " copy(" in line]
+    assert not copies
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Shapes of every array that crosses between host and device through the runner."""
+    log: list[tuple[str, tuple[int, ...]]] = []
+    real_put, real_asarray = jax.device_put, np.asarray
+
+    def put(tree: Any, *rest: Any) -> Any:
+        log.extend(("up", np.shape(leaf)) for leaf in jax.tree.leaves(tree))
+        return real_put(tree, *rest)
+
+    def fetch(value: Any, *rest: Any, **named: Any) -> Any:
+        if isinstance(value, jax.Array):
+            log.append(("down", value.shape))
+        return real_asarray(value, *rest, **named)
+
+    monkeypatch.setattr(runner_module.jax, "device_put", put)
+    monkeypatch.setattr(runner_module.np, "asarray", fetch)
+    yield log
+
+
+def test_a_steady_step_moves_numbers_of_order_b(
+    tiny: XlaBatchEngine, moved: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Decode: at most B flags up and 2 B numbers down; nothing with a sequence or vocabulary axis, ever."""
+    rows = tiny.config.device_rows
+    for seed in range(rows):
+        params = SamplingParams(max_tokens=40, seed=seed, logprobs=0, ignore_eos=True)
+        tiny.submit([seed + 1] * 20, params)
+    for _ in range(8):  # all admitted, and the mask of scheduled rows has settled
+        tiny.step()
+    admission = list(moved)
+    moved.clear()
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(Exception, match="isallow"):
+        jax.device_put(np.zeros(3)).block_until_ready()  # the guard works on this platform
+    with jax.transfer_guard_host_to_device("disallow_explicit"):  # implicit or explicit: nothing goes up
+        for _ in range(20):
+            tiny.step()
+    assert {way for way, _ in moved} == {"down"}
+    assert all(math.prod(shape) == 2 * rows for _, shape in moved)
+    assert len(moved) == 20
+    forbidden = {tiny.max_model_len, tiny.checkpoint.config.vocab_size}
+    assert not any(forbidden & set(shape) for _, shape in admission)
+    chunk = TINY_ENGINE.chunk_size * TINY_ENGINE.prefill_lanes[-1]
+    assert max(math.prod(shape) for _, shape in admission) <= chunk  # the prompt's own tokens
+
+
+def test_implicit_transfers_never_happen(tiny: XlaBatchEngine) -> None:
+    with jax.transfer_guard("disallow"):
+        mixed_workload(tiny, 20, seed=12)
+
+
+def test_an_unknown_program_or_shape_is_an_error_that_names_it() -> None:
+    inventory = Inventory()
+    shape = jax.ShapeDtypeStruct((4,), np.float32)
+    inventory.compile([Program(name="double", function=lambda x: x * 2, arguments=(shape,))])
+    assert np.asarray(inventory("double", np.ones(4, np.float32))).tolist() == [2.0] * 4
+    with pytest.raises(RuntimeError, match=r"'triple' is not in the inventory \(double\)"):
+        inventory("triple", np.ones(4, np.float32))
+    with pytest.raises(RuntimeError, match="'double' was called with shapes it was not compiled for"):
+        inventory("double", np.ones(5, np.float32))
+    (report,) = inventory
+    assert report.name == "double" and report.compile_seconds > 0
+
+
+def test_close_frees_device_memory(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    def live_bytes() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = live_bytes()
+    engine = make_engine()
+    held = live_bytes() - before
+    assert held > engine.runner.cache_bytes
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=4))
+    engine.drain()
+    engine.close()
+    assert live_bytes() - before < held / 20

@@ -1,0 +1,230 @@
+"""Law 1: tokens and logprob bits of a request are those of the same request run alone. And the test can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from graphs import attention, sampling
+from graphs.rows import SamplingRows
+from scheduler import FinishReason
+from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.verify import draw_cases, run_alone, verify
+
+
+def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
+    """At least 200 distinct random requests, B_max 16, random arrivals, lag 0 and 1: no bit differs."""
+    assert embedded.max_num_seqs == 16
+    cases = draw_cases(embedded, 220, seed=0)
+    assert len({(case.prompt_token_ids, str(case.params)) for case in cases}) == 220
+    report = verify(embedded, requests=220, schedules=2, seed=0, lags=(0, 1))
+    assert report.lines() and report.ok, "\n".join(report.lines())
+    assert report.tokens > 2000
+    assert report.admitted_mid_stream > 300
+    assert report.aborted_neighbours > 0
+    assert report.finish_reasons["stop"] > 0, "some requests must end by a stop id"
+    assert any(case.params.max_tokens == 1 for case in cases)
+    assert report.compiles_after_warmup == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiny_model_alone_equals_batched(make_engine: Callable[..., XlaBatchEngine], dtype: str) -> None:
+    report = verify(make_engine(dtype=dtype), requests=120, schedules=4, seed=1, lags=(0, 1, 3, 1))
+    assert report.ok, "\n".join(report.lines())
+
+
+def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    """Level B on CPU in bfloat16: batch width, lane counts, key buckets and chunk size change no bit."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("level B is promised on CPU only")
+    base = make_engine()
+    others = [
+        make_engine(replace(TINY_ENGINE, max_num_seqs=16)),
+        make_engine(replace(TINY_ENGINE, prefill_lanes=(4,), chunk_size=32, key_buckets=(256,))),
+    ]
+    for case in draw_cases(base, 60, seed=2):
+        expected = run_alone(base, case)
+        for engine in others:
+            found = run_alone(engine, case)
+            assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_stale_nan_in_free_slots_changes_nothing(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    """Every free slot is filled with NaN before every turn; whoever moves in must not notice."""
+    engine = make_engine()
+    cases = draw_cases(engine, 40, seed=3)
+    expected = {case.request_id: run_alone(engine, case) for case in cases}
+    found: dict[str, Any] = {}
+    pending = list(cases)
+    engine.lag = 0
+    while len(found) < len(cases):
+        poison_free_slots(engine)
+        for _ in range(3):
+            if pending:
+                case = pending.pop()
+                engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = output.outputs[0]
+    assert found == expected
+
+
+def poison_free_slots(engine: XlaBatchEngine) -> None:
+    busy = [view.slot.index for view in engine.snapshot().slots if view.request is not None]
+    free = [index for index in range(engine.config.device_rows) if index not in busy]
+
+    def edit(_: int, __: str, buffer: np.ndarray) -> np.ndarray:
+        buffer[free] = np.nan
+        return buffer
+
+    engine.runner.edit_cache(edit)
+
+
+def test_slots_not_named_by_a_step_keep_their_bytes(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    """Prefill and decode write the rows and positions of the plan, and not one byte elsewhere."""
+    engine = make_engine()
+    engine.lag = 0
+    rng = np.random.default_rng(5)
+    engine.runner.edit_cache(lambda _, __, b: rng.standard_normal(b.shape).astype(np.float32).astype(b.dtype))
+    engine.submit([5] * 20, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), request_id="long")
+    engine.step()
+    engine.submit([7] * 9, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), request_id="short")
+    while engine.has_unfinished:
+        before = engine.runner.read_cache()
+        plan = engine.scheduler.snapshot()
+        lengths = {view.slot.index: view.position for view in plan.slots if view.request is not None}
+        engine.step()
+        named = {*lengths, *(view.slot.index for view in engine.snapshot().slots if view.request is not None)}
+        # A request admitted and handed over within the step was in the lowest free slot.
+        named.add(min(set(range(8)) - set(lengths), default=0))
+        untouched = [index for index in range(8) if index not in named]
+        for (old_k, old_v), (new_k, new_v) in zip(before, engine.runner.read_cache(), strict=True):
+            for old, new in ((old_k, new_k), (old_v, new_v)):
+                assert bits(old[untouched]) == bits(new[untouched])
+                for index in lengths:  # a decoding row: everything before its new position
+                    done = lengths[index]
+                    assert bits(old[index, :, : done - 1]) == bits(new[index, :, : done - 1])
+                    assert bits(old[index, :, done + 2 :]) == bits(new[index, :, done + 2 :])
+
+
+def test_an_inactive_slot_survives_a_thousand_steps(tiny: XlaBatchEngine) -> None:
+    run_alone(tiny, draw_cases(tiny, 1, seed=6)[0])
+    for _ in range(16):  # 16 x 64 steps of one live row
+        tiny.submit([3, 4], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        before = [bits(k[1:]) + bits(v[1:]) for k, v in tiny.runner.read_cache()]
+        tiny.submit([9] * 8, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        tiny.drain()
+        tiny.submit([3, 4], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+        middle = [bits(k[2:]) + bits(v[2:]) for k, v in tiny.runner.read_cache()]
+        tiny.drain()
+        assert middle == [bits(k[2:]) + bits(v[2:]) for k, v in tiny.runner.read_cache()]
+        assert len(before) == TINY.num_hidden_layers
+
+
+def bits(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+# -- planted faults: each breaks the law, and verify must say so ------------------------------------------------
+
+FAULTY = replace(TINY_ENGINE, max_model_len=64, prefill_lanes=(2,), key_buckets=(128,))
+
+
+def attend_one_key_too_far(layer: Any, q: Any, k: Any, v: Any, *, length: Any, **rest: Any) -> Any:
+    """The mask shows the position after the row's own: whatever the previous occupant left there."""
+    rows, kv_heads, positions, _ = layer.keys.shape
+    row = jnp.arange(rows)
+    position = jnp.where(rest["live"], length, positions)
+    dtype = rest["compute_dtype"]
+    layer = attention.LayerCache(
+        attention._scatter(layer.keys, k.astype(dtype), row, position),
+        attention._scatter(layer.values, v.astype(dtype), row, position),
+    )
+    visible = (jnp.arange(positions) <= length[:, None] + 1)[:, None, None]
+    out = attention._attention(q.reshape(rows, kv_heads, -1, q.shape[-1]), layer.keys, layer.values, visible)
+    return layer, out.reshape(q.shape)
+
+
+def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any) -> Any:
+    slot = jnp.arange(position.shape[0], dtype=jnp.uint32)
+    return sampling.sample(logits, replace(rows, seed=rows.seed + slot[:, None]), position)
+
+
+def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any) -> Any:
+    widest = jnp.broadcast_to(jnp.max(rows.top_k), rows.top_k.shape)
+    return sampling.sample(logits, replace(rows, top_k=widest), position)
+
+
+def attend_everything_writes(layer: Any, q: Any, k: Any, v: Any, *, live: Any, **rest: Any) -> Any:
+    """Inactive rows write too: a row that is between chunks of its prompt loses a key."""
+    return attention.attend_decode(layer, q, k, v, live=jnp.ones_like(live), **rest)
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        ("graphs.decode.attend_decode", attend_one_key_too_far),
+        ("graphs.decode.sample", noise_keyed_by_slot),
+        ("graphs.decode.sample", top_k_of_the_batch),
+        ("graphs.decode.attend_decode", attend_everything_writes),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_fault_is_caught(
+    monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine], target: str, fault: Any
+) -> None:
+    monkeypatch.setattr(target, fault)
+    report = verify(make_engine(FAULTY), requests=60, schedules=2, seed=4)
+    assert not report.ok
+    assert report.divergences and "alone" in str(report.divergences[0])
+
+
+def test_credit_to_the_wrong_epoch_is_caught(
+    monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
+) -> None:
+    """A scheduler that forgets a tenancy's end credits a dead tenancy's tokens to the next life of the id."""
+    engine = make_engine(FAULTY)
+    prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def tokens_after_resubmission() -> tuple[int, ...]:
+        engine.lag = 3
+        engine.submit([9, 9, 9], replace(params, max_tokens=20), request_id="twice")
+        for _ in range(4):
+            engine.step()
+        engine.abort("twice")
+        engine.submit(prompt, params, request_id="twice")
+        ended = [o for o in engine.drain() if o.outputs[0].finish_reason != FinishReason.ABORT]
+        return ended[0].outputs[0].token_ids
+
+    engine.submit(prompt, params)
+    (alone,) = engine.drain()
+    assert tokens_after_resubmission() == alone.outputs[0].token_ids
+    monkeypatch.setattr("scheduler.plan.Slot.__eq__", lambda self, other: True)
+    monkeypatch.setattr("scheduler.plan.Slot.__hash__", lambda self: 0)
+    assert tokens_after_resubmission() != alone.outputs[0].token_ids
+
+
+def test_the_oracle_shares_nothing_but_the_model() -> None:
+    """A wrong cache, sampler or scheduler cannot hide in the reference: it imports none of them."""
+    import ast
+    import inspect
+
+    import xla_engine.reference as reference
+
+    names = {
+        node.module
+        for node in ast.walk(ast.parse(inspect.getsource(reference)))
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert not names & {"graphs.attention", "graphs.sampling", "graphs.decode", "graphs.prefill", "scheduler"}
+    assert tiny_checkpoint().config is TINY
+    assert isinstance(EngineConfig(), EngineConfig)

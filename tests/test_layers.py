@@ -1,0 +1,120 @@
+"""The house rules: who may import whom, where the environment is read, where devices are touched."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("graphs", "scheduler", "xla_engine")
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+@pytest.mark.parametrize("path", modules("scheduler"), ids=str)
+def test_scheduler_imports_only_the_standard_library(path: Path) -> None:
+    assert roots(path) <= {*sys.stdlib_module_names, "scheduler"}
+
+
+@pytest.mark.parametrize("path", modules("graphs"), ids=str)
+def test_graphs_know_neither_host_nor_files(path: Path) -> None:
+    allowed = {
+        "jax",
+        "flax",
+        "numpy",
+        "graphs",
+        "__future__",
+        "collections",
+        "dataclasses",
+        "functools",
+        "math",
+    }
+    # The inventory compiles in threads and measures its own seconds.
+    allowed |= {"typing", "time", "concurrent"} if path.name == "inventory.py" else {"typing"}
+    assert roots(path) <= allowed
+
+
+def test_only_the_runner_touches_devices() -> None:
+    """jax is imported by the runner, the compile counter and the reference oracle, nowhere else on the host side."""
+    touching = {path.name for path in modules("xla_engine") if "jax" in roots(path)}
+    assert touching <= {"runner.py", "compiles.py", "reference.py"}
+
+
+def test_only_the_engine_holds_scheduler_and_runner() -> None:
+    both = {
+        path.name
+        for path in modules("xla_engine")
+        if "class Scheduler" not in path.read_text()
+        and {"Scheduler(", "Runner("} <= {f"{name}(" for name in called(path)}
+    }
+    assert {name.removesuffix("(") for name in both} == {"engine.py"}
+
+
+def called(path: Path) -> set[str]:
+    return {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+
+
+def test_environment_is_read_in_one_place() -> None:
+    readers = {
+        f"{package}/{path.name}"
+        for package in PACKAGES
+        for path in modules(package)
+        if "os.environ" in path.read_text() or "getenv" in path.read_text()
+    }
+    assert readers == {"xla_engine/config.py"}
+
+
+def test_nothing_unpickles() -> None:
+    forbidden = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "torch", "transformers"}
+    for package in PACKAGES:
+        for path in modules(package):
+            assert not roots(path) & forbidden, path
+
+
+def test_top_level_is_what_was_promised() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    top = {name.split("/")[0] for name in tracked}
+    wanted = {"pyproject.toml", "xla_engine", "graphs", "scheduler", "spikes", "findings", "tests"}
+    assert wanted <= top
+    assert top - wanted <= {
+        "README.md",
+        "LICENSE",
+        "examples",
+        ".ci",
+        ".gitignore",
+        ".python-version",
+        "docs",
+    }
+
+
+def test_command_line_help_does_not_wait_for_jax() -> None:
+    code = "import sys, xla_engine.cli; sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

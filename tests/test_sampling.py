@@ -1,0 +1,173 @@
+"""The sampler against NumPy, row by row, and its laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import sampling
+from graphs.rows import SamplingRows
+
+ROWS = 8
+
+
+def rows(**fields: Any) -> SamplingRows:
+    values: dict[str, Any] = {
+        "temperature": np.ones(ROWS, np.float32),
+        "top_k": np.zeros(ROWS, np.int32),
+        "top_p": np.ones(ROWS, np.float32),
+        "min_p": np.zeros(ROWS, np.float32),
+        "seed": np.stack([np.zeros(ROWS, np.uint32), np.arange(ROWS, dtype=np.uint32)], axis=1),
+        "wants_logprob": np.ones(ROWS, bool),
+    }
+    for name, value in fields.items():
+        values[name] = np.broadcast_to(np.asarray(value, values[name].dtype), values[name].shape)
+    return SamplingRows(**{name: jnp.asarray(value) for name, value in values.items()})
+
+
+def random_logits(vocabulary: int, seed: int, spread: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((vocabulary, ROWS)) * spread).astype(np.float32)
+
+
+sample = jax.jit(sampling.sample)
+
+
+def kept(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Reference by sorting, one row, float64: the ids that may be drawn. Assumes distinct logits."""
+    weight = np.exp(scaled.astype(np.float64) - scaled.max())
+    weight[weight < min_p] = 0
+    order = np.argsort(-scaled, kind="stable")[: top_k or len(scaled)]
+    if top_p < 1:
+        cumulative = np.cumsum(weight[order])
+        order = order[: int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1]
+    return {int(token) for token in order if weight[token] > 0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocabulary=st.sampled_from([199, 512, 4096]),
+    seed=st.integers(0, 2**31),
+    top_k=st.lists(st.sampled_from([0, 1, 2, 5, 40, 128, 129, 198, 5000]), min_size=ROWS, max_size=ROWS),
+    top_p=st.lists(st.sampled_from([1.0, 0.95, 0.5, 0.1, 0.01, 0.999]), min_size=ROWS, max_size=ROWS),
+    min_p=st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0]), min_size=ROWS, max_size=ROWS),
+)
+def test_each_row_keeps_exactly_what_its_own_parameters_keep(
+    vocabulary: int, seed: int, top_k: list[int], top_p: list[float], min_p: list[float]
+) -> None:
+    """Pins the batch-maximum top_k bug: a row's set never depends on another row's parameters."""
+    logits = random_logits(vocabulary, seed)
+    state = rows(top_k=top_k, top_p=top_p, min_p=min_p)
+    peak = logits.max(axis=0)
+    threshold = np.asarray(jax.jit(sampling._threshold)(jnp.asarray(logits), jnp.asarray(peak), state))
+    for row in range(ROWS):
+        weight = np.exp(logits[:, row].astype(np.float64) - peak[row])
+        mine = {int(t) for t in np.nonzero((logits[:, row] >= threshold[row]) & (weight >= min_p[row]))[0]}
+        expected = kept(logits[:, row], top_k[row], top_p[row], min_p[row])
+        # float32 sums may move the edge of a nucleus by the token whose cumulative mass ties with top_p
+        assert len(mine ^ expected) <= (1 if top_p[row] < 1 else 0), (row, len(mine), len(expected))
+
+
+def test_bisection_and_candidates_agree() -> None:
+    logits = random_logits(4096, 3, spread=6.0)
+    state = rows(top_k=[0, 1, 7, 64, 128, 0, 20, 3], top_p=[0.9, 1, 0.5, 0.9, 1, 0.2, 0.99, 0.7], min_p=0.0)
+    peak = jnp.asarray(logits.max(axis=0))
+    wanted = jnp.where(state.top_k > 0, state.top_k, 4096)
+    fast = sampling._threshold(jnp.asarray(logits), peak, state)
+    slow = sampling._threshold_by_bisection(jnp.asarray(logits), peak, wanted, state)
+    np.testing.assert_array_equal(np.asarray(fast), np.asarray(slow))
+
+
+def test_temperature_zero_is_argmax_with_the_lowest_id_on_ties() -> None:
+    logits = np.zeros((199, ROWS), np.float32)
+    logits[[70, 130, 198]] = 5.0
+    token, _ = sample(jnp.asarray(logits), rows(temperature=0.0), jnp.arange(ROWS))
+    assert np.asarray(token).tolist() == [70] * ROWS
+
+
+@pytest.mark.parametrize("vocabulary", [64, 199, 4096])
+def test_two_level_argmax_is_argmax(vocabulary: int) -> None:
+    for seed in range(20):
+        logits = np.round(random_logits(vocabulary, seed))  # many ties
+        np.testing.assert_array_equal(np.asarray(sampling.argmax(jnp.asarray(logits))), logits.argmax(axis=0))
+
+
+def test_logprob_is_raw_whatever_the_temperature() -> None:
+    logits = random_logits(512, 5)
+    token, logprob = sample(jnp.asarray(logits), rows(temperature=0.3, top_k=5), jnp.arange(ROWS))
+    shifted = logits.astype(np.float64)
+    expected = shifted - np.log(np.exp(shifted).sum(axis=0))
+    np.testing.assert_allclose(np.asarray(logprob), expected[np.asarray(token), np.arange(ROWS)], atol=1e-5)
+
+
+def test_top_k_one_is_greedy_for_sampled_rows() -> None:
+    logits = random_logits(512, 6)
+    token, _ = sample(jnp.asarray(logits), rows(top_k=1), jnp.arange(ROWS))
+    np.testing.assert_array_equal(np.asarray(token), logits.argmax(axis=0))
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Chi-square over 16 tokens and 40,000 draws with fixed seeds; 15 degrees of freedom, bound at p = 1e-5."""
+    probability = np.arange(1, 17) / 136
+    logits = jnp.asarray(np.repeat(np.log(probability)[:, None], ROWS, axis=1).astype(np.float32))
+    state = rows()
+    draws = np.concatenate([np.asarray(sample(logits, state, jnp.full(ROWS, p))[0]) for p in range(5000)])
+    counts = np.bincount(draws, minlength=16)
+    expected = probability * len(draws)
+    assert ((counts - expected) ** 2 / expected).sum() < 50.5
+
+
+def test_noise_depends_on_seed_and_position_only() -> None:
+    """A row's draw is the same in any row, beside any peers; its own seed and position do matter."""
+    column = random_logits(512, 9)[:, :1]
+    logits = jnp.asarray(np.repeat(column, ROWS, axis=1))
+    same = rows(seed=[[0, 7]] * ROWS, temperature=1.5)
+    token, _ = sample(logits, same, jnp.full(ROWS, 11))
+    assert len(set(np.asarray(token).tolist())) == 1
+    mixed = rows(
+        seed=[[0, 7], *([[0, n + 90] for n in range(ROWS - 1)])],
+        temperature=1.5,
+        top_k=[0] + [3] * (ROWS - 1),
+    )
+    other, _ = sample(logits, mixed, jnp.full(ROWS, 11))
+    assert int(other[0]) == int(token[0])
+    many_seeds, _ = sample(logits, rows(temperature=1.5), jnp.full(ROWS, 11))
+    many_positions, _ = sample(logits, same, jnp.arange(ROWS))
+    assert len(set(np.asarray(many_seeds).tolist())) > 1
+    assert len(set(np.asarray(many_positions).tolist())) > 1
+
+
+def test_greedy_rows_do_not_notice_sampled_peers() -> None:
+    logits = jnp.asarray(random_logits(512, 10))
+    alone, _ = sample(logits, rows(temperature=0.0), jnp.arange(ROWS))
+    mixed, _ = sample(logits, rows(temperature=[0, 1, 0, 2, 0, 0.5, 0, 1]), jnp.arange(ROWS))
+    np.testing.assert_array_equal(np.asarray(alone)[::2], np.asarray(mixed)[::2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([1, 63, 64, 65, 130, 5000]))
+def test_cumulative_sums(seed: int, count: int) -> None:
+    values = np.random.default_rng(seed).random((count, 3)).astype(np.float32)
+    ours = np.asarray(sampling._cumulative(jnp.asarray(values)))
+    np.testing.assert_allclose(ours, np.cumsum(values.astype(np.float64), axis=0), rtol=1e-4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([0.0, 1e-9, 0.5, 1 - 2**-24]),
+    st.sampled_from([64, 199, 640]),
+    st.integers(1, 4),
+)
+def test_a_token_without_weight_is_never_drawn(seed: int, uniform: float, count: int, positive: int) -> None:
+    draw = np.random.default_rng(seed)
+    weight = np.zeros((count, 2), np.float32)
+    for column in range(2):
+        weight[draw.choice(count, positive, replace=False), column] = draw.random(positive) * 1e-3 + 1e-6
+    token = np.asarray(sampling._invert(jnp.asarray(weight), jnp.full(2, uniform, jnp.float32)))
+    assert all(weight[token[column], column] > 0 for column in range(2))
