@@ -1,7 +1,7 @@
 """Sums in an order that never changes.
 
 XLA picks the order of a reduction by the size of the whole array: the same row summed among 64 and among 128 rows
-may differ in the last bit (findings/002). Additions written out one by one keep their order in every graph.
+may differ in the last bit (findings/009). Additions written out one by one keep their order in every graph.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class FakeEngine:
         self.peak = max(self.peak, len(self.live))
         return request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
         self.steps += 1
         if self._on_step is not None:
             self._on_step(self.steps)
@@ -293,9 +293,9 @@ def test_ordered_output_holds_a_bounded_number_of_results() -> None:
     class HeadLast(FakeEngine):
         """Never ends the first request."""
 
-        def step(self) -> list[RequestOutput]:
+        def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
             head = self.live.pop("batch-1")
-            outputs = super().step()
+            outputs = super().step(only_finished=only_finished)
             self.live = {"batch-1": head, **self.live}
             return outputs
 
@@ -384,9 +384,9 @@ def test_an_engine_that_closes_between_steps_ends_the_run() -> None:
 
 def test_an_engine_that_forgets_a_request_is_found_out() -> None:
     class Forgets(FakeEngine):
-        def step(self) -> list[RequestOutput]:
+        def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
             self.live.pop("batch-3", None)
-            return super().step()
+            return super().step(only_finished=only_finished)
 
     records, tally = run(prompts(5), Forgets())
     assert (

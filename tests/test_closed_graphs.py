@@ -15,7 +15,7 @@ from graphs.inventory import Inventory, Program
 from tests.conftest import TINY_ENGINE
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.verify import draw_cases
+from xla_engine.schedule import draw_cases
 
 
 def mixed_workload(engine: XlaBatchEngine, count: int, seed: int) -> None:
@@ -27,9 +27,10 @@ def mixed_workload(engine: XlaBatchEngine, count: int, seed: int) -> None:
 
 def test_nothing_traces_or_compiles_after_warm_up(tiny: XlaBatchEngine) -> None:
     """Lengths, temperatures, seeds, stop ids, arrivals: all are data."""
+    before = tiny.stats().compiles_after_warmup  # other tests of this process may have compiled
     with jax.no_tracing(True):
         mixed_workload(tiny, 60, seed=11)
-    assert tiny.stats().compiles_after_warmup == 0
+    assert tiny.stats().compiles_after_warmup == before
     assert tiny.stats().compiles_warmup >= len(tiny.inventory_report())
 
 
@@ -94,9 +95,9 @@ def test_a_steady_step_moves_numbers_of_order_b(
     for _ in range(8):  # all admitted, and the mask of scheduled rows has settled
         tiny.step()
     admission = list(moved)
-    moved.clear()
     with jax.transfer_guard("disallow_explicit"), pytest.raises(Exception, match="isallow"):
         jax.device_put(np.zeros(3)).block_until_ready()  # the guard works on this platform
+    moved.clear()
     with jax.transfer_guard_host_to_device("disallow_explicit"):  # implicit or explicit: nothing goes up
         for _ in range(20):
             tiny.step()

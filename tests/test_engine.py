@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.verify import draw_cases
+from xla_engine.schedule import draw_cases
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -53,7 +54,7 @@ def test_outputs_are_cumulative_and_finish_once(tiny: XlaBatchEngine) -> None:
         seen.append(output.outputs[0].token_ids)
         flags.append(output.finished)
     assert flags == [False] * (len(flags) - 1) + [True]
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(seen))
     assert len(seen[-1]) == GREEDY.max_tokens
 
 
@@ -200,7 +201,9 @@ def test_snapshot_tells_why(tiny: XlaBatchEngine) -> None:
         tiny.submit([index + 1] * 3, replace(GREEDY, max_tokens=30), request_id=f"r{index}")
     tiny.step()
     snapshot = tiny.snapshot()
-    assert {view.request.request_id for view in snapshot.slots if view.request} == {f"r{n}" for n in range(TINY_ENGINE.max_num_seqs)}
+    assert {view.request.request_id for view in snapshot.slots if view.request} == {
+        f"r{n}" for n in range(TINY_ENGINE.max_num_seqs)
+    }
     assert "no free slot" in str(snapshot)
 
 

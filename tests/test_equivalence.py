@@ -18,7 +18,8 @@ from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.verify import draw_cases, run_alone, verify
+from xla_engine.schedule import draw_cases, run_alone
+from xla_engine.verify import verify
 
 
 def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:

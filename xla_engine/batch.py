@@ -91,7 +91,7 @@ class Engine(Protocol):
     def submit(
         self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None
     ) -> str: ...
-    def step(self) -> list[RequestOutput]: ...
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
     def abort(self, request_id: str) -> bool: ...
 
 
@@ -215,15 +215,13 @@ class BatchRun:
     def _turn(self) -> None:
         """One engine step and its results."""
         try:
-            outputs = self._engine.step()
+            outputs = self._engine.step(only_finished=True)
             if not outputs and not self._engine.has_unfinished:
                 raise XlaEngineError("the engine ended without a result for every request")
         except Exception as error:
             self._engine_died(error)
             return
         for output in outputs:
-            if self.tally.first_token_at is None and output.outputs and output.outputs[0].token_ids:
-                self.tally.first_token_at = self._clock()
             if output.finished and output.request_id in self._live:
                 self._finish(self._live[output.request_id], output)
                 del self._live[output.request_id]
@@ -240,10 +238,16 @@ class BatchRun:
         self.tally.prompt_tokens += len(output.prompt_token_ids)
         self.tally.generated_tokens += len(output.outputs[0].token_ids)
         if output.metrics is not None:
+            self._note_first_token(output.metrics.first_token_time)
             if output.metrics.ttft is not None:
                 self.tally.ttft.add(output.metrics.ttft)
             for seconds in output.metrics.inter_token_latencies:
                 self.tally.inter_token.add(seconds)
+
+    def _note_first_token(self, at: float | None) -> None:
+        earlier = self.tally.first_token_at
+        if at is not None and (earlier is None or at < earlier):
+            self.tally.first_token_at = at
 
     def _engine_died(self, error: Exception) -> None:
         """Stop reading; every request the engine held ends with an error line."""

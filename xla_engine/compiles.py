@@ -12,7 +12,7 @@ _total = 0
 _listening = False
 
 
-def _count(event: str, duration: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **_: Any) -> None:
     global _total
     _total += event == _COMPILE_EVENT
 

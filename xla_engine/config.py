@@ -13,7 +13,7 @@ from xla_engine.errors import ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
 SMALLEST_KEY_BUCKET = 256
-SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/002)
+SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ from xla_engine.runner import InFlight, RowSettings, Runner
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.tokenizer import Tokenizer
 
+_NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this
+
 
 class XlaBatchEngine:
     """Continuous batching over one model.
@@ -135,7 +137,7 @@ class XlaBatchEngine:
             None if self.tokenizer is None else self.tokenizer.incremental(params.skip_special_tokens),
             hidden_stop_ids=frozenset(stop_ids),
             eos_ids=frozenset(self.checkpoint.eos_token_ids),
-            now=time.perf_counter(),
+            now=time.monotonic(),
         )
         return request_id
 
@@ -148,22 +150,24 @@ class XlaBatchEngine:
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """One turn. Returns the cumulative output of every request that got a token or ended in it."""
-        return [request.output() for request in self._turn()]
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
+        """One turn. Returns the cumulative output of every request that got a token or ended in it.
+
+        `only_finished` leaves out the running ones, whose outputs cost a copy of all their tokens each turn.
+        """
+        return [request.output() for request in self._turn() if request.finished or not only_finished]
 
     def drain(self) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion."""
-        return list(self._finished())
+        outputs: list[RequestOutput] = []
+        while self.has_unfinished:
+            outputs += self.step(only_finished=True)
+        return outputs
 
     def stream(self) -> Iterator[RequestOutput]:
         """Run until nothing is left, yielding cumulative outputs as tokens arrive."""
         while self.has_unfinished:
             yield from self.step()
-
-    def _finished(self) -> Iterator[RequestOutput]:
-        while self.has_unfinished:
-            yield from (request.output() for request in self._turn() if request.finished)
 
     def _turn(self) -> list[LiveRequest]:
         if self._closed is not None and not self._ended:
@@ -186,7 +190,7 @@ class XlaBatchEngine:
         if plan.is_empty:
             return False
         self._in_flight.append(self.runner.start(plan, self._settings))
-        now = time.perf_counter()
+        now = time.monotonic()
         for request_id in plan.admitted:
             self._live[request_id].admitted_time = now
         self._steps += 1
@@ -201,7 +205,7 @@ class XlaBatchEngine:
         return self.scheduler.commit(step.plan, self.runner.wait(step))
 
     def _deliver(self, events: list[TokenEvent], touched: dict[str, LiveRequest]) -> None:
-        now = time.perf_counter()
+        now = time.monotonic()
         self._generation_tokens += len(events)
         for event in events:
             request = touched[event.request_id] = self._live[event.request_id]
@@ -212,7 +216,7 @@ class XlaBatchEngine:
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         request = self._live[request_id]
-        request.finish(reason, time.perf_counter(), error)
+        request.finish(reason, time.monotonic(), error)
         self._ended.append(request)
         self._forget(request_id)
 
@@ -295,6 +299,7 @@ class XlaBatchEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
+            self._check_text(prompt, self.tokenizer)
             token_ids = tuple(self.tokenizer.encode(prompt))
         else:
             token_ids = tuple(prompt)
@@ -307,6 +312,18 @@ class XlaBatchEngine:
                     f"prompt token id {token_id!r} is not an integer in 0..{vocabulary - 1}, the model's vocabulary"
                 )
         return token_ids
+
+    def _check_text(self, prompt: str, tokenizer: Tokenizer) -> None:
+        """Refuse text that cannot fit before spending seconds on tokenising it.
+
+        No token is spelled longer than `longest_token`; normalisers may shorten text, hence the factor.
+        """
+        bound = _NORMALISER_SLACK * tokenizer.longest_token * self.max_model_len
+        if len(prompt) > bound:
+            raise TokenLimitError(
+                f"the prompt has {len(prompt)} characters; no text of more than {bound} can fit into max_model_len "
+                f"{self.max_model_len} tokens: shorten it or raise max_model_len"
+            )
 
     def _check_limits(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
         total = len(token_ids) + params.max_tokens

@@ -51,6 +51,13 @@ class LLM:
         )
         self.engine = XlaBatchEngine.from_pretrained(model, config)
 
+    @classmethod
+    def from_engine(cls, engine: XlaBatchEngine) -> LLM:
+        """Wrap an engine that was made by hand; closing the LLM closes it."""
+        llm = cls.__new__(cls)
+        llm.engine = engine
+        return llm
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
@@ -76,8 +83,8 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         with _progress(len(order), enabled=use_tqdm) as bar:
             while len(done) < len(order):
-                for output in self.engine.step():
-                    if output.finished and output.request_id in wanted:
+                for output in self.engine.step(only_finished=True):
+                    if output.request_id in wanted:
                         done[output.request_id] = output
                         bar.update()
         return [done[request_id] for request_id in order]

@@ -13,7 +13,8 @@ class EngineStats:
     steps: turns that dispatched device work.   prefill_calls: prefill programs run.
     prompt_tokens, generation_tokens: tokens prefilled and tokens credited to requests.
     slot_steps_busy, slot_steps_total: rows scheduled in decode steps, and rows there were.
-    compiles_warmup, compiles_after_warmup: XLA compilations before and since the engine was ready.
+    compiles_warmup, compiles_after_warmup: XLA compilations of the whole process before and since the engine was
+        ready; the engine itself cannot compile once it is.
     load_seconds, compile_seconds: wall time of start-up's two parts.
     """
 

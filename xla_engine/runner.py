@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from graphs.inventory import GraphReport, Inventory, Program
 from graphs.layers import rope_table
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
-from graphs.rows import Rows, SamplingRows, make_rows, unpack_samples
+from graphs.rows import SamplingRows, make_rows, unpack_samples
 from scheduler import Chunk, Plan, Row, Sample, StepResult
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
@@ -197,7 +197,7 @@ class Runner:
         self._cache, self._rows, samples = self._inventory(
             name, self._weights, self._rope, self._cache, self._rows, work
         )
-        return samples  # type: ignore[no-any-return]
+        return samples
 
     # -- prefill ----------------------------------------------------------------------------------------------
 
@@ -220,13 +220,15 @@ class Runner:
 
     def _lanes(self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int) -> Lanes:
         """Host arrays of one prefill call."""
-        tokens = np.zeros((lanes, self.config.chunk_size), np.int32)
-        slot, start, count, max_tokens = np.zeros((4, lanes), np.int32)
-        is_last, wants_logprob = np.zeros((2, lanes), np.bool_)
-        stop_ids = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
-        temperature, min_p = np.zeros((2, lanes), np.float32)
-        top_p, top_k = np.ones(lanes, np.float32), np.zeros(lanes, np.int32)
-        seed = np.zeros((lanes, 2), np.uint32)
+        # Any: the records are declared for the arrays a graph sees.
+        tokens: Any = np.zeros((lanes, self.config.chunk_size), np.int32)
+        slot, start, count, max_tokens = cast(Any, np.zeros((4, lanes), np.int32))
+        is_last, wants_logprob = cast(Any, np.zeros((2, lanes), np.bool_))
+        stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
+        temperature, min_p = cast(Any, np.zeros((2, lanes), np.float32))
+        top_p: Any = np.ones(lanes, np.float32)
+        top_k: Any = np.zeros(lanes, np.int32)
+        seed: Any = np.zeros((lanes, 2), np.uint32)
         for lane, chunk in enumerate(chunks):
             tokens[lane, : len(chunk.tokens)] = chunk.tokens
             slot[lane], start[lane], count[lane] = chunk.slot.index, chunk.start, len(chunk.tokens)
@@ -268,7 +270,7 @@ class Runner:
             self._scheduled = (rows, index, jax.device_put(scheduled))
         _, index, mask = self._scheduled
         self._lengths[index] += 1
-        longest = int(self._lengths[index].max())
+        longest = max(self._lengths[index].tolist())
         return self._run(_decode_name(_smallest(self._buckets, min(longest, self.context_length))), mask)
 
 

@@ -13,9 +13,30 @@ MAX_STOP_TOKEN_IDS = 8  # width of the device's per-row stop table, eos ids incl
 
 # Known elsewhere, not here: refused by name, so that nothing is ever ignored silently.
 UNSUPPORTED = frozenset(
-    "n best_of presence_penalty frequency_penalty repetition_penalty stop min_tokens logit_bias "
-    "allowed_token_ids bad_words prompt_logprobs structured_outputs guided_decoding include_stop_str_in_output "
-    "length_penalty use_beam_search response_format suffix echo stream tools tool_choice".split()
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "echo",
+        "frequency_penalty",
+        "guided_decoding",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "logit_bias",
+        "min_tokens",
+        "n",
+        "presence_penalty",
+        "prompt_logprobs",
+        "repetition_penalty",
+        "response_format",
+        "stop",
+        "stream",
+        "structured_outputs",
+        "suffix",
+        "tool_choice",
+        "tools",
+        "use_beam_search",
+    }
 )
 
 
@@ -27,8 +48,8 @@ class SamplingParams:
     top_k: keep the k most likely tokens; 0 or -1 keeps all. Ties at the threshold are all kept.
     top_p: keep the smallest set of most likely tokens whose probability reaches top_p, after top_k and min_p.
     min_p: drop tokens less likely than min_p times the most likely one.
-    seed: noise is a pure function of (seed, position); None takes the engine's seed and the request's own
-        content, so that a request still does not depend on its neighbours.
+    seed: noise is a pure function of (seed, position); None derives one from the engine's seed and the request's
+        id, so that a request still does not depend on its neighbours.
     max_tokens: new tokens at most, the stop token included.
     stop_token_ids: end after any of these, beside the model's eos ids.
     ignore_eos: the model's eos ids do not end the request.

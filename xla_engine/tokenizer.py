@@ -19,12 +19,15 @@ class Tokenizer:
     """One model's tokenizer. Truncation and padding that a tokenizer.json may ask for are switched off.
 
     vocab_size: one more than the highest token id; the model's own vocabulary may be padded beyond it.
+    longest_token: characters of the longest token as it is spelled in the vocabulary.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=1)
         self._backend = backend
         self._special = {
             token.content for token in backend.get_added_tokens_decoder().values() if token.special

@@ -6,7 +6,6 @@ dead. The batched run draws arrival steps, neighbours that are aborted, slots (b
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,16 +13,7 @@ import numpy as np
 
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.outputs import CompletionOutput
-from xla_engine.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One drawn request."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+from xla_engine.schedule import Action, draw_cases, draw_schedule, run_alone, run_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +50,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        return not (self.differing_tokens or self.differing_bits or self.divergences)
+        return not (self.divergences or self.compiles_after_warmup)
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -80,56 +70,6 @@ class VerifyReport:
         return lines
 
 
-def draw_cases(engine: XlaBatchEngine, count: int, seed: int, *, max_new_tokens: int = 24) -> list[Case]:
-    """Random requests: prompt length 1..limit, cap 1..n, mixed sampling settings, some with frequent stop ids.
-
-    Half of the prompts are cut from text the model itself continues well, if it has a tokenizer; the rest are
-    random token ids, so that no two requests share a prefix by accident.
-    """
-    draw = random.Random(seed)
-    vocabulary = engine.checkpoint.config.vocab_size
-    limit = engine.max_model_len
-    corpus = _corpus(engine)
-    cases = []
-    for index in range(count):
-        cap = draw.choice(
-            (1, 1, 2, 3, draw.randint(1, max_new_tokens), draw.randint(1, max_new_tokens), max_new_tokens)
-        )
-        cap = min(cap, limit - 1)
-        # Mostly short prompts, a tail up to the longest that fits.
-        longest = limit - cap
-        length = min(longest, 1 + int(longest * draw.random() ** 3))
-        if corpus and draw.random() < 0.5:
-            at = draw.randrange(len(corpus))
-            prompt = tuple((corpus * (1 + (at + length) // len(corpus)))[at : at + length])
-        else:
-            prompt = tuple(draw.randrange(vocabulary) for _ in range(length))
-        cases.append(
-            Case(
-                request_id=f"case-{index}",
-                prompt_token_ids=prompt,
-                params=_draw_params(draw, cap, vocabulary),
-            )
-        )
-    return cases
-
-
-def _draw_params(draw: random.Random, cap: int, vocabulary: int) -> SamplingParams:
-    stop = [draw.randrange(vocabulary) for _ in range(4)] if draw.random() < 0.3 else []
-    if draw.random() < 0.4:
-        return SamplingParams(temperature=0, max_tokens=cap, logprobs=0, stop_token_ids=stop)
-    return SamplingParams(
-        temperature=draw.choice((0.3, 0.7, 1.0, 1.5)),
-        top_k=draw.choice((0, 0, 1, 5, 40, 200)),
-        top_p=draw.choice((1.0, 1.0, 0.95, 0.5, 0.1)),
-        min_p=draw.choice((0.0, 0.0, 0.05, 0.3)),
-        seed=draw.choice((None, draw.randrange(2**63))),
-        max_tokens=cap,
-        logprobs=0,
-        stop_token_ids=stop,
-    )
-
-
 def verify(
     engine: XlaBatchEngine,
     *,
@@ -143,6 +83,11 @@ def verify(
     report = VerifyReport(requests=requests, schedules=schedules)
     cases = draw_cases(engine, requests, seed)
     before = engine.stats().compiles_after_warmup
+
+    def count(action: Action, took_effect: bool) -> None:
+        report.admitted_mid_stream += action.kind == "submit" and engine.num_running > 0
+        report.aborted_neighbours += action.kind == "abort" and took_effect
+
     alone = {}
     for case in cases:
         alone[case.request_id] = run_alone(engine, case)
@@ -152,52 +97,14 @@ def verify(
         reason = str(result.finish_reason)
         report.finish_reasons[reason] = report.finish_reasons.get(reason, 0) + 1
     for schedule in range(schedules):
-        batched = _run_batched(
-            engine, cases, random.Random(f"{seed}/{schedule}"), lags[schedule % len(lags)], report
-        )
+        drawn = draw_schedule(cases, f"{seed}/{schedule}", lag=lags[schedule % len(lags)])
+        batched = run_schedule(engine, drawn, on_action=count)
         for case in cases:
             compare(case.request_id, schedule, alone[case.request_id], batched[case.request_id], report)
             if progress is not None:
                 progress("batched")
     report.compiles_after_warmup = engine.stats().compiles_after_warmup - before
     return report
-
-
-def run_alone(engine: XlaBatchEngine, case: Case) -> CompletionOutput:
-    """The reference run: the request by itself through the same executables."""
-    engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
-    (output,) = engine.drain()
-    return output.outputs[0]
-
-
-def _run_batched(
-    engine: XlaBatchEngine, cases: Sequence[Case], draw: random.Random, lag: int, report: VerifyReport
-) -> dict[str, CompletionOutput]:
-    """All cases in random order, arriving at random steps among neighbours that are aborted at random steps."""
-    normal_lag, engine.lag = engine.lag, lag
-    waiting = draw.sample(list(cases), len(cases))
-    neighbours: list[str] = []
-    results: dict[str, CompletionOutput] = {}
-    pace = draw.choice((0.3, 1.0, 4.0))  # arrivals per step
-    wanted = {case.request_id for case in cases}
-    while len(results) < len(cases) or engine.has_unfinished:
-        for _ in range(min(len(waiting), int(draw.expovariate(1 / pace) + 0.5))):
-            case = waiting.pop()
-            report.admitted_mid_stream += engine.num_running > 0
-            engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
-            if draw.random() < 0.1:
-                neighbours.append(
-                    engine.submit(
-                        case.prompt_token_ids[::-1], case.params, request_id=f"neighbour-{len(waiting)}"
-                    )
-                )
-        if neighbours and draw.random() < 0.3:
-            report.aborted_neighbours += engine.abort(neighbours.pop(draw.randrange(len(neighbours))))
-        for output in engine.step():
-            if output.finished and output.request_id in wanted:
-                results[output.request_id] = output.outputs[0]
-    engine.lag = normal_lag
-    return results
 
 
 def compare(
@@ -245,12 +152,3 @@ def _at(output: CompletionOutput, position: int) -> tuple[int, float] | None:
 
 def _describe(sample: tuple[int, float] | None) -> str:
     return "ended" if sample is None else f"token {sample[0]} logprob {sample[1]:.9g}"
-
-
-def _corpus(engine: XlaBatchEngine) -> tuple[int, ...]:
-    """Some text the model knows: this module's own source."""
-    if engine.tokenizer is None:
-        return ()
-    import inspect
-
-    return tuple(engine.tokenizer.encode(inspect.getsource(random)))

@@ -1,0 +1,204 @@
+"""Fair timing for spikes: variants take turns, so that a noisy minute harms all of them alike.
+
+Also the model whose steps are timed: SmolLM2-135M shapes with random weights. Spikes are modules, run from
+the repository root with or without the packages installed:
+
+    python -m spikes.001_kv_write
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graphs import decode, sampling
+from graphs.attention import KVCache, make_cache
+from graphs.config import ModelConfig
+from graphs.decode import decode_step
+from graphs.inventory import GraphReport, Inventory, Program
+from graphs.layers import rope_table
+from graphs.model import ModelSpec
+from graphs.rows import Rows, SamplingRows, make_rows
+
+SMOLLM2_135M = ModelConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    max_position_embeddings=8192,
+    rope_theta=100000.0,
+    tie_word_embeddings=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Wall seconds of one variant, one value per round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def least(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def most(self) -> float:
+        return max(self.seconds)
+
+    def milliseconds(self, digits: int = 1) -> str:
+        """`median (least-most)` in milliseconds."""
+        low, middle, high = (1e3 * value for value in (self.least, self.median, self.most))
+        return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int = 1
+) -> dict[str, Times]:
+    """Time every variant once per round, A B A B, after `warm_up` rounds that do not count.
+
+    A variant blocks until its work is done (`jax.block_until_ready`). Every other round runs backwards, so
+    that no variant always follows the same neighbour.
+    """
+    for _ in range(warm_up):
+        for run in variants.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            began = time.perf_counter()
+            variants[name]()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: Times(tuple(values)) for name, values in seconds.items()}
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table with columns padded to line up; the first column left, the others right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (c.rjust(w) if at else c.ljust(w) for at, (c, w) in enumerate(zip(row, widths, strict=True)))
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "|".join("-" * (w + 1) + (":" if at else "-") for at, w in enumerate(widths)) + "|"
+    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
+
+
+def describe_machine() -> str:
+    """What a finding's Setting says: CPU features in words, cores, Python, jax version, devices."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        flags = set()
+    known = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
+    features = ", ".join(word for flag, word in known.items() if flag in flags) or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = ", ".join(sorted({device.device_kind for device in jax.devices()}))
+    return (
+        f"{cores} cores ({features}), Python {platform.python_version()}, "
+        f"jax {jax.__version__}, jaxlib {jax.lib.__version__}, device {devices}"
+    )
+
+
+def random_weights(spec: ModelSpec, seed: int = 0) -> list[jax.Array]:
+    """Leaves for `spec`: norms 1, matrices normal with standard deviation 0.04 (activations of order one)."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        if len(shape) == 1:
+            return np.ones(shape, dtype)
+        values = rng.standard_normal(shape, np.float32)
+        values *= np.float32(0.04)
+        return values.astype(dtype)
+
+    return [jax.device_put(leaf(each.shape, each.dtype)) for each in spec.leaves]
+
+
+def busy_rows(config: ModelConfig, count: int, length: int, seed: int = 0) -> Rows:
+    """Every row live with `length` keys, a random token, greedy, and its log-probability wanted."""
+    rng = np.random.default_rng(seed)
+    rows = make_rows(count, 4)
+    return dataclasses.replace(
+        rows,
+        token=jnp.asarray(rng.integers(0, config.vocab_size, count), jnp.int32),
+        length=jnp.full(count, length, jnp.int32),
+        remaining=jnp.full(count, 1 << 20, jnp.int32),
+        sampling=dataclasses.replace(rows.sampling, wants_logprob=jnp.ones(count, bool)),
+    )
+
+
+def greedy(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`graphs.sampling.sample` for greedy rows."""
+    token = sampling.argmax(logits)
+    return token, sampling.token_logprob(logits, token)
+
+
+class DecodeStep:
+    """One compiled form of the decode step with a cache of its own; a call runs it and waits for its samples.
+
+    Rows are not donated, so every call is the same step: `length` keys per row, bucket `key_length`. Of the
+    sampler only what greedy rows with log-probabilities run is kept; the rest takes compile time and memory.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Any,
+        *,
+        rows: int,
+        length: int,
+        key_length: int,
+        positions: int,
+        cache_dtype: jnp.dtype | None = None,
+        cache: Any = None,
+        function: Callable[..., tuple[Any, Rows, jax.Array]] = decode_step,
+    ) -> None:
+        self.weights = weights
+        self.cache: KVCache = cache or make_cache(spec.config, rows, positions, cache_dtype or spec.dtype)
+        self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
+        self.rope = jax.device_put(rope_table(spec.config, positions))
+        self.rows = busy_rows(spec.config, rows, length)
+        self.scheduled = jnp.ones(rows, bool)
+        self._inventory = Inventory()
+        program = Program(
+            name="step",
+            function=functools.partial(function, spec, key_length),
+            arguments=(self.weights, self.rope, self.cache, self.rows, self.scheduled),
+            donate=(2,),
+        )
+        with mock.patch.object(decode, "sample", greedy):
+            self._inventory.compile([program])
+        self.report: GraphReport = next(iter(self._inventory))
+
+    def __call__(self) -> jax.Array:
+        """One step; packed samples `[2, B]`."""
+        self.cache, _, samples = self._inventory(
+            "step", self.weights, self.rope, self.cache, self.rows, self.scheduled
+        )
+        return jax.block_until_ready(samples)
+
+    @property
+    def text(self) -> str:
+        """Optimised HLO."""
+        return self._inventory.text("step")

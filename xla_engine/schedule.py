@@ -1,0 +1,165 @@
+"""Requests and schedules drawn at random, and running them: what verification, records and replays share.
+
+A schedule is data: which actions happen before which turn of the engine. Running it is deterministic.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One drawn request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Something the caller does before a turn: "submit" or "abort" `request_id`."""
+
+    turn: int
+    kind: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Actions in order of their turns, over requests by id. `neighbours` are there to disturb and may be aborted."""
+
+    lag: int
+    cases: tuple[Case, ...]
+    neighbours: tuple[Case, ...]
+    actions: tuple[Action, ...]
+
+
+def draw_cases(engine: XlaBatchEngine, count: int, seed: int, *, max_new_tokens: int = 24) -> list[Case]:
+    """Random requests: prompt length 1..limit, cap 1..n, mixed sampling settings, some with frequent stop ids.
+
+    Half of the prompts are cut from text the model itself continues well, if it has a tokenizer; the rest are
+    random token ids, so that no two requests share a prefix by accident.
+    """
+    draw = random.Random(seed)
+    vocabulary = engine.checkpoint.config.vocab_size
+    limit = engine.max_model_len
+    corpus = _corpus(engine)
+    cases = []
+    for index in range(count):
+        cap = draw.choice(
+            (1, 1, 2, 3, draw.randint(1, max_new_tokens), draw.randint(1, max_new_tokens), max_new_tokens)
+        )
+        cap = min(cap, limit - 1)
+        # Mostly short prompts, a tail up to the longest that fits.
+        longest = limit - cap
+        length = min(longest, 1 + int(longest * draw.random() ** 3))
+        if corpus and draw.random() < 0.5:
+            at = draw.randrange(len(corpus))
+            prompt = tuple((corpus * (1 + (at + length) // len(corpus)))[at : at + length])
+        else:
+            prompt = tuple(draw.randrange(vocabulary) for _ in range(length))
+        cases.append(
+            Case(
+                request_id=f"case-{index}",
+                prompt_token_ids=prompt,
+                params=_draw_params(draw, cap, vocabulary),
+            )
+        )
+    return cases
+
+
+def _draw_params(draw: random.Random, cap: int, vocabulary: int) -> SamplingParams:
+    stop = [draw.randrange(vocabulary) for _ in range(4)] if draw.random() < 0.3 else []
+    if draw.random() < 0.4:
+        return SamplingParams(temperature=0, max_tokens=cap, logprobs=0, stop_token_ids=stop)
+    return SamplingParams(
+        temperature=draw.choice((0.3, 0.7, 1.0, 1.5)),
+        top_k=draw.choice((0, 0, 1, 5, 40, 200)),
+        top_p=draw.choice((1.0, 1.0, 0.95, 0.5, 0.1)),
+        min_p=draw.choice((0.0, 0.0, 0.05, 0.3)),
+        seed=draw.choice((None, draw.randrange(2**63))),
+        max_tokens=cap,
+        logprobs=0,
+        stop_token_ids=stop,
+    )
+
+
+def draw_schedule(cases: Sequence[Case], seed: int | str, *, lag: int) -> Schedule:
+    """Random arrival turns in random order, among neighbours of which most are aborted at random turns."""
+    draw = random.Random(seed)
+    pace = draw.choice((0.3, 1.0, 4.0))  # arrivals per turn
+    actions: list[Action] = []
+    neighbours: list[Case] = []
+    turn = 0.0
+    for case in draw.sample(list(cases), len(cases)):
+        turn += draw.expovariate(pace)
+        actions.append(Action(turn=int(turn), kind="submit", request_id=case.request_id))
+        if draw.random() < 0.15:
+            name = f"neighbour-{len(neighbours)}"
+            neighbours.append(replace(case, request_id=name, prompt_token_ids=case.prompt_token_ids[::-1]))
+            actions.append(Action(turn=int(turn), kind="submit", request_id=name))
+            if draw.random() < 0.8:
+                end = int(turn) + draw.randrange(12)
+                actions.append(Action(turn=end, kind="abort", request_id=name))
+    actions.sort(key=lambda action: action.turn)
+    return Schedule(lag=lag, cases=tuple(cases), neighbours=tuple(neighbours), actions=tuple(actions))
+
+
+def run_alone(engine: XlaBatchEngine, case: Case) -> CompletionOutput:
+    """The reference run: the request by itself through the same executables."""
+    engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+    (output,) = engine.drain()
+    return output.outputs[0]
+
+
+def run_schedule(
+    engine: XlaBatchEngine,
+    schedule: Schedule,
+    *,
+    on_action: Callable[[Action, bool], None] | None = None,
+    on_turn: Callable[[int, list[RequestOutput]], None] | None = None,
+) -> dict[str, CompletionOutput]:
+    """Run a schedule to its end; returns the final output of every request, neighbours included.
+
+    `on_action` sees each action and whether it took effect (an abort may come too late); `on_turn` sees each turn's
+    number and outputs. The engine must be idle.
+    """
+    requests: Mapping[str, Case] = {case.request_id: case for case in (*schedule.cases, *schedule.neighbours)}
+    results: dict[str, CompletionOutput] = {}
+    pending = list(reversed(schedule.actions))
+    normal_lag, engine.lag = engine.lag, schedule.lag
+    turn = 0
+    while pending or engine.has_unfinished:
+        while pending and pending[-1].turn <= turn:
+            action = pending.pop()
+            took_effect = True
+            if action.kind == "submit":
+                case = requests[action.request_id]
+                engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+            else:
+                took_effect = engine.abort(action.request_id)
+            if on_action is not None:
+                on_action(action, took_effect)
+        outputs = engine.step()
+        results.update((output.request_id, output.outputs[0]) for output in outputs if output.finished)
+        if on_turn is not None:
+            on_turn(turn, outputs)
+        turn += 1
+    engine.lag = normal_lag
+    return results
+
+
+def _corpus(engine: XlaBatchEngine) -> tuple[int, ...]:
+    """Some text the model knows: this module's own source."""
+    if engine.tokenizer is None:
+        return ()
+    return tuple(engine.tokenizer.encode(inspect.getsource(random)))
