@@ -21,7 +21,7 @@ llm = LLM()  # compiles every program now and none later; LLM("path/to/model") l
 # One setting for all, or a list with one per prompt. Results come in the order of the prompts.
 
 # %%
-prompts = ["def fibonacci(n):\n", "class Stack:\n    ", "import os\nimport "]
+prompts = ["def fibonacci(n):", "class Stack:", "import os\nimport"]
 for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False):
     completion = output.outputs[0]
     print(f"--- {completion.finish_reason}, {len(completion.token_ids)} tokens")
@@ -48,7 +48,7 @@ llm.close()  # frees the device memory; `with LLM() as llm:` does it by itself
 engine = XlaBatchEngine.from_pretrained(None, EngineConfig(lag=0))
 for number in range(20):
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3 + number)
-    engine.submit("def f(x):\n" * (1 + number % 5), params, request_id=f"request-{number}")
+    engine.submit("def f(x):" + "\n    x += 1" * (number % 5), params, request_id=f"request-{number}")
 
 for step in range(1, 6):
     outputs = engine.step()

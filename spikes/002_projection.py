@@ -1,7 +1,7 @@
-"""Which operand order and dtypes make a projection fast, and which leave a row the same bits wherever it stands?
+"""Which operand order and dtypes make a projection fast, and which give a row the same bits wherever it stands?
 
-Speed: the four projections of all 30 layers of SmolLM2-135M, so that weights come from memory, not from a cache.
-Bits: probe rows in every position of products with 2 to 256 rows.
+Speed: the four projections of all 30 layers of SmolLM2-135M, chained as in the model, weights out of memory; and
+the whole decode step. Bits: probe rows in every position of products with 2 to 256 rows.
 
     python -m spikes.002_projection
 """
@@ -13,14 +13,24 @@ import argparse
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from graphs import decode
+from graphs.model import ModelSpec
 from graphs.projection import feature_major, rows_left, weight_left
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.timing import (
+    SMOLLM2_135M,
+    DecodeStep,
+    describe_machine,
+    interleave,
+    markdown_table,
+    random_weights,
+)
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=5)
@@ -46,6 +56,12 @@ LAST = (((1,), (1,)), ((), ()))  # contract the last axis of both
 
 def weight_left_no_barrier(weight: jax.Array, x: jax.Array) -> jax.Array:
     return feature_major(weight, x).T
+
+
+def transposed_input(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`W @ x.T`: the product contracts (1, 0) before XLA folds the transpose into it."""
+    out = jnp.matmul(weight, x.astype(weight.dtype).T, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(out).T
 
 
 def plain(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -86,6 +102,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "weight left, no barrier": weight_left_no_barrier,
         "rows left (prefill)": rows_left,
         "x @ W[D, F]": plain,
+        "W @ x.T, barrier": transposed_input,
         "weight left, float32 x": mixed,
         "weight left, bfloat16 result": same_dtype_out,
     },
@@ -103,9 +120,19 @@ FORMS: dict[str, dict[str, Form]] = {
 
 
 # %% Milliseconds for the projections of all layers
-def all_layers(form: Form) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
-    def run(weights: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
-        return [form(weight, inputs[index % len(SHAPES)]) for index, weight in enumerate(weights)]
+def all_layers(form: Form) -> Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array]:
+    """Each product reads the one before it, at a factor that vanishes: values stay as they are, order is kept."""
+
+    def run(weights: list[jax.Array], narrow: jax.Array, wide: jax.Array) -> jax.Array:
+        x = narrow  # [N, D]
+        for layer in range(LAYERS):
+            for weight, base in zip(
+                weights[4 * layer : 4 * layer + 4], (narrow, narrow, wide, narrow), strict=True
+            ):
+                out = form(weight, x)
+                size = base.shape[1]
+                x = base + 1e-30 * (out[:, :size] + out[:, -size:])  # every column is wanted
+        return x
 
     return run
 
@@ -113,13 +140,16 @@ def all_layers(form: Form) -> Callable[[list[jax.Array], list[jax.Array]], list[
 def compiled(form: Form, weights: list[jax.Array], rows: int) -> tuple[Callable[[], object], int, bool]:
     """A call of the form on all layers, its scratch bytes, and whether it converts a whole weight."""
     rng = np.random.default_rng(rows)
-    inputs = [jnp.asarray(4 * rng.standard_normal((rows, inputs)), jnp.float32) for _, inputs in SHAPES]
-    program = jax.jit(all_layers(form)).lower(weights, inputs).compile()
+    narrow, wide = (
+        jnp.asarray(4 * rng.standard_normal((rows, size)), jnp.float32)
+        for size in (SHAPES[0][1], SHAPES[3][1])
+    )
+    program = jax.jit(all_layers(form)).lower(weights, narrow, wide).compile()
     sizes = {f"{a},{b}" for features, inputs in SHAPES for a, b in ((features, inputs), (inputs, features))}
     shapes = "|".join(sizes)
     converts = re.search(rf"= f32\[(?:{shapes})\]\S* (?:convert|fusion)\(", program.as_text()) is not None
     return (
-        lambda: jax.block_until_ready(program(weights, inputs)),
+        lambda: jax.block_until_ready(program(weights, narrow, wide)),
         program.memory_analysis().temp_size_in_bytes,
         converts and weights[0].dtype != jnp.float32,
     )
@@ -159,6 +189,28 @@ for dtype, forms in FORMS.items():
     print(f"\nweights {bytes_read / 1e6:.0f} MB\n")
     print(markdown_table(header, [[*cells, scratch[name]] for name, cells in table.items()]))
 
+# %% The same orders in the whole decode step
+spec = ModelSpec(c, jnp.dtype(jnp.bfloat16))
+weights = random_weights(spec)
+table = {}
+for rows in (8, 32):
+    steps = {}
+    for name, form in (
+        ("weight left, barrier (the code)", weight_left),
+        ("weight left, no barrier", weight_left_no_barrier),
+        ("rows left", rows_left),
+    ):
+        with mock.patch.object(decode, "weight_left", form):
+            steps[name] = DecodeStep(spec, weights, rows=rows, length=176, key_length=256, positions=256)
+    times = interleave(steps, 3 * rounds)
+    for name, step in steps.items():
+        table.setdefault(name, [name]).extend(
+            (times[name].milliseconds(), f"{step.report.temp_bytes / 1e6:.1f}")
+        )
+print("\nwhole decode step, bfloat16\n")
+print(markdown_table(("form", "ms, B = 8", "temp MB", "ms, B = 32", "temp MB"), list(table.values())))
+del steps, weights
+
 # %% Bits: does a row's result depend on where it stands and how many rows stand beside it?
 FEATURES = 192
 WIDTHS = (48, 64, 256, 576, 1024)
@@ -166,17 +218,16 @@ POOL = 256
 ORDERS: dict[str, Form] = {"weight left": weight_left, "rows left": rows_left, "x @ W[D, F]": plain}
 
 
-def products(
-    weights: dict[str, list[jax.Array]], x: dict[str, list[jax.Array]]
-) -> dict[str, dict[str, list[jax.Array]]]:
+Weights = dict[str, list[tuple[jax.Array, jax.Array]]]  # by dtype, per width: [F, K] and its copy [K, F]
+Results = dict[str, dict[str, list[jax.Array]]]  # by order and dtype, per width
+
+
+def products(weights: Weights, x: dict[str, list[jax.Array]]) -> Results:
     """Every order, dtype and width in one program."""
     return {
         name: {
-            dtype: [
-                form(weight.T if form is plain else weight, rows)
-                for weight, rows in zip(layers, x[dtype], strict=True)
-            ]
-            for dtype, layers in weights.items()
+            dtype: [form(pair[form is plain], rows) for pair, rows in zip(pairs, x[dtype], strict=True)]
+            for dtype, pairs in weights.items()
         }
         for name, form in ORDERS.items()
     }
@@ -184,9 +235,9 @@ def products(
 
 rng = np.random.default_rng(1)
 DTYPES = ("bfloat16", "float32")
-probe_weights = {
-    dtype: [jnp.asarray(rng.standard_normal((FEATURES, width)), dtype) for width in WIDTHS]
-    for dtype in DTYPES
+matrices = [rng.standard_normal((FEATURES, width)) for width in WIDTHS]
+probe_weights: Weights = {
+    dtype: [(jnp.asarray(each, dtype), jnp.asarray(each.T, dtype)) for each in matrices] for dtype in DTYPES
 }
 pool_rows = [rng.standard_normal((POOL, width)).astype(np.float32) for width in WIDTHS]
 
@@ -250,7 +301,7 @@ for name in ORDERS:
         rows_of_table.append((f"{name}, {dtype}", *cells))
 print(markdown_table(("form", *(f"K = {width}" for width in WIDTHS)), rows_of_table))
 
-print(f"\nthe two orders against each other at {POOL} rows: differing values\n")
+print(f"\nweight left against rows left, {POOL} rows each: differing values of {POOL * FEATURES}\n")
 crossed = [
     (
         dtype,

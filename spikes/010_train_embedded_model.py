@@ -269,13 +269,13 @@ def in_row_order(array: jax.Array) -> jax.Array:
     An optimization barrier is not enough: XLA makes a transpose a mere change of layout, and a bf16 product
     whose left operand has another layout runs in f32, four times slower.
     """
-    constrained: jax.Array = with_layout_constraint(array, Layout(tuple(range(array.ndim))))  # type: ignore[no-untyped-call]
+    constrained: jax.Array = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
     return constrained
 
 
 def fenced(array: jax.Array) -> jax.Array:
     """The array, through a barrier that XLA does not simplify across."""
-    same: jax.Array = lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
+    same: jax.Array = lax.optimization_barrier(array)
     return same
 
 
@@ -647,6 +647,7 @@ def export_weights(parameters: Parameters, path: Path) -> None:
     arrays = {name: np.asarray(tensor).astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
     partial_path = path.with_suffix(".partial")
     save_file(arrays, partial_path, metadata={"format": "pt"})
+    partial_path.chmod(0o644)  # the writer makes the file private; it is shipped
     partial_path.replace(path)
 
 
@@ -729,7 +730,8 @@ def complete(
         tokens[row, : len(ids)] = ids
     ended = np.zeros(len(prompts), bool)
     for _ in range(max_tokens):
-        logits = np.asarray(next_logits(parameters, tokens, lengths), np.float64)
+        width = -(-int(lengths.max()) // QUERY_BLOCK) * QUERY_BLOCK
+        logits = np.asarray(next_logits(parameters, tokens[:, :width], lengths), np.float64)
         if temperature > 0:
             logits = logits / temperature + generator.gumbel(size=logits.shape)
         chosen = logits.argmax(axis=-1)
@@ -748,11 +750,13 @@ def complete(
 
 
 # %%
+# No prompt ends in a newline: a newline and the indent after it are one token, so a bare newline at the end of a
+# prompt reads as the end of an indented block.
 PROMPTS = [
-    "def fibonacci(n):\n",
-    "class Stack:\n    def __init__(self):\n",
-    'def read_lines(path):\n    """Return the lines of a file."""\n',
-    "import os\nimport sys\n",
+    "def fibonacci(n):",
+    "class Stack:\n    def __init__(self):",
+    'def read_lines(path):\n    """Return the lines of a file."""',
+    "import os\nimport sys",
 ]
 
 
@@ -763,7 +767,7 @@ def signatures(files: list[SourceFile], count: int) -> list[str]:
         for function in split_source(file.text)[1]:
             first = function.split("\n", 1)[0]
             if first.startswith("def ") and first.endswith(":"):
-                found.append(first + "\n")
+                found.append(first)
     return found[:: max(1, len(found) // count)][:count]
 
 

@@ -29,8 +29,8 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
     assert len({(case.prompt_token_ids, str(case.params)) for case in cases}) == 220
     report = verify(embedded, requests=220, schedules=2, seed=0, lags=(0, 1))
     assert report.lines() and report.ok, "\n".join(report.lines())
-    assert report.tokens > 2000
-    assert report.admitted_mid_stream > 300
+    assert report.tokens > 1500
+    assert report.admitted_mid_stream > 150
     assert report.aborted_neighbours > 0
     assert report.finish_reasons["stop"] > 0, "some requests must end by a stop id"
     assert any(case.params.max_tokens == 1 for case in cases)
@@ -39,7 +39,7 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tiny_model_alone_equals_batched(make_engine: Callable[..., XlaBatchEngine], dtype: str) -> None:
-    report = verify(make_engine(dtype=dtype), requests=120, schedules=4, seed=1, lags=(0, 1, 3, 1))
+    report = verify(make_engine(dtype=dtype), requests=200, schedules=4, seed=1, lags=(0, 1, 3, 1))
     assert report.ok, "\n".join(report.lines())
 
 
@@ -184,7 +184,7 @@ def test_a_planted_fault_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine], target: str, fault: Any
 ) -> None:
     monkeypatch.setattr(target, fault)
-    report = verify(make_engine(FAULTY), requests=60, schedules=2, seed=4)
+    report = verify(make_engine(FAULTY), requests=80, schedules=2, seed=4)
     assert not report.ok
     assert report.divergences and "alone" in str(report.divergences[0])
 

@@ -9,7 +9,7 @@ from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-PROMPTS = ["def fibonacci(n):\n", "import os\n", "class Queue:\n    def push(self, item):\n"]
+PROMPTS = ["def fibonacci(n):", "import os", "class Queue:\n    def push(self, item):"]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM) -> Non
 def test_the_embedded_model_writes_python(llm: LLM) -> None:
     """Recognisable Python: most greedy completions of small functions compile as a whole or up to their last line."""
     prompts = [
-        f"def {name}:\n"
+        f"def {name}:"
         for name in ("get_name(self)", "is_valid(value)", "read(path)", "size(self)", "main()")
     ]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)

@@ -33,6 +33,7 @@ class EngineConfig:
         of two from 256.
     max_waiting: queued requests at most; None is unbounded.
     compile_cache: keep compiled programs on disk between runs.
+    self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     """
 
     max_num_seqs: int = 16
@@ -46,6 +47,7 @@ class EngineConfig:
     key_buckets: tuple[int, ...] | None = None
     max_waiting: int | None = None
     compile_cache: bool = True
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)

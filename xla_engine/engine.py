@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from graphs.inventory import GraphReport
-from scheduler import FinishReason, Request, Scheduler, SchedulerConfig, Snapshot, TokenEvent
+from scheduler import FinishReason, Plan, Request, Scheduler, SchedulerConfig, Snapshot, TokenEvent
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
@@ -22,6 +22,7 @@ from xla_engine.metrics import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner import InFlight, RowSettings, Runner
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.self_check import SelfCheck, run_self_check
 from xla_engine.tokenizer import Tokenizer
 
 _NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this
@@ -49,11 +50,16 @@ class XlaBatchEngine:
     ) -> None:
         self.config = config or EngineConfig()
         self.lag = self.config.lag  # may be changed between turns
+        # Sees each plan as it is started (events None) and each step as it is read. For records and tests.
+        self.on_step: Callable[[Plan, list[TokenEvent] | None], None] | None = None
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.runner = Runner(
             checkpoint.config, checkpoint.weights, checkpoint.dtype, self.config, progress=progress
         )
+        self.self_check: SelfCheck | None = None
+        if self.config.self_check:
+            self.self_check = run_self_check(self.runner, checkpoint.config.vocab_size)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.config.max_num_seqs,
@@ -127,7 +133,7 @@ class XlaBatchEngine:
             max_tokens=params.max_tokens,
             stop_token_ids=stop_ids,
             params=params,
-            seed=self._seed(request_id, params),
+            seed=self.seed_of(request_id, params),
         )
         self._live[request_id] = LiveRequest(
             request_id,
@@ -190,6 +196,8 @@ class XlaBatchEngine:
         if plan.is_empty:
             return False
         self._in_flight.append(self.runner.start(plan, self._settings))
+        if self.on_step is not None:
+            self.on_step(plan, None)
         now = time.monotonic()
         for request_id in plan.admitted:
             self._live[request_id].admitted_time = now
@@ -202,7 +210,10 @@ class XlaBatchEngine:
 
     def _read_oldest(self) -> list[TokenEvent]:
         step = self._in_flight.popleft()
-        return self.scheduler.commit(step.plan, self.runner.wait(step))
+        events = self.scheduler.commit(step.plan, self.runner.wait(step))
+        if self.on_step is not None:
+            self.on_step(step.plan, events)
+        return events
 
     def _deliver(self, events: list[TokenEvent], touched: dict[str, LiveRequest]) -> None:
         now = time.monotonic()
@@ -347,8 +358,8 @@ class XlaBatchEngine:
             )
         return stop_ids
 
-    def _seed(self, request_id: str, params: SamplingParams) -> int:
-        """The request's noise key: its own seed, else one drawn from the engine's seed and the request's id."""
+    def seed_of(self, request_id: str, params: SamplingParams) -> int:
+        """A request's 64-bit noise key: its own seed, else one drawn from the engine's seed and the request's id."""
         if params.seed is not None:
             return params.seed % 2**64
         digest = hashlib.sha256(f"{self.config.seed}\0{request_id}".encode(errors="surrogatepass")).digest()

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from graphs.attention import KVCache, make_cache
@@ -68,6 +69,9 @@ class Runner:
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
         self._buckets = config.buckets(self.context_length)
+        # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
+        self.lane_choices = config.prefill_lanes
+        self.bucket_choices = self._buckets
         self._spec = ModelSpec(model, jnp.dtype(dtype))
         began = time.perf_counter()
         self._weights: list[jax.Array] = jax.device_put(self._spec.flatten(weights))
@@ -115,6 +119,13 @@ class Runner:
                 decode.append((Sample(token_id, logprobs[row.slot.index]),) if token_id >= 0 else ())
         return StepResult(first=first, decode=decode)
 
+    def reset(self) -> None:
+        """Make every row inactive and every count zero, as at start-up; the cache keeps what it holds."""
+        self._rows = make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS)
+        self._lengths[:] = 0
+        self._scheduled = None
+        self.prefill_calls = 0
+
     # -- for tests and reports --------------------------------------------------------------------------------
 
     @property
@@ -130,6 +141,24 @@ class Runner:
     def cache_bytes(self) -> int:
         """Bytes of the KV cache on the device."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
+
+    @property
+    def platform(self) -> dict[str, str]:
+        """Versions and device words that the bits of a run may depend on."""
+        return {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "backend": jax.default_backend(),
+            "device": jax.devices()[0].device_kind,
+        }
+
+    def blank(self) -> None:
+        """`reset`, and a cache of zeros as well: what runs next repeats to the bit. Nothing may be in flight."""
+        self.reset()
+        for leaf in jax.tree.leaves(self._cache):
+            leaf.delete()
+        dtype = cache_dtype(self._spec.dtype)
+        self._cache = make_cache(self._spec.config, self.config.device_rows, self._buckets[-1], dtype)
 
     def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`. For tests."""
@@ -203,15 +232,15 @@ class Runner:
 
     def _calls(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """Split a plan's chunks over prefill calls, the largest graph first."""
-        largest = self.config.prefill_lanes[-1]
+        largest = self.lane_choices[-1]
         return [chunks[at : at + largest] for at in range(0, len(chunks), largest)]
 
     def _start_prefill(
         self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings]
     ) -> tuple[jax.Array, tuple[int, ...]]:
-        lanes = _smallest(self.config.prefill_lanes, len(chunks))
+        lanes = _smallest(self.lane_choices, len(chunks))
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        name = _prefill_name(lanes, _smallest(self._buckets, max(ends)))
+        name = _prefill_name(lanes, _smallest(self.bucket_choices, max(ends)))
         samples = self._run(name, jax.device_put(self._lanes(chunks, settings, lanes)))
         self.prefill_calls += 1
         for chunk, end in zip(chunks, ends, strict=True):
@@ -271,7 +300,8 @@ class Runner:
         _, index, mask = self._scheduled
         self._lengths[index] += 1
         longest = max(self._lengths[index].tolist())
-        return self._run(_decode_name(_smallest(self._buckets, min(longest, self.context_length))), mask)
+        keys = _smallest(self.bucket_choices, min(longest, self.context_length))
+        return self._run(_decode_name(keys), mask)
 
 
 def cache_dtype(dtype: jnp.dtype) -> jnp.dtype:

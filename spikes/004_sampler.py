@@ -1,0 +1,190 @@
+"""Which forms of argmax, draw, thresholds and log-probability should the sampler use?
+
+Logits are vocabulary-major, float32 `[49152, B]`, as the weight-left head yields them.
+
+    python -m spikes.004_sampler
+"""
+
+# %%
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graphs import sampling
+from graphs.rows import SamplingRows
+from spikes.timing import Times, describe_machine, interleave, markdown_table
+
+VOCABULARY = 49152
+Form = Callable[[jax.Array, SamplingRows, jax.Array], Any]
+
+
+# %%
+def rows_of(batch: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> SamplingRows:
+    """The same parameters for every row, its own seed for each."""
+    return SamplingRows(
+        temperature=jnp.full(batch, temperature, jnp.float32),
+        top_k=jnp.full(batch, top_k, jnp.int32),
+        top_p=jnp.full(batch, top_p, jnp.float32),
+        min_p=jnp.zeros(batch, jnp.float32),
+        seed=jnp.stack([jnp.zeros(batch, jnp.uint32), jnp.arange(batch, dtype=jnp.uint32)], axis=1),
+        wants_logprob=jnp.zeros(batch, bool),
+    )
+
+
+def flat_argmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=0)
+
+
+def two_level_argmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    return sampling.argmax(logits)
+
+
+def gumbel_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    """The Gumbel-max trick: noise for every entry, keyed as the engine keys its one number per row."""
+
+    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (VOCABULARY,), jnp.float32)
+
+    scaled = logits / rows.temperature
+    return sampling.argmax(scaled + jax.vmap(noise, out_axes=1)(rows.seed, position))
+
+
+def inverse_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    return sampling._draw(logits, rows, position)
+
+
+def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    """The same draw by one flat `jnp.cumsum` over the vocabulary."""
+    scaled = logits / rows.temperature
+    cumulative = jnp.cumsum(jnp.exp(scaled - jnp.max(scaled, axis=0)), axis=0)
+    target = sampling._uniform(rows.seed, position) * cumulative[-1]
+    return jnp.argmax(cumulative > target, axis=0)
+
+
+def threshold_by_candidates(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    return sampling._threshold(logits, jnp.max(logits, axis=0), rows)
+
+
+def threshold_by_bisection(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)
+    return sampling._threshold_by_bisection(logits, jnp.max(logits, axis=0), wanted, rows)
+
+
+def threshold_by_sort(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    """Top-k, then top-p over what is left, by a full sort of the vocabulary."""
+    ordered = jnp.sort(logits.T, axis=1, descending=True)  # [B, V]
+    wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)[:, None]
+    kept = jnp.arange(VOCABULARY) < wanted
+    weight = jnp.where(kept, jnp.exp(ordered - ordered[:, :1]), 0.0)
+    cumulative = jnp.cumsum(weight, axis=1)
+    reached = cumulative >= rows.top_p[:, None] * cumulative[:, -1:]
+    nucleus = jnp.where(rows.top_p[:, None] < 1, jnp.argmax(reached, axis=1)[:, None], wanted - 1)
+    return jnp.take_along_axis(ordered, jnp.minimum(nucleus, wanted - 1), axis=1)[:, 0]
+
+
+def logprob_in_blocks(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    return sampling.token_logprob(logits, position)
+
+
+def logprob_by_log_softmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=0), position[None], axis=0)[0]
+
+
+def whole_sampler(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> Any:
+    return sampling.sample(logits, rows, position)
+
+
+# %%
+def cases(batch: int) -> dict[str, tuple[Form, SamplingRows]]:
+    """Line of the table: form and what its rows ask for."""
+    plain, narrow = rows_of(batch), rows_of(batch, top_k=40, top_p=0.9)
+    wide = rows_of(batch, top_p=0.9)
+    greedy = rows_of(batch, temperature=0.0)
+    with_logprob = dataclasses.replace(greedy, wants_logprob=jnp.ones(batch, bool))
+    return {
+        "argmax: jnp.argmax": (flat_argmax, greedy),
+        "argmax: two levels *": (two_level_argmax, greedy),
+        "draw: Gumbel noise over V, threefry": (gumbel_draw, plain),
+        "draw: inverse CDF, flat cumsum": (inverse_draw_by_cumsum, plain),
+        "draw: inverse CDF, blocks *": (inverse_draw, plain),
+        "top-k 40, top-p 0.9: full sort": (threshold_by_sort, narrow),
+        "top-k 40, top-p 0.9: bisection": (threshold_by_bisection, narrow),
+        "top-k 40, top-p 0.9: 128 candidates *": (threshold_by_candidates, narrow),
+        "top-p 0.9, flat logits: full sort": (threshold_by_sort, wide),
+        "top-p 0.9, flat logits: bisection": (threshold_by_bisection, wide),
+        "top-p 0.9, flat logits: candidates, then bisection *": (threshold_by_candidates, wide),
+        "logprob: log_softmax": (logprob_by_log_softmax, greedy),
+        "logprob: blocks *": (logprob_in_blocks, greedy),
+        "sample(): greedy": (whole_sampler, greedy),
+        "sample(): greedy, logprob": (whole_sampler, with_logprob),
+        "sample(): temperature 1": (whole_sampler, plain),
+        "sample(): temperature 1, top-k 40, top-p 0.9": (whole_sampler, narrow),
+    }
+
+
+def measure(batch: int, rounds: int) -> tuple[dict[str, Times], dict[str, float]]:
+    """Times per call, and seconds to compile each form."""
+    logits = 2.0 * jax.random.normal(jax.random.key(batch), (VOCABULARY, batch), jnp.float32)
+    position = jnp.arange(100, 100 + batch, dtype=jnp.int32)
+    calls: dict[str, Callable[[], Any]] = {}
+    compile_ms: dict[str, float] = {}
+    results: dict[str, np.ndarray] = {}
+    for name, (form, rows) in cases(batch).items():
+        lowered = jax.jit(form).lower(logits, rows, position)
+        began = time.perf_counter()
+        compiled = lowered.compile()
+        compile_ms[name] = 1e3 * (time.perf_counter() - began)
+        calls[name] = functools.partial(_run, compiled, logits, rows, position)
+        results[name] = np.asarray(jax.tree.leaves(calls[name]())[0])
+    _check(results)
+    return interleave(calls, rounds, warm_up=2), compile_ms
+
+
+def _run(compiled: Any, *arguments: Any) -> Any:
+    return jax.block_until_ready(compiled(*arguments))
+
+
+def _check(results: dict[str, np.ndarray]) -> None:
+    """Forms of one thing agree: exactly, or in sums up to their order."""
+    for left, right in (("argmax: jnp.argmax", "argmax: two levels *"),):
+        assert np.array_equal(results[left], results[right])
+    for case in ("top-k 40, top-p 0.9", "top-p 0.9, flat logits"):
+        forms = [found for name, found in results.items() if name.startswith(case)]
+        assert all(np.allclose(forms[0], form, rtol=0, atol=1e-3) for form in forms), case
+    assert np.allclose(results["logprob: log_softmax"], results["logprob: blocks *"], atol=1e-4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
+    arguments = parser.parse_args()
+    found = [measure(batch, arguments.rounds) for batch in arguments.batches]
+    print(describe_machine())
+    print("\nms per call, median (least-most); * is what graphs/sampling.py does:\n")
+    header = ["form", *(f"B = {batch}" for batch in arguments.batches), "compile, ms"]
+    names = list(found[0][0])
+    compile_ms = found[-1][1]
+    rows = [
+        [
+            name,
+            *(times[name].milliseconds(2) for times, _ in found),
+            f"{compile_ms[name]:.0f}" if compile_ms[name] >= 1 else "same program",
+        ]
+        for name in names
+    ]
+    print(markdown_table(header, rows))
+
+
+if __name__ == "__main__":
+    main()

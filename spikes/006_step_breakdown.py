@@ -1,0 +1,317 @@
+"""Where does the time of a decode step go, on the device and on the host?
+
+Device: parts of the step on SmolLM2-135M's shape, each a compiled program of its own, at a key bucket of 256.
+Host: the verbs of the engine's loop around the embedded model.
+
+    python -m spikes.006_step_breakdown
+"""
+
+# %%
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import optimization_barrier as barrier
+
+from graphs import sampling
+from graphs.attention import KVCache, LayerCache, attend_decode, make_cache
+from graphs.decode import decode_step
+from graphs.layers import rope_table
+from graphs.model import ModelSpec
+from graphs.projection import weight_left
+from graphs.rows import Rows, make_rows
+from spikes.peers.smollm2 import SMOLLM2_135M
+from spikes.timing import Times, describe_machine, interleave, markdown_table
+from xla_engine.checkpoint import random_weights
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+
+KEYS = 256
+LENGTH = 200  # of every row
+CALLS = 5  # per round; each is waited for
+CONFIG = SMOLLM2_135M
+SPEC = ModelSpec(CONFIG, jnp.dtype(jnp.bfloat16))
+
+Arrays = dict[str, Any]
+Part = Callable[[Arrays], Any]
+
+
+# %%
+def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float:
+    """GB/s at which all cores together read memory that no cache holds; the best round."""
+    share = np.ones((threads, megabytes * 2**18 // threads), np.float32)
+    with ThreadPoolExecutor(threads) as pool:
+
+        def read() -> None:
+            list(pool.map(lambda part: float(part.max()), share))
+
+        return share.nbytes / interleave({"read": read}, rounds)["read"].least / 1e9
+
+
+# %%
+def _hidden(arrays: Arrays, attend: Callable[[KVCache, int, Any, Any, Any], Any]) -> tuple[KVCache, jax.Array]:
+    """The decoder's hidden states `[B, D]` with an attention of our choice."""
+    rows, cache = arrays["rows"], list(arrays["cache"])
+    model = SPEC.merge(arrays["weights"])
+    hidden = model.hidden(
+        rows.token, arrays["rope"][rows.length], functools.partial(attend, cache), weight_left
+    )
+    return cache, hidden
+
+
+def _attend(cache: KVCache, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+    live = jnp.ones(q.shape[0], bool)
+    length = jnp.full(q.shape[0], LENGTH, jnp.int32)
+    cache[index], out = attend_decode(
+        cache[index], q, k, v, length=length, live=live, key_length=KEYS, compute_dtype=SPEC.dtype
+    )
+    return out
+
+
+def _write_only(cache: KVCache, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+    row, length = jnp.arange(q.shape[0]), jnp.full(q.shape[0], LENGTH, jnp.int32)
+
+    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        return buffer.at[row, :, length].set(new.astype(buffer.dtype), mode="drop", unique_indices=True)
+
+    cache[index] = LayerCache(put(cache[index].keys, k), put(cache[index].values, v))
+    return q
+
+
+def _nothing(cache: KVCache, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+    return q + jnp.tile(k + v, (1, CONFIG.query_groups, 1))
+
+
+def full_step(arrays: Arrays) -> Any:
+    return decode_step(SPEC, KEYS, *(arrays[name] for name in ("weights", "rope", "cache", "rows", "live")))
+
+
+def without_sampling(arrays: Arrays) -> Any:
+    cache, hidden = _hidden(arrays, _attend)
+    return cache, SPEC.merge(arrays["weights"]).logits(hidden)
+
+
+def without_head(arrays: Arrays) -> Any:
+    return _hidden(arrays, _attend)
+
+
+def layers_with_write(arrays: Arrays) -> Any:
+    return _hidden(arrays, _write_only)
+
+
+def layers_without_attention(arrays: Arrays) -> Any:
+    return _hidden(arrays, _nothing)
+
+
+def projections_only(arrays: Arrays) -> Any:
+    """The four products of each layer, chained. Barriers keep the slices between them out of the products."""
+    model = SPEC.merge(arrays["weights"])
+    x = model.embed[...][arrays["rows"].token].astype(jnp.float32)
+    width, inner = CONFIG.hidden_size, CONFIG.intermediate_size
+    for layer in model.layers:
+        x = barrier(weight_left(layer.qkv[...], x)[:, :width])
+        x = barrier(weight_left(layer.output[...], x))
+        x = barrier(weight_left(layer.gate_up[...], x)[:, :inner])
+        x = barrier(weight_left(layer.down[...], x))
+    return arrays["cache"], x
+
+
+def head_only(arrays: Arrays) -> Any:
+    return arrays["cache"], SPEC.merge(arrays["weights"]).logits(arrays["hidden"])
+
+
+def argmax_only(arrays: Arrays) -> Any:
+    return arrays["cache"], sampling.argmax(arrays["logits"])
+
+
+def empty_program(arrays: Arrays) -> Any:
+    """As many buffers as the step has, nothing to compute."""
+    rows: Rows = arrays["rows"]
+    return arrays["cache"], rows.length + 1
+
+
+PARTS: dict[str, Part] = {
+    "full step": full_step,
+    "without sampling": without_sampling,
+    "without head and sampling": without_head,
+    "layers, KV write, no attention": layers_with_write,
+    "layers, neither": layers_without_attention,
+    "projections of the layers": projections_only,
+    "head": head_only,
+    "argmax": argmax_only,
+    "empty program, same buffers": empty_program,
+}
+
+
+# %%
+class Device:
+    """Arrays of one batch size; every program takes all of them and donates the cache."""
+
+    def __init__(self, batch: int) -> None:
+        idle = make_rows(batch, MAX_STOP_TOKEN_IDS)
+        self.arrays: Arrays = {
+            "weights": jax.device_put(SPEC.flatten(random_weights(CONFIG, dtype="bfloat16"))),
+            "rope": jax.device_put(rope_table(CONFIG, KEYS)),
+            "rows": Rows(
+                token=jnp.arange(batch, dtype=jnp.int32),
+                length=jnp.full(batch, LENGTH, jnp.int32),
+                remaining=jnp.full(batch, KEYS, jnp.int32),
+                stop_ids=idle.stop_ids,
+                sampling=idle.sampling,
+            ),
+            "live": jnp.ones(batch, bool),
+            "hidden": jnp.ones((batch, CONFIG.hidden_size), jnp.float32),
+            "logits": jax.random.normal(jax.random.key(0), (CONFIG.vocab_size, batch), jnp.float32),
+        }
+        self.cache = make_cache(CONFIG, batch, KEYS, SPEC.dtype)
+        self.kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
+
+    def program(self, part: Part, *, ahead: bool = False) -> Callable[[], None]:
+        """Run `part` CALLS times; `ahead` dispatches all before waiting, as the engine's lag does."""
+
+        def call(cache: KVCache, rest: Arrays) -> Any:
+            return part({**rest, "cache": cache})
+
+        lowered = jax.jit(call, donate_argnums=0, keep_unused=True).lower(self.cache, self.arrays)
+        compiled = lowered.compile()
+
+        def run() -> None:
+            for _ in range(CALLS):
+                self.cache, *outputs = compiled(self.cache, self.arrays)
+                if not ahead:
+                    jax.block_until_ready((self.cache, outputs))
+            jax.block_until_ready((self.cache, outputs))
+
+        return run
+
+
+def measure_device(batch: int, rounds: int) -> tuple[dict[str, float], dict[str, Times], float]:
+    """Median ms of each part per call, the raw times, and the megabytes the step must read."""
+    device = Device(batch)
+    programs = {name: device.program(part) for name, part in PARTS.items()}
+    programs["full step, dispatched ahead"] = device.program(full_step, ahead=True)
+    times = interleave(programs, rounds, warm_up=2)
+    weights = sum(leaf.nbytes for leaf in device.arrays["weights"])
+    return (
+        {name: 1e3 * found.median / CALLS for name, found in times.items()},
+        {name: Times(tuple(value / CALLS for value in found.seconds)) for name, found in times.items()},
+        (weights + device.kv_bytes) / 1e6,
+    )
+
+
+def attribute(ms: dict[str, float]) -> dict[str, float]:
+    """Differences between programs that differ by one part. They need not add up: XLA fuses across the seams."""
+    return {
+        "projections of the layers": ms["projections of the layers"],
+        "norms, rope, SwiGLU, residuals": ms["layers, neither"] - ms["projections of the layers"],
+        "KV write": ms["layers, KV write, no attention"] - ms["layers, neither"],
+        "attention": ms["without head and sampling"] - ms["layers, KV write, no attention"],
+        "head": ms["without sampling"] - ms["without head and sampling"],
+        "sampling and row state": ms["full step"] - ms["without sampling"],
+    }
+
+
+# %%
+class Verbs:
+    """Seconds spent in each verb of the loop, turn by turn, while nothing is prefilled."""
+
+    def __init__(self, engine: XlaBatchEngine) -> None:
+        self.turns: list[dict[str, float]] = []
+        self._turn: dict[str, float] = {}
+        self._engine = engine
+        for owner, method, name in (
+            (engine.scheduler, "plan", "plan"),
+            (engine.runner, "start", "start"),
+            (engine.runner, "wait", "wait"),
+            (engine.scheduler, "commit", "commit"),
+            (engine, "_deliver", "deliver, detokenise"),
+        ):
+            setattr(owner, method, self._timed(name, getattr(owner, method)))
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*arguments)
+            self._turn[name] = self._turn.get(name, 0.0) + time.perf_counter() - began
+            return result
+
+        return timed
+
+    def step(self) -> None:
+        """One turn of the engine; kept when it was a steady one."""
+        before = self._engine.stats()
+        self._turn = {}
+        began = time.perf_counter()
+        outputs = self._engine.step(only_finished=True)
+        self._turn["whole turn"] = time.perf_counter() - began
+        after = self._engine.stats()
+        steady = after.generation_tokens - before.generation_tokens == self._engine.max_num_seqs
+        if steady and not outputs and after.prefill_calls == before.prefill_calls:
+            self.turns.append(self._turn)
+
+
+def measure_host(lag: int, tokens: int) -> dict[str, float]:
+    """Median microseconds of each verb with 16 rows of the embedded model decoding."""
+    config = EngineConfig(max_num_seqs=16, max_model_len=256, lag=lag, compile_cache=False)
+    with XlaBatchEngine.from_pretrained(config=config) as engine:
+        verbs = Verbs(engine)
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        for index in range(2 * engine.max_num_seqs):
+            engine.submit(f"def function_{index}(a, b):", params)
+        while engine.has_unfinished:
+            verbs.step()
+    names = list(verbs.turns[0])
+    medians = {name: 1e6 * statistics.median(turn[name] for turn in verbs.turns) for name in names}
+    host = sum(medians[name] for name in names if name not in ("wait", "whole turn"))
+    return {**medians, "host, without wait": host}
+
+
+# %%
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--tokens", type=int, default=200, help="generated per request in the host part")
+    arguments = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+    bandwidth = read_bandwidth(threads)
+    print(f"{describe_machine()}; read bandwidth {bandwidth:.1f} GB/s on {threads} threads")
+    found = {batch: measure_device(batch, arguments.rounds) for batch in arguments.batches}
+    floors = {batch: megabytes / bandwidth for batch, (_, _, megabytes) in found.items()}
+    columns = [f"B = {batch}" for batch in arguments.batches]
+
+    print("\nPrograms, ms per call, median (least-most):\n")
+    names = list(next(iter(found.values()))[1])
+    rows = [[name, *(times[name].milliseconds(2) for _, times, _ in found.values())] for name in names]
+    rows.append(["floor: weights and KV once", *(f"{floors[batch]:.2f}" for batch in found)])
+    print(markdown_table(["program", *columns], rows))
+
+    print("\nWhere the step goes, ms and share of the step:\n")
+    parts = {batch: attribute(ms) for batch, (ms, _, _) in found.items()}
+    rows = [
+        [name, *(f"{parts[b][name]:.2f} ({parts[b][name] / found[b][0]['full step']:.0%})" for b in found)]
+        for name in next(iter(parts.values()))
+    ]
+    rows.append(["full step", *(f"{ms['full step']:.2f}" for ms, _, _ in found.values())])
+    rows.append(["floor / full step", *(f"{floors[b] / found[b][0]['full step']:.0%}" for b in found)])
+    print(markdown_table(["part", *columns], rows))
+
+    print("\nThe host, 16 rows of the embedded model, median microseconds per turn:\n")
+    hosts = [measure_host(lag, arguments.tokens) for lag in (0, 1)]
+    rows = [[name, *(f"{host[name]:.0f}" for host in hosts)] for name in hosts[0]]
+    print(markdown_table(["verb", "lag 0", "lag 1"], rows))
+
+
+if __name__ == "__main__":
+    main()
