@@ -21,7 +21,7 @@ from jax import lax
 from graphs.config import ModelConfig
 from graphs.sums import sum_last
 
-KEY_BLOCK = 128  # keys per block; cache lengths and key buckets are multiples of it
+KEY_BLOCK = 256  # keys per block; cache lengths and key buckets are multiples of it (findings/006)
 
 
 class LayerCache(NamedTuple):
@@ -83,7 +83,7 @@ def attend_decode(
     values = layer.values[:, :, :key_length].astype(compute_dtype)
     visible = jnp.arange(key_length, dtype=jnp.int32) <= length[:, None]  # [B, S]
     grouped = q.reshape(rows, kv_heads, -1, q.shape[-1])  # [B, KV, G, Dh]
-    return layer, _attention(grouped, keys, values, visible[:, None, None]).reshape(q.shape)
+    return layer, _attention(grouped, keys, values, visible[:, None, None], keys_left=True).reshape(q.shape)
 
 
 def attend_prefill(
@@ -121,7 +121,11 @@ def attend_prefill(
     # Queries of one key/value head side by side: [P, KV, T * G, Dh]
     grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
     out = _attention(
-        grouped.reshape(lanes, kv_heads, -1, head_dim), keys, values, _per_group(visible, heads // kv_heads)
+        grouped.reshape(lanes, kv_heads, -1, head_dim),
+        keys,
+        values,
+        _per_group(visible, heads // kv_heads),
+        keys_left=False,
     )
     return layer, out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2).reshape(q.shape)
 
@@ -131,13 +135,23 @@ def _per_group(visible: jax.Array, groups: int) -> jax.Array:
     return jnp.repeat(visible, groups, axis=1)[:, None]
 
 
-def _attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
-    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[N, KV, S, Dh]`, visible `[N, 1, R|1, S]`."""
+def _attention(
+    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, keys_left: bool
+) -> jax.Array:
+    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[N, KV, S, Dh]`, visible `[N, 1, R|1, S]`.
+
+    `keys_left` makes the keys the left operand of the first product, which XLA:CPU does not re-pack: for few rows R.
+    """
     count, kv_heads, rows, head_dim = q.shape
     blocks = keys.shape[2] // KEY_BLOCK  # J
     by_block = (count, kv_heads, blocks, KEY_BLOCK, head_dim)
     queries = jnp.broadcast_to(q[:, :, None].astype(keys.dtype), (count, kv_heads, blocks, rows, head_dim))
-    scores = _product(queries, keys.reshape(by_block), 4) * (head_dim**-0.5)  # [N, KV, J, R, block]
+    keys = keys.reshape(by_block)
+    if keys_left:
+        scores = lax.optimization_barrier(_product(keys, queries, 4)).swapaxes(3, 4)
+    else:
+        scores = _product(queries, keys, 4)
+    scores = scores * (head_dim**-0.5)  # [N, KV, J, R, block]
     seen = visible.reshape(count, 1, -1, blocks, KEY_BLOCK).swapaxes(2, 3)  # [N, 1, J, R|1, block]
     scores = jnp.where(seen, scores, -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, axis=(2, 4), keepdims=True))

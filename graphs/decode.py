@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from graphs.attention import KVCache, attend_decode
 from graphs.model import ModelSpec
-from graphs.projection import weight_left
+from graphs.projection import WEIGHT_LEFT
 from graphs.rows import Rows, pack_samples, remaining_after
 from graphs.sampling import sample
 
@@ -45,7 +45,7 @@ def decode_step(
         )
         return out
 
-    hidden = model.hidden(rows.token, rope[rows.length], attend, weight_left)
+    hidden = model.hidden(rows.token, rope[rows.length], attend, WEIGHT_LEFT)
     logits = model.logits(hidden)  # [V, B]
     token, logprob = sample(logits, rows.sampling, rows.length + 1)
     advanced = Rows(

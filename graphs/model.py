@@ -15,7 +15,7 @@ from flax import nnx
 
 from graphs.config import ModelConfig
 from graphs.layers import apply_rope, rms_norm
-from graphs.projection import Project, feature_major
+from graphs.projection import Projection, feature_major
 
 # (layer index, q [N, H, Dh], k [N, KV, Dh], v [N, KV, Dh]) -> [N, H, Dh]; float32 in, float32 out
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -45,7 +45,7 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.head = _zeros((config.vocab_size, config.hidden_size), dtype)
 
-    def hidden(self, tokens: jax.Array, rope: jax.Array, attend: Attend, project: Project) -> jax.Array:
+    def hidden(self, tokens: jax.Array, rope: jax.Array, attend: Attend, project: Projection) -> jax.Array:
         """Final hidden states of `tokens [N]` with their rotary rows `rope [N, 2, Dh/2]`: float32 `[N, D]`.
 
         `attend` owns the cache: it stores k and v wherever they belong and returns the attention output.
@@ -55,11 +55,11 @@ class Decoder(nnx.Module):
         x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
         for index, layer in enumerate(self.layers):
             normed = rms_norm(x, layer.input_norm[...], eps)
-            q, k, v = self._heads(project(layer.qkv[...], normed), rope)
+            q, k, v = self._heads(project.linear(layer.qkv[...], normed), rope)
             out = attend(index, q, k, v).reshape(x.shape[0], -1)
-            x = x + project(layer.output[...], out)
-            gate_up = project(layer.gate_up[...], rms_norm(x, layer.post_attention_norm[...], eps))
-            x = x + project(layer.down[...], _swiglu(gate_up))
+            x = x + project.linear(layer.output[...], out)
+            normed = rms_norm(x, layer.post_attention_norm[...], eps)
+            x = x + project.gated_mlp(layer.gate_up[...], layer.down[...], normed)
         return rms_norm(x, self.final_norm[...], eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -75,12 +75,6 @@ class Decoder(nnx.Module):
             heads, [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads], axis=1
         )
         return apply_rope(q, rope), apply_rope(k, rope), v
-
-
-def _swiglu(gate_up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` (Shazeer 2020): `[N, 2 F] -> [N, F]`."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:

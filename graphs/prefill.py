@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from graphs.attention import KVCache, attend_prefill, clear_values
 from graphs.model import ModelSpec
-from graphs.projection import rows_left
+from graphs.projection import ROWS_LEFT
 from graphs.rows import Rows, SamplingRows, pack_samples, remaining_after
 from graphs.sampling import sample
 
@@ -72,7 +72,7 @@ def prefill_chunk(
 
     position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[0] - 1)
     hidden = model.hidden(
-        lanes.tokens.reshape(-1), rope[position.reshape(-1)], attend, rows_left
+        lanes.tokens.reshape(-1), rope[position.reshape(-1)], attend, ROWS_LEFT
     )  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count

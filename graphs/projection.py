@@ -10,26 +10,24 @@ The order is chosen per graph, never per call: the two need not agree in the las
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# (weight [F, D], x [N, D]) -> float32 [N, F]
-Project = Callable[[jax.Array, jax.Array], jax.Array]
 
+class Projection(NamedTuple):
+    """One operand order, for a whole graph.
 
-def weight_left(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """For decode steps: as fast as the weight can be read, up to some 64 rows.
-
-    The barrier keeps the transpose out of the product, which would fall off the fast path (findings/002).
+    linear: weight `[F, D]`, x `[N, D]` -> `[N, F]`.
+    gated_mlp: gate and up `[2 F, D]`, down `[D, F]`, x `[N, D]` -> `down(silu(gate(x)) * up(x))` `[N, D]` (SwiGLU,
+        Shazeer 2020).
+    All results float32.
     """
-    return lax.optimization_barrier(feature_major(weight, x)).T
 
-
-def rows_left(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """For prefill chunks: faster from some 128 rows on."""
-    return _product(x.astype(weight.dtype), weight)
+    linear: Callable[[jax.Array, jax.Array], jax.Array]
+    gated_mlp: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def feature_major(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -37,10 +35,44 @@ def feature_major(weight: jax.Array, x: jax.Array) -> jax.Array:
     return _product(weight, x.astype(weight.dtype))
 
 
-def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Contract the last axis of both: `[M, K] x [N, K] -> [M, N]` in float32."""
+def weight_left(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`[N, F]` with the weight as left operand."""
+    # Without the barrier XLA swaps the operands to get rid of the transpose (findings/002).
+    return lax.optimization_barrier(feature_major(weight, x)).T
+
+
+def weight_left_mlp(gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+    """The hidden features stay feature-major between the two products: nothing of size F is transposed."""
+    gate, up = jnp.split(lax.optimization_barrier(feature_major(gate_up, x)), 2)  # [F, N]
+    hidden = (jax.nn.silu(gate) * up).astype(down.dtype)
+    return lax.optimization_barrier(_product(down, hidden, right_axis=0)).T
+
+
+def rows_left(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`[N, F]` with the rows as left operand."""
+    return _product(x.astype(weight.dtype), weight)
+
+
+def rows_left_mlp(gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+    """The gated MLP, rows as left operands."""
+    gate, up = jnp.split(rows_left(gate_up, x), 2, axis=-1)  # [N, F]
+    return rows_left(down, jax.nn.silu(gate) * up)
+
+
+WEIGHT_LEFT = Projection(
+    weight_left, weight_left_mlp
+)  # decode: as fast as weights can be read, to some 64 rows
+ROWS_LEFT = Projection(rows_left, rows_left_mlp)  # prefill: faster from some 128 rows on
+
+
+def _product(left: jax.Array, right: jax.Array, right_axis: int = 1) -> jax.Array:
+    """Contract left's last axis with `right_axis` of right: `[M, K] x [N, K] -> [M, N]` in float32."""
     # HIGHEST only matters for float32 operands: it forbids TF32 on GPUs.
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
     return lax.dot_general(
-        left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        left,
+        right,
+        (((1,), (right_axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )

@@ -125,7 +125,7 @@ def _threshold(scaled: jax.Array, peak: jax.Array, rows: SamplingRows) -> jax.Ar
     kth = jnp.where(limited, kth, -jnp.inf)
     weight = jnp.where(best >= kth, _likelihood(best, peak, rows.min_p), 0.0)
     everything = _total(_likelihood(scaled, peak, rows.min_p))
-    reached = _cumulative(weight) >= rows.top_p * jnp.where(limited, jnp.sum(weight, axis=0), everything)
+    reached = _cumulative(weight) >= rows.top_p * jnp.where(limited, sum_first(weight), everything)
     nucleus = jnp.take_along_axis(best, jnp.argmax(reached, axis=0)[None], axis=0)[0]
     nucleus = jnp.where(rows.top_p < 1, nucleus, -jnp.inf)
     decided = (~limited | (wanted <= count)) & ((rows.top_p >= 1) | jnp.any(reached, axis=0))
@@ -185,7 +185,7 @@ def _from_ordered_bits(order: jax.Array) -> jax.Array:
 
 def _total(values: jax.Array) -> jax.Array:
     """Sum of non-negative `values [V, N]` per column, f32 `[N]`: over the blocks, then inside."""
-    return sum_first(jnp.sum(_blocks(values, 0.0), axis=0))
+    return sum_first(sum_first(_blocks(values, 0.0)))
 
 
 def _cumulative(values: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from spikes.timing import (
 )
 
 arguments = argparse.ArgumentParser()
-arguments.add_argument("--rounds", type=int, default=15)
+arguments.add_argument("--rounds", type=int, default=11)
 arguments.add_argument("--layers", type=int, default=30)
 rounds, layers = vars(arguments.parse_known_args()[0]).values()
 
@@ -79,19 +79,14 @@ def one_hot(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Arr
     return jnp.where(here[:, None, :, None], new[:, :, None].astype(cache.dtype), cache)
 
 
-def no_write(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
-    """Wrong on purpose: what the step costs without a write."""
-    return cache
-
-
 FORMS: dict[str, Write] = {
     "scatter, unique_indices, drop (the code)": attention._scatter,
     "scatter, indices may repeat": scatter,
     "vmap of dynamic_update_slice": vmap_update,
     "loop of dynamic_update_slice": loop_update,
     "one-hot select": one_hot,
-    "no write at all": no_write,
 }
+WITH_FLOAT32 = ("scatter, unique_indices, drop (the code)", "loop of dynamic_update_slice", "one-hot select")
 
 
 def whole_buffer_work(text: str, shape: tuple[int, ...]) -> int:
@@ -101,7 +96,7 @@ def whole_buffer_work(text: str, shape: tuple[int, ...]) -> int:
 
 
 # %% Milliseconds, memory and whole-buffer work of each form
-def build(rows: int, form: Write, dtype: jnp.dtype) -> DecodeStep:
+def build(rows: int, form: Write, dtype: jnp.dtype, positions: int = POSITIONS) -> DecodeStep:
     with mock.patch.object(attention, "_scatter", form):
         return DecodeStep(
             spec,
@@ -109,7 +104,7 @@ def build(rows: int, form: Write, dtype: jnp.dtype) -> DecodeStep:
             rows=rows,
             length=LENGTH,
             key_length=KEY_LENGTH,
-            positions=POSITIONS,
+            positions=positions,
             cache_dtype=dtype,
         )
 
@@ -117,7 +112,8 @@ def build(rows: int, form: Write, dtype: jnp.dtype) -> DecodeStep:
 for rows in (8, 32):
     table: list[tuple[object, ...]] = []
     for dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
-        steps = {name: build(rows, form, dtype) for name, form in FORMS.items()}
+        chosen = FORMS if dtype == jnp.bfloat16 else {name: FORMS[name] for name in WITH_FLOAT32}
+        steps = {name: build(rows, form, dtype) for name, form in chosen.items()}
         times = interleave(steps, rounds)
         reference = np.asarray(next(iter(steps.values()))())
         for name, step in steps.items():
@@ -143,9 +139,12 @@ for rows in (8, 32):
 plain_attention = attention._attention
 
 
-def guarded_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
+def guarded_attention(
+    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, keys_left: bool
+) -> jax.Array:
     """`_attention` that masks V as well: visible `[B, 1, 1, S]`."""
-    return plain_attention(q, keys, jnp.where(visible[:, 0, 0, None, :, None], values, 0), visible)
+    guarded = jnp.where(visible[:, 0, 0, None, :, None], values, 0)
+    return plain_attention(q, keys, guarded, visible, keys_left=keys_left)
 
 
 def clear_all(cache: KVCache, slot: jax.Array, fresh: jax.Array) -> KVCache:
@@ -171,11 +170,15 @@ class Clear:
 for rows in (8, 32):
     bfloat16 = jnp.dtype(jnp.bfloat16)
     plain = build(rows, attention._scatter, bfloat16)
+    short = build(rows, attention._scatter, bfloat16, KEY_LENGTH)
     with mock.patch.object(attention, "_attention", guarded_attention):
         guarded = build(rows, attention._scatter, bfloat16)
+        short_guarded = build(rows, attention._scatter, bfloat16, KEY_LENGTH)
     forms: dict[str, Callable[[], object]] = {
-        "decode step, no select over V (the code)": plain,
-        "decode step, select over V": guarded,
+        f"decode step, cache of {KEY_LENGTH}, no select over V (the code)": short,
+        f"decode step, cache of {KEY_LENGTH}, select over V": short_guarded,
+        f"decode step, cache of {POSITIONS}, no select over V (the code)": plain,
+        f"decode step, cache of {POSITIONS}, select over V": guarded,
         "clear_values alone, 8 lanes, 8 fresh": Clear(rows, 8, 8),
         "clear_values alone, 8 lanes, none fresh": Clear(rows, 8, 0),
         "clear_values alone, 2 lanes, 1 fresh": Clear(rows, 2, 1),
@@ -190,3 +193,23 @@ for rows in (8, 32):
         ]
         logprob = np.asarray(step())[1].view(np.float32)
         print(f"NaN behind the keys, {name}: {np.isnan(logprob).sum()} of {rows} log-probabilities are NaN")
+
+# %% A cache longer than the bucket of keys attended to: is its front read where it lies?
+for rows in (8, 32):
+    steps = {
+        f"cache of {positions}": build(rows, attention._scatter, jnp.dtype(jnp.bfloat16), positions)
+        for positions in (KEY_LENGTH, POSITIONS, 4 * POSITIONS)
+    }
+    times = interleave(steps, rounds)
+    table = [
+        (
+            name,
+            times[name].milliseconds(),
+            f"{step.report.temp_bytes / 1e6:.1f}",
+            len(re.findall(r"^ *%slice\S* = bf16\[\S* fusion\(", step.text, re.MULTILINE)),
+        )
+        for name, step in steps.items()
+    ]
+    del steps
+    print(f"\n{KEY_LENGTH} keys attended to, B = {rows}\n")
+    print(markdown_table(("positions", "ms", "temp MB", "copies of a front"), table))

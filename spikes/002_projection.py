@@ -22,7 +22,7 @@ from jax import lax
 
 from graphs import decode
 from graphs.model import ModelSpec
-from graphs.projection import feature_major, rows_left, weight_left
+from graphs.projection import WEIGHT_LEFT, Projection, feature_major, rows_left, rows_left_mlp, weight_left
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -196,11 +196,11 @@ table = {}
 for rows in (8, 32):
     steps = {}
     for name, form in (
-        ("weight left, barrier (the code)", weight_left),
-        ("weight left, no barrier", weight_left_no_barrier),
-        ("rows left", rows_left),
+        ("weight left, barrier (the code)", WEIGHT_LEFT),
+        ("weight left, no barrier", WEIGHT_LEFT._replace(linear=weight_left_no_barrier)),
+        ("rows left", Projection(rows_left, rows_left_mlp)),
     ):
-        with mock.patch.object(decode, "weight_left", form):
+        with mock.patch.object(decode, "WEIGHT_LEFT", form):
             steps[name] = DecodeStep(spec, weights, rows=rows, length=176, key_length=256, positions=256)
     times = interleave(steps, 3 * rounds)
     for name, step in steps.items():

@@ -20,8 +20,8 @@ from jax import lax
 from graphs.attention import LayerCache, attend_decode, make_cache
 from graphs.decode import decode_step
 from graphs.layers import rms_norm
-from graphs.model import Decoder, ModelSpec, _swiglu
-from graphs.projection import feature_major, weight_left
+from graphs.model import Decoder, ModelSpec
+from graphs.projection import WEIGHT_LEFT, feature_major
 from graphs.rows import Rows, pack_samples
 from spikes.timing import (
     SMOLLM2_135M,
@@ -68,7 +68,7 @@ def one_layer(
 ) -> tuple[jax.Array, LayerCache]:
     """The body of `Decoder.hidden` with a layer's leaves passed in: x `[B, D]`."""
     eps = SMOLLM2_135M.rms_norm_eps
-    q, k, v = model._heads(weight_left(weights["qkv"], rms_norm(x, weights["input_norm"], eps)), rope)
+    q, k, v = model._heads(WEIGHT_LEFT.linear(weights["qkv"], rms_norm(x, weights["input_norm"], eps)), rope)
     layer, out = attend_decode(
         layer,
         q,
@@ -79,9 +79,9 @@ def one_layer(
         key_length=key_length,
         compute_dtype=spec.dtype,
     )
-    x = x + weight_left(weights["output"], out.reshape(x.shape[0], -1))
-    gate_up = weight_left(weights["gate_up"], rms_norm(x, weights["post_attention_norm"], eps))
-    return x + weight_left(weights["down"], _swiglu(gate_up)), layer
+    x = x + WEIGHT_LEFT.linear(weights["output"], out.reshape(x.shape[0], -1))
+    normed = rms_norm(x, weights["post_attention_norm"], eps)
+    return x + WEIGHT_LEFT.gated_mlp(weights["gate_up"], weights["down"], normed), layer
 
 
 def scanned_step(

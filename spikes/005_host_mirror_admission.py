@@ -153,8 +153,17 @@ def main() -> None:
             ]
         )
     print(describe_machine())
-    print(f"\nms per admission of a prompt of {PROMPT} tokens, {POSITIONS} positions per slot, median (least-most):\n")
-    header = ["B_max", "mirror moves, MB", "slot write moves, MB", "host mirror", "device slot write", "ratio"]
+    print(
+        f"\nms per admission of a prompt of {PROMPT} tokens, {POSITIONS} positions per slot, median (least-most):\n"
+    )
+    header = [
+        "B_max",
+        "mirror moves, MB",
+        "slot write moves, MB",
+        "host mirror",
+        "device slot write",
+        "ratio",
+    ]
     print(markdown_table([*header, "whole prefill call"], table))
 
 

@@ -256,7 +256,7 @@ def main() -> None:
         "--peer-python", help="interpreter with torch and transformers; without it only we run"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:

@@ -111,7 +111,9 @@ def main() -> None:
 
     found = rounds_of(arguments.rounds)
     print(describe_machine())
-    print(f"\nSeconds, median (least-most) of {arguments.rounds} runs, {found['cold'][0]['programs']} programs:\n")
+    print(
+        f"\nSeconds, median (least-most) of {arguments.rounds} runs, {found['cold'][0]['programs']} programs:\n"
+    )
     rows = []
     for part in (*PARTS, COMMAND):
         columns = ([run[part] for run in runs] for runs in found.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -98,12 +99,12 @@ HEADS = {  # H, KV, Dh
     "embedded 8/2 x 32": (8, 2, 32),
     "tiny 2/1 x 16": (2, 1, 16),
 }
-LENGTHS = {100: (128, 256, 512, 1024), 400: (512, 1024, 2048)}  # most keys seen: buckets
-Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-blocks = attention._attention
+LENGTHS = {100: (256, 512, 1024), 400: (512, 1024, 2048)}  # most keys seen: buckets
+Attention = Callable[..., jax.Array]
+blocks = functools.partial(attention._attention, keys_left=True)  # as in decode
 
 
-def plain(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
+def plain(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool) -> jax.Array:
     """One masked softmax over the whole bucket: q `[N, KV, R, Dh]`, keys and values `[N, KV, S, Dh]`."""
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     kwargs = {"precision": precision, "preferred_element_type": jnp.float32}
@@ -118,7 +119,9 @@ def plain(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) 
     ) / plain_sum_last(weights)
 
 
-def blocks_plain_sum(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
+def blocks_plain_sum(
+    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool
+) -> jax.Array:
     with mock.patch.object(attention, "sum_last", plain_sum_last):
         return blocks(q, keys, values, visible)
 
@@ -178,8 +181,32 @@ kinds = ("8 rows, any bucket", "32 rows", "prefill")
 header = ("heads", "dtype", "form", *(f"{longest}: {kind}" for longest in LENGTHS for kind in kinds))
 print(markdown_table(header, table))
 
+# %% How few heads and rows are too few? The code, up to 100 keys seen, against a bucket of 1024
+SMALL = (256, 512, 768)
+table = []
+own = np.random.default_rng(10)
+for heads_of in ((1, 1, 32), (2, 1, 16), (2, 2, 32), (4, 1, 16), (4, 2, 16)):
+    for rows in (8, 16):
+        queries = own.standard_normal((32, rows, heads_of[1], heads_of[0] // heads_of[1], heads_of[2]))
+        stored = own.standard_normal((2, rows, heads_of[1], 1024, heads_of[2]))
+        seen = 100 - np.arange(rows)
+
+        def at(bucket: int, queries=queries, stored=stored, seen=seen) -> np.ndarray:
+            keys, values = (jnp.asarray(each[:, :, :bucket], jnp.bfloat16) for each in stored)
+            visible = jnp.asarray((np.arange(bucket) < seen[:, None])[:, None, None])
+            run = jax.jit(blocks)
+            return np.stack(
+                [np.asarray(run(jnp.asarray(q, jnp.float32), keys, values, visible)) for q in queries]
+            )
+
+        whole = at(1024)
+        name = "{}/{} x {}".format(*heads_of)
+        table.append([name, rows, whole.size, *(differing(at(bucket), whole) for bucket in SMALL)])
+print("\nblocks (the code), bfloat16: values that differ from a bucket of 1024\n")
+print(markdown_table(("heads", "rows", "values", *(f"{bucket} keys" for bucket in SMALL)), table))
+
 # %% What blocks cost: attention of 16 layers, alone
-DEEP, BUCKETS = 16, (128, 256, 512, 1024)
+DEEP, BUCKETS = 16, (256, 512, 1024)
 KV, DH, GROUPS = SMOLLM2_135M.num_key_value_heads, SMOLLM2_135M.head_dim, SMOLLM2_135M.query_groups
 
 

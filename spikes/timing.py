@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,7 +118,7 @@ def describe_machine() -> str:
     devices = ", ".join(sorted({device.device_kind for device in jax.devices()}))
     return (
         f"{cores} cores ({features}), Python {platform.python_version()}, "
-        f"jax {jax.__version__}, jaxlib {jax.lib.__version__}, device {devices}"
+        f"jax {jax.__version__}, jaxlib {version('jaxlib')}, device {devices}"
     )
 
 
@@ -193,10 +194,11 @@ class DecodeStep:
 
     def __call__(self) -> jax.Array:
         """One step; packed samples `[2, B]`."""
+        samples: jax.Array
         self.cache, _, samples = self._inventory(
             "step", self.weights, self.rope, self.cache, self.rows, self.scheduled
         )
-        return jax.block_until_ready(samples)
+        return samples.block_until_ready()
 
     @property
     def text(self) -> str:

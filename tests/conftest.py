@@ -20,10 +20,10 @@ TINY = ModelConfig(
     num_attention_heads=6,
     num_key_value_heads=3,
     head_dim=16,
-    max_position_embeddings=256,
+    max_position_embeddings=512,
 )
 TINY_ENGINE = EngineConfig(
-    max_num_seqs=8, max_model_len=200, prefill_lanes=(2, 8), chunk_size=16, key_buckets=(48,)
+    max_num_seqs=8, max_model_len=300, prefill_lanes=(2, 8), chunk_size=16, key_buckets=(48,)
 )
 
 

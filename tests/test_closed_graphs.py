@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -130,6 +131,7 @@ def test_an_unknown_program_or_shape_is_an_error_that_names_it() -> None:
 
 def test_close_frees_device_memory(make_engine: Callable[..., XlaBatchEngine]) -> None:
     def live_bytes() -> int:
+        gc.collect()
         return sum(array.nbytes for array in jax.live_arrays())
 
     before = live_bytes()

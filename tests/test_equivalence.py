@@ -50,7 +50,7 @@ def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaB
     base = make_engine()
     others = [
         make_engine(replace(TINY_ENGINE, max_num_seqs=16)),
-        make_engine(replace(TINY_ENGINE, prefill_lanes=(4,), chunk_size=32, key_buckets=(256,))),
+        make_engine(replace(TINY_ENGINE, prefill_lanes=(4,), chunk_size=32, key_buckets=(512,))),
     ]
     for case in draw_cases(base, 60, seed=2):
         expected = run_alone(base, case)
@@ -137,7 +137,7 @@ def bits(array: np.ndarray) -> bytes:
 
 # -- planted faults: each breaks the law, and verify must say so ------------------------------------------------
 
-FAULTY = replace(TINY_ENGINE, max_model_len=64, prefill_lanes=(2,), key_buckets=(128,))
+FAULTY = replace(TINY_ENGINE, max_model_len=64, prefill_lanes=(2,), key_buckets=(256,))
 
 
 def attend_one_key_too_far(layer: Any, q: Any, k: Any, v: Any, *, length: Any, **rest: Any) -> Any:
@@ -151,7 +151,9 @@ def attend_one_key_too_far(layer: Any, q: Any, k: Any, v: Any, *, length: Any, *
         attention._scatter(layer.values, v.astype(dtype), row, position),
     )
     visible = (jnp.arange(positions) <= length[:, None] + 1)[:, None, None]
-    out = attention._attention(q.reshape(rows, kv_heads, -1, q.shape[-1]), layer.keys, layer.values, visible)
+    out = attention._attention(
+        q.reshape(rows, kv_heads, -1, q.shape[-1]), layer.keys, layer.values, visible, keys_left=True
+    )
     return layer, out.reshape(q.shape)
 
 

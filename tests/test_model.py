@@ -11,7 +11,7 @@ import pytest
 from graphs.config import ModelConfig, RopeScaling
 from graphs.layers import apply_rope, inverse_frequencies, rms_norm, rope_table
 from graphs.model import ModelSpec, parameter_shapes
-from graphs.projection import feature_major, rows_left, weight_left
+from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, feature_major
 from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.reference import Reference
@@ -62,8 +62,8 @@ def test_both_projection_forms_are_the_product(dtype: jnp.dtype, count: int) -> 
     weight = jnp.asarray(draw.standard_normal((96, 48)), dtype)
     x = jnp.asarray(draw.standard_normal((count, 48)), jnp.float32)
     expected = np.asarray(x.astype(dtype), np.float64) @ np.asarray(weight, np.float64).T
-    for form in (weight_left, rows_left):
-        np.testing.assert_allclose(np.asarray(form(weight, x)), expected, atol=2e-4)
+    for form in (WEIGHT_LEFT, ROWS_LEFT):
+        np.testing.assert_allclose(np.asarray(form.linear(weight, x)), expected, atol=2e-4)
     np.testing.assert_allclose(np.asarray(feature_major(weight, x)).T, expected, atol=2e-4)
 
 

@@ -108,6 +108,7 @@ class BatchRun:
     model: name written into results whose line named none.
     created: Unix seconds written into every result.
     defaults: sampling fields for lines that do not say otherwise.
+    fingerprint: of the engine, to be written into every result; None for results without.
     on_turn: called with the tally after every engine step.
     """
 
@@ -121,6 +122,7 @@ class BatchRun:
         created: int,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
+        fingerprint: str | None = None,
         on_turn: Callable[[Tally], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -132,6 +134,7 @@ class BatchRun:
         self._created = created
         self._defaults = dict(defaults or {})
         self._ordered = ordered
+        self._fingerprint = fingerprint
         self._on_turn = on_turn
         self._clock = clock
         self._max_in_flight = 2 * engine.max_num_seqs
@@ -233,7 +236,10 @@ class BatchRun:
         if error is not None:
             self._put_error(error)
             return
-        self._put(request.line, result_line(request, output, created=self._created, model=self._model))
+        line = result_line(
+            request, output, created=self._created, model=self._model, fingerprint=self._fingerprint
+        )
+        self._put(request.line, line)
         self.tally.ok += 1
         self.tally.prompt_tokens += len(output.prompt_token_ids)
         self.tally.generated_tokens += len(output.outputs[0].token_ids)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from xla_engine.errors import InvalidRequestError
+from xla_engine.fingerprint import result_fingerprint
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
 
@@ -121,11 +122,14 @@ def output_error(request: LineRequest, output: RequestOutput) -> LineError | Non
     return line_error(request.line, code, message, request.custom_id)
 
 
-def result_line(request: LineRequest, output: RequestOutput, *, created: int, model: str) -> bytes:
+def result_line(
+    request: LineRequest, output: RequestOutput, *, created: int, model: str, fingerprint: str | None = None
+) -> bytes:
     """The output line of a request that ended by "stop" or "length".
 
     created: Unix seconds, one value for the whole run, so that it is the only field two runs can differ in.
     model: the name of the loaded model, for lines that named none.
+    fingerprint: of the engine; given, the body says it in `xla_engine`, with hashes of tokens and logprob bits.
 
     Ids are made of the line number. `logprobs` follows the completions API with one number per token and
     `token_ids` beside them; a number that is not finite becomes null.
@@ -138,7 +142,7 @@ def result_line(request: LineRequest, output: RequestOutput, *, created: int, mo
         "finish_reason": completion.finish_reason,
         "logprobs": _logprobs(completion),
     }
-    body = {
+    body: dict[str, Any] = {
         "id": f"cmpl-{request.line}",
         "object": "text_completion",
         "created": created,
@@ -150,6 +154,8 @@ def result_line(request: LineRequest, output: RequestOutput, *, created: int, mo
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
+    if fingerprint is not None:
+        body["xla_engine"] = result_fingerprint(fingerprint, completion.token_ids, completion.logprobs)
     response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
     return _output_line(request.line, request.custom_id, response=response, error=None)
 

@@ -1,4 +1,4 @@
-"""The command line: `xla-engine run | graphs | verify`.
+"""The command line: `xla-engine run | graphs | verify | replay | shrink | compare`.
 
 jax and the engine are imported inside the commands, so that help and a wrong option answer at once.
 """
@@ -23,11 +23,13 @@ import click
 from xla_engine import __version__
 from xla_engine.batch import MAX_LINE_BYTES, BatchRun, count_lines, read_lines
 from xla_engine.errors import XlaEngineError
+from xla_engine.fingerprint import EngineIdentity, compare_files
 from xla_engine.progress import Progress, Tally, counting, summary_lines
 from xla_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine
+    from xla_engine.record import Record
 
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses beside 0
 
@@ -105,6 +107,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
     "--max-line-bytes", type=click.IntRange(1), default=MAX_LINE_BYTES, help="A longer line is an error line."
 )
 @click.option("--created", type=int, help='Unix time written as "created".  [default: now]')
+@click.option("--fingerprint", is_flag=True, help="Results carry hashes for `xla-engine compare`.")
 @click.option("--no-progress", is_flag=True, help="Print only the summary.")
 def run(
     input_path: str,
@@ -114,6 +117,7 @@ def run(
     ordered: bool,
     max_line_bytes: int,
     created: int | None,
+    fingerprint: bool,
     no_progress: bool,
     **options: Any,
 ) -> None:
@@ -171,6 +175,7 @@ def run(
                 created=int(time.time()) if created is None else created,
                 defaults=defaults,
                 ordered=ordered,
+                fingerprint=EngineIdentity.of(engine).digest() if fingerprint else None,
                 on_turn=functools.partial(_show, progress, engine),
             )
             with progress:
@@ -239,8 +244,20 @@ def graphs(**options: Any) -> None:
     metavar="PATH",
     help="Interpreter that has torch and transformers.  [default: this one]",
 )
+@click.option(
+    "--record",
+    "record_path",
+    metavar="FILE",
+    help="Write the first schedule that differs, else the last, for `xla-engine replay` and `shrink`.",
+)
 def verify(
-    requests: int, schedules: int, seed: int, against: str, oracle_python: str | None, **options: Any
+    requests: int,
+    schedules: int,
+    seed: int,
+    against: str,
+    oracle_python: str | None,
+    record_path: str | None,
+    **options: Any,
 ) -> None:
     """Check that batching changes no bit: run random requests each alone, then together, and compare.
 
@@ -260,15 +277,28 @@ def verify(
       xla-engine verify --model ./SmolLM2-135M --requests 50 --max-model-len 256
       xla-engine verify --requests 10000 --schedules 300
       xla-engine verify --against config
+      xla-engine verify --record failing.json
     """
+    if record_path is not None and against != "alone":
+        raise NotStarted("--record goes with --against alone: there is one engine to record")
     with contextlib.ExitStack() as stack:
         with _starting():
             engine = stack.enter_context(_load(options, show=True))
             from xla_engine import levels
             from xla_engine import verify as law
+            from xla_engine.record import RecordKeeper, write_record
+
+            if record_path is not None:
+                open(record_path, "ab").close()  # a path that cannot be written is told before the work
         if against == "alone":
             count = stack.enter_context(counting("verifying", sys.stderr, 2 * requests))
-            report = law.verify(engine, requests=requests, schedules=schedules, seed=seed, progress=count)
+            keeper = None if record_path is None else RecordKeeper()
+            report = law.verify(
+                engine, requests=requests, schedules=schedules, seed=seed, progress=count, keeper=keeper
+            )
+            if record_path is not None and keeper is not None and keeper.record is not None:
+                with _starting():
+                    write_record(record_path, keeper.record)
             click.echo("\n".join(report.lines()))
             failed = not report.ok
         elif against == "config":
@@ -284,6 +314,107 @@ def verify(
             failed = result.differing_tokens > 0
     if failed:
         sys.exit(SOME_FAILED)
+
+
+@main.command(short_help="Run a record again, step for step.", context_settings={"show_default": True})
+@click.argument("record_path", metavar="FILE")
+@click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
+@click.option("--force", is_flag=True, help="Replay on another model, version or device all the same.")
+def replay(record_path: str, model: str | None, force: bool) -> None:
+    """Run a record of `xla-engine verify --record` again and stop at the first difference.
+
+    Every plan and every token and log-probability of each step must be as recorded. The engine gets the recorded
+    options; a record of another model, option, jax version or device is refused.
+
+    \b
+    Exit status: 0 the same, 1 a difference, 2 refused or could not start.
+
+    \b
+    Example:
+      xla-engine verify --record last.json
+      xla-engine replay last.json
+    """
+    with contextlib.ExitStack() as stack, _starting():
+        record, engine = _load_record(stack, record_path, model, force=force)
+        from xla_engine import replay as again
+
+        report = again.replay(engine, record, force=force)
+    click.echo("\n".join(report.lines()))
+    if not report.ok:
+        sys.exit(SOME_FAILED)
+
+
+@main.command(short_help="Reduce a failing record to a small one.", context_settings={"show_default": True})
+@click.argument("record_path", metavar="FILE")
+@click.option("-o", "--output", "output_path", metavar="SMALLER", required=True, help="The small record.")
+@click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
+@click.option("--max-runs", type=click.IntRange(1), default=1000, help="Batched runs at most.")
+@click.option("--force", is_flag=True, help="Shrink on another model, version or device all the same.")
+def shrink(record_path: str, output_path: str, model: str | None, max_runs: int, force: bool) -> None:
+    """Reduce a record in which a request differs from its alone-run to a small one that still does.
+
+    Leaves out requests, aborts and turns, shortens prompts and outputs and makes sampling plainer as long as some
+    request differs between alone and batched; then prints the schedule turn by turn.
+
+    \b
+    Exit status: 0 a failing record was written, 1 the failure does not show, 2 refused or could not start.
+
+    \b
+    Example:
+      xla-engine verify --record failing.json
+      xla-engine shrink failing.json -o small.json
+    """
+    with contextlib.ExitStack() as stack:
+        with _starting():
+            record, engine = _load_record(stack, record_path, model, force=force)
+            from xla_engine import shrink as smaller
+            from xla_engine.record import write_record
+            from xla_engine.replay import check_identity
+
+            if not force:
+                check_identity(engine, record)
+        count = stack.enter_context(counting("runs", sys.stderr))
+        with _starting():
+            report = smaller.shrink(engine, record.schedule, max_runs=max_runs, progress=count)
+            if report.record is not None:
+                write_record(output_path, report.record)
+    click.echo("\n".join(report.lines()))
+    if report.record is None:
+        sys.exit(SOME_FAILED)
+
+
+@main.command(short_help="Compare two result files.")
+@click.argument("a", metavar="A.jsonl")
+@click.argument("b", metavar="B.jsonl")
+def compare(a: str, b: str) -> None:
+    """Compare the results of two runs, matched by custom_id: tokens and log-probability bits.
+
+    With `xla-engine run --fingerprint` the lines carry hashes of both and a fingerprint of model, options, jax and
+    device. Without, token ids are compared where "logprobs": 0 put them into the lines, and else the text.
+
+    \b
+    Exit status: 0 the same, 1 a difference, 2 a file could not be read.
+    """
+    with _starting():
+        report = compare_files(a, b)
+    click.echo("\n".join(report.lines()))
+    if not report.ok:
+        sys.exit(SOME_FAILED)
+
+
+def _load_record(
+    stack: contextlib.ExitStack, path: str, model: str | None, *, force: bool
+) -> tuple[Record, XlaBatchEngine]:
+    """A record, and an engine with its options on its model, or on `model`."""
+    from dataclasses import asdict
+
+    from xla_engine.record import read_record
+    from xla_engine.replay import engine_config
+
+    record = read_record(path)
+    config = asdict(engine_config(record, force=force))
+    options = {"model": record.model_path if model is None else model, **config}
+    return record, stack.enter_context(_load(options, show=True))
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ class Comparison:
         for kind, ids in self.differing.items():
             if ids:
                 more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
-                rows.append(f"  {kind}: {', '.join(ids[:SHOWN_IDS])}{more}")
+                rows.append(f"  {kind}: {', '.join(map(_shown, ids[:SHOWN_IDS]))}{more}")
         rows.append("same" if self.ok else "NOT the same")
         return rows
 
@@ -168,6 +168,10 @@ class Comparison:
         if a == b and len(a) == 1:
             return f"agree: {next(iter(a))}"
         return f"differ: {', '.join(sorted(a))} and {', '.join(sorted(b))}"
+
+
+def _shown(custom_id: str) -> str:
+    return custom_id if custom_id.isprintable() else ascii(custom_id)
 
 
 def compare_files(a: Path | str, b: Path | str) -> Comparison:
@@ -222,7 +226,15 @@ def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]
             raise CompareError(f"{path} line {number}: a second result for custom_id {custom_id!r}")
         try:
             results[custom_id] = _result(record)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, struct.error) as error:
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            OverflowError,
+            struct.error,
+        ) as error:
             message = f"neither a result nor an error of xla-engine run ({type(error).__name__}: {error})"
             raise CompareError(f"{path} line {number}: {message}") from error
     if not number:
@@ -251,7 +263,9 @@ def _result(record: Mapping[str, Any]) -> _Result:
     stamp: Mapping[str, Any] = body.get("xla_engine") or {}
     listed: Mapping[str, Any] = choice.get("logprobs") or {}
     text = json.dumps([choice["text"], choice["finish_reason"]])
-    tokens, bits = stamp.get("tokens_sha256"), stamp.get("logprob_bits_sha256")
+    tokens, bits, engine = map(stamp.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
+    if not all(value is None or isinstance(value, str) for value in (tokens, bits, engine)):
+        raise TypeError("a hash must be a string")
     token_ids, logprobs = listed.get("token_ids"), listed.get("token_logprobs")
     if tokens is None and token_ids is not None:
         tokens = tokens_sha256(token_ids)
@@ -261,5 +275,5 @@ def _result(record: Mapping[str, Any]) -> _Result:
         text=hashlib.sha256(text.encode()).hexdigest(),
         tokens=tokens,
         bits=bits,
-        fingerprint=stamp.get("fingerprint"),
+        fingerprint=engine,
     )

@@ -79,14 +79,11 @@ class LLM:
         Raises InvalidRequestError naming the first bad prompt before any of them runs.
         """
         order = self._submit_all(prompts, sampling_params)
-        wanted = set(order)
         done: dict[str, RequestOutput] = {}
         with _progress(len(order), enabled=use_tqdm) as bar:
-            while len(done) < len(order):
-                for output in self.engine.step(only_finished=True):
-                    if output.request_id in wanted:
-                        done[output.request_id] = output
-                        bar.update()
+            for output in self._run(order, only_finished=True):
+                done[output.request_id] = output
+                bar.update()
         return [done[request_id] for request_id in order]
 
     def stream(
@@ -98,13 +95,14 @@ class LLM:
 
         Closing the iterator aborts what it has not yielded to the end.
         """
-        return self._stream(self._submit_all(prompts, sampling_params))
+        return self._run(self._submit_all(prompts, sampling_params), only_finished=False)
 
-    def _stream(self, order: list[str]) -> Iterator[RequestOutput]:
+    def _run(self, order: list[str], *, only_finished: bool) -> Iterator[RequestOutput]:
+        """Outputs of these requests until all have ended; those left when the caller stops early are aborted."""
         unfinished = set(order)
         try:
             while unfinished:
-                for output in self.engine.step():
+                for output in self.engine.step(only_finished=only_finished):
                     if output.request_id in unfinished:
                         if output.finished:
                             unfinished.remove(output.request_id)

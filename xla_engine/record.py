@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scheduler import Plan, TokenEvent
+from scheduler import Chunk, Plan, Row, Slot, TokenEvent
 from xla_engine.config import embedded_model_directory
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError, XlaEngineError
@@ -181,10 +181,14 @@ class Recorder:
         self.was_read(number, self.steps[number], credits)
 
     def _step(self, plan: Plan) -> Step:
-        holders = {part.request_id: part.slot for part in (*plan.chunks, *plan.decode)}
+        holders: dict[str, Slot] = {}
+        parts: tuple[Chunk | Row, ...] = (*plan.chunks, *plan.decode)
+        for part in parts:
+            holders[part.request_id] = part.slot
         if not holders.keys() >= set(plan.admitted):  # out of token budget: the first chunk comes later
-            held = (view for view in self._engine.snapshot().slots if view.request is not None)
-            holders |= {view.request.request_id: view.slot for view in held if view.request is not None}
+            for view in self._engine.snapshot().slots:
+                if view.request is not None:
+                    holders[view.request.request_id] = view.slot
         slots = [(name, holders[name]) for name in plan.admitted]
         return Step(
             turn=self.turn,
@@ -356,6 +360,8 @@ def _record(data: dict[str, Any]) -> Record:
     alone: dict[str, Trace] = {}
     for row in _kind(data["requests"], list, "requests"):
         name = _kind(row["id"], str, "id")
+        if not name.isprintable():
+            raise ValueError(f"request id {name!r} has characters that cannot be shown")
         case = Case(request_id=name, prompt_token_ids=_numbers(row["prompt"]), params=_params(row["params"]))
         (neighbours if _kind(row["neighbour"], bool, "neighbour") else cases).append(case)
         if row["batched"] is not None:
@@ -396,8 +402,11 @@ def _actions(rows: Any, names: Sequence[str]) -> tuple[Action, ...]:
             raise ValueError(f"an action is submit or abort, not {kind!r}")
         if kind == "submit" and name in submitted:
             raise ValueError(f"{name} is submitted twice")
-        submitted.add(name)
+        if kind == "submit":
+            submitted.add(name)
         actions.append(Action(turn=_number(turn), kind=kind, request_id=name))
+    if missing := [name for name in names if name not in submitted]:
+        raise ValueError(f"{missing[0]} is never submitted")
     if actions != sorted(actions, key=lambda action: action.turn):
         raise ValueError("actions are not in the order of their turns")
     return tuple(actions)

@@ -13,7 +13,7 @@ import numpy as np
 
 from graphs.layers import rope_table
 from graphs.model import ModelSpec
-from graphs.projection import rows_left
+from graphs.projection import ROWS_LEFT
 from xla_engine.checkpoint import Checkpoint
 
 _PADDING = 64  # sequence lengths are padded to multiples of this, so that few shapes compile
@@ -54,4 +54,4 @@ class Reference:
             weight = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest")
 
-        return model.logits(model.hidden(tokens, rope, attend, rows_left))
+        return model.logits(model.hidden(tokens, rope, attend, ROWS_LEFT))

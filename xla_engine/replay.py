@@ -109,11 +109,13 @@ def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
     wrong += [f"engine option {name}: not in the record" for name in known if name not in recorded]
     if wrong and not force:
         raise RecordMismatchError(_refusal(sorted(wrong)))
-    values = {name: value for name, value in recorded.items() if name in known}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in recorded.items()
+        if name in known
+    }
     try:
-        return EngineConfig(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        )
+        return EngineConfig(**values)
     except TypeError as error:
         raise RecordMismatchError(f"the record's engine options make no engine: {error}") from error
 
@@ -123,6 +125,10 @@ def check_identity(engine: XlaBatchEngine, record: Record) -> None:
     differences = record.identity.differences(EngineIdentity.of(engine))
     if differences:
         raise RecordMismatchError(_refusal(differences))
+
+
+def _refusal(differences: Sequence[str]) -> str:
+    return f"the record and this engine differ: {'; '.join(differences)}; --force replays anyway"
 
 
 def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> ReplayReport:
@@ -258,8 +264,7 @@ def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | N
             for a, b in ((recorded.decode, found.decode), (found.decode, recorded.decode))
         )
         what = f"plan: decode slots recorded {list(recorded.decode)}, now {list(found.decode)}"
-        slot = (left or joined or [None])[0]
-        return Difference(what=what, step=number, turn=found.turn, slot=slot)
+        return Difference(what=what, step=number, turn=found.turn, slot=next(iter(left or joined), None))
     return None
 
 

@@ -7,6 +7,7 @@ is free, and steps execute in the order they were started.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from graphs.attention import KVCache, make_cache
@@ -147,7 +147,7 @@ class Runner:
         """Versions and device words that the bits of a run may depend on."""
         return {
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
         }

@@ -24,6 +24,7 @@ from xla_engine.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
 
+_CHUNKS = 2.5  # of the probe's prompt: keys enough to be summed in another order
 _SAMPLES = 3  # of the probe: one by the prefill graph, the rest by decode
 _LEAST_NEIGHBOURS = 4
 _PROBE_PARAMS = SamplingParams(temperature=1.0, top_p=0.95, logprobs=0)
@@ -124,16 +125,16 @@ class _Prompt:
 
 
 class _Probe:
-    """One request over two chunks, and the neighbours it may have."""
+    """One request over some chunks, and the neighbours it may have. It fits into the smallest key bucket."""
 
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._draw = random.Random(0)
-        room = runner.context_length
+        room = min(runner.context_length, runner.bucket_choices[0])
         self._samples = min(_SAMPLES, room - 1)
-        chunk = runner.config.chunk_size
-        self._tokens = self._random_tokens(min(chunk + chunk // 2 + 1, room - self._samples))
+        length = int(_CHUNKS * runner.config.chunk_size)
+        self._tokens = self._random_tokens(min(length, room - self._samples))
         rows = runner.config.device_rows
         self._slots = (0, rows // 2, rows - 1)
 
@@ -142,41 +143,41 @@ class _Probe:
     ) -> tuple[list[str], list[str], list[str], list[str]]:
         """Differences between rows, between lane counts, between key buckets, between prefill and decode."""
         most, longest = lane_choices[-1], bucket_choices[-1]
-        fitting = [size for size in bucket_choices if size >= len(self._tokens) + self._samples]
         (alone,) = self._run(most, longest, [self._in_slot(0)])
-        crowd = {size: self._among_neighbours(most, size) for size in reversed(fitting)}
-        expected = crowd[longest]
+        probes, crowd = self._crowd(most)  # one crowd for all buckets: only the bucket differs
+        among = {size: self._run(most, size, crowd)[probes] for size in bucket_choices}
+        expected = among[longest]
         rows = [
-            f"slot {slot} among neighbours, slot 0 alone: {difference}"
+            f"slot {slot} among neighbours against slot 0 alone: {difference}"
             for slot, samples in zip(self._slots, expected, strict=True)
             for difference in _difference(samples, alone)
         ]
         buckets = [
-            f"slot {slot} with {size} keys, with {longest}: {difference}"
-            for size in fitting[:-1]
-            for slot, samples, same in zip(self._slots, crowd[size], expected, strict=True)
+            f"slot {slot} with {size} keys against {longest}: {difference}"
+            for size in bucket_choices[:-1]
+            for slot, samples, same in zip(self._slots, among[size], expected, strict=True)
             for difference in _difference(samples, same)
         ]
         lanes = [
-            f"slot {self._slots[-1]} in {count} lanes of {size} keys, in {most}: {difference}"
+            f"slot {self._slots[-1]} with {size} keys in {count} lanes against {most}: {difference}"
             for count in lane_choices[:-1]
-            for size in fitting
-            for difference in _difference(self._between_neighbours(count, size), crowd[size][-1])
+            for size in bucket_choices
+            for difference in _difference(self._between_neighbours(count, size), among[size][-1])
         ]
+        by_prefill = [*alone[:1], *self._by_prefill(most, longest, alone)]
         prefill = [
-            f"sample {index} by prefill, by decode: {difference}"
-            for index, sample in enumerate(self._by_prefill(most, longest, alone), 1)
-            for difference in _difference([sample], alone[index:])
+            f"by prefill against decode: {difference}" for difference in _difference(by_prefill, alone)
         ]
         return rows, lanes, buckets, prefill
 
-    def _among_neighbours(self, lanes: int, keys: int) -> list[list[Sample]]:
-        """The samples of the probe in each of its slots at once, among random neighbours."""
-        others = [slot for slot in range(self._runner.config.device_rows) if slot not in self._slots]
-        first, *rest = self._draw.sample(others, min(len(others), max(lanes, _LEAST_NEIGHBOURS)))
+    def _crowd(self, lanes: int) -> tuple[slice, list[_Prompt]]:
+        """The probe in each of its slots at once, among random neighbours that fill the last call; where it stands."""
         probes = [self._in_slot(slot) for slot in self._slots]
+        used = sum(1 for probe in probes for _ in self._chunks(probe)) + _LEAST_NEIGHBOURS
+        others = [slot for slot in range(self._runner.config.device_rows) if slot not in self._slots]
+        first, *rest = self._draw.sample(others, min(len(others), _LEAST_NEIGHBOURS + -used % lanes))
         prompts = [self._neighbour(first), *probes, *map(self._neighbour, rest)]
-        return self._run(lanes, keys, prompts)[1 : 1 + len(probes)]
+        return slice(1, 1 + len(probes)), prompts
 
     def _between_neighbours(self, lanes: int, keys: int) -> list[Sample]:
         """The first sample of the probe in its last slot, in lanes that neighbours share."""
@@ -187,6 +188,8 @@ class _Probe:
     def _by_prefill(self, lanes: int, keys: int, samples: Sequence[Sample]) -> list[Sample]:
         """Each sample after the first again, by prefilling the prompt and the samples before it."""
         sampled = tuple(sample.token_id for sample in samples[:-1])
+        if not sampled:
+            return []
         prompts = [self._in_slot(slot, sampled[: slot + 1], samples=1) for slot in range(len(sampled))]
         return [first for (first,) in self._run(lanes, keys, prompts)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 from xla_engine.engine import XlaBatchEngine
@@ -34,12 +35,12 @@ def ddmin(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T
     pieces = 2
     while len(rest) > 1:
         edges = [len(rest) * index // pieces for index in range(pieces + 1)]
-        parts = [rest[low:high] for low, high in zip(edges, edges[1:], strict=False)]
+        parts = [rest[low:high] for low, high in pairwise(edges)]
         smaller = next((part for part in parts if fails(part)), None)
         if smaller is not None:
             rest, pieces = smaller, 2
             continue
-        others = [rest[:low] + rest[high:] for low, high in zip(edges, edges[1:], strict=False)]
+        others = [rest[:low] + rest[high:] for low, high in pairwise(edges)]
         # Two parts are each other's complement: both were tried.
         smaller = next((other for other in others if fails(other)), None) if pieces > 2 else None
         if smaller is not None:
@@ -64,14 +65,15 @@ class ShrinkReport:
         """The report as text."""
         if self.record is None:
             return ["does not fail here: every request is the same alone and batched, from a blank cache"]
-        return [f"{_size(self.before)}, shrunk to", *self.describe(self.record), *self._ending()]
-
-    def describe(self, record: Record) -> list[str]:
-        return [f"{_size(record.schedule)} in {self.runs} runs", "", *describe(record)]
-
-    def _ending(self) -> Iterator[str]:
+        lines = [
+            f"before: {_size(self.before)}",
+            f"after:  {_size(self.record.schedule)}; {self.runs} runs",
+            "",
+            *describe(self.record),
+        ]
         if self.exhausted:
-            yield f"stopped after {self.runs} runs; more --max-runs may find a smaller one"
+            lines.append(f"stopped after {self.runs} runs; more --max-runs may find a smaller one")
+        return lines
 
 
 def shrink(
@@ -196,7 +198,7 @@ def _turns(trials: Trials) -> None:
     """A smaller lag, and everything as early as it goes."""
     trials.first_failing(replace(trials.smallest, lag=lag) for lag in range(trials.smallest.lag))
     actions = trials.smallest.actions
-    trials.first_failing([_shifted(trials.smallest, 0, actions[0].turn), _all_at_once(trials.smallest)])
+    trials.first_failing([_all_at_once(trials.smallest), _shifted(trials.smallest, 0, actions[0].turn)])
     for index in range(len(actions)):
         while trials.first_failing(_earlier(trials.smallest, index)):
             pass
@@ -403,7 +405,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _size(schedule: Schedule) -> str:
     cases = (*schedule.cases, *schedule.neighbours)
-    turns = 1 + max((action.turn for action in schedule.actions), default=-1)
+    last = max((action.turn for action in schedule.actions), default=0)
     prompts = sum(len(case.prompt_token_ids) for case in cases)
     caps = sum(case.params.max_tokens for case in cases)
-    return f"{len(cases)} requests arriving over {turns} turns, {prompts} prompt tokens, {caps} new tokens at most"
+    return f"{len(cases)} requests, last action in turn {last}, {prompts} prompt tokens, {caps} new at most"

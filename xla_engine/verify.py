@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.outputs import CompletionOutput
+from xla_engine.record import RecordKeeper
 from xla_engine.schedule import Action, draw_cases, draw_schedule, run_alone, run_schedule
 
 
@@ -78,6 +80,7 @@ def verify(
     seed: int = 0,
     lags: Sequence[int] = (0, 1),
     progress: Callable[[str], None] | None = None,
+    keeper: RecordKeeper | None = None,
 ) -> VerifyReport:
     """Draw `requests` requests, run each alone and in one of `schedules` random schedules, and compare bits."""
     report = VerifyReport(requests=requests, schedules=schedules)
@@ -96,10 +99,11 @@ def verify(
     for result in alone.values():
         reason = str(result.finish_reason)
         report.finish_reasons[reason] = report.finish_reasons.get(reason, 0) + 1
+    run = run_schedule if keeper is None else partial(keeper.run, alone=alone)
     for schedule in range(schedules):
         dealt = cases[schedule::schedules]
         drawn = draw_schedule(dealt, f"{seed}/{schedule}", lag=lags[schedule % len(lags)])
-        batched = run_schedule(engine, drawn, on_action=count)
+        batched = run(engine, drawn, on_action=count)
         for case in dealt:
             compare(case.request_id, schedule, alone[case.request_id], batched[case.request_id], report)
             if progress is not None:
