@@ -21,7 +21,7 @@ from jax import lax
 from graphs.config import ModelConfig
 from graphs.sums import sum_last
 
-KEY_BLOCK = 256  # keys per block; cache lengths and key buckets are multiples of it (findings/006)
+KEY_BLOCK = 256  # keys per block; cache lengths and key buckets are multiples of it (findings/007)
 
 
 class LayerCache(NamedTuple):

@@ -4,7 +4,7 @@ Order: temperature, min-p, top-k, top-p, draw. Each row is a function of its own
 position; `lax.cond` only decides whether work that no row wants is skipped, never what a row gets.
 
 The draw inverts the cumulative distribution in vocabulary order with one uniform number per row, keyed by (seed,
-position): a tenth of the cost of Gumbel noise over the whole vocabulary (findings/004). Everything that runs over
+position): a quarter of the cost of Gumbel noise over the whole vocabulary (findings/004). Everything that runs over
 V works in blocks of 64 entries first, which XLA:CPU fuses into one pass.
 """
 

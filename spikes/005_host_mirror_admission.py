@@ -118,7 +118,7 @@ class Prefill:
 # %%
 def measure(batch: int, rounds: int) -> tuple[int, dict[str, Times]]:
     """Bytes of the cache and times of each way. Each way has its own cache: what `device_put` took from numpy
-    cannot be donated, so a device write that follows a mirror would pay for a copy."""
+    may be copied when donated, so a device write that follows a mirror could pay for that."""
     mirrored, written, prefilled = Cache(batch), Cache(batch), Cache(batch)
     new = prompt_kv()
     on_host = [(np.asarray(keys), np.asarray(values)) for keys, values in new]

@@ -27,12 +27,14 @@ TINY_ENGINE = EngineConfig(
 )
 
 
-def tiny_checkpoint(dtype: str = "bfloat16", *, eos: tuple[int, ...] = (0,)) -> Checkpoint:
+def tiny_checkpoint(
+    dtype: str = "bfloat16", *, eos: tuple[int, ...] = (0,), model: ModelConfig = TINY
+) -> Checkpoint:
     """A random two-layer model whose logits are far from flat."""
     return Checkpoint(
         path=Path("tiny"),
-        config=TINY,
-        weights=random_weights(TINY, dtype=dtype, seed=1, scale=0.3),
+        config=model,
+        weights=random_weights(model, dtype=dtype, seed=1, scale=0.3),
         eos_token_ids=eos,
         bos_token_id=None,
         dtype=dtype,
@@ -45,8 +47,10 @@ def make_engine() -> Iterator[Callable[..., XlaBatchEngine]]:
     """Engines of the tiny model with options of their own, closed at the end of the test."""
     engines: list[XlaBatchEngine] = []
 
-    def make(config: EngineConfig = TINY_ENGINE, dtype: str = "bfloat16") -> XlaBatchEngine:
-        engines.append(XlaBatchEngine(tiny_checkpoint(dtype), None, config))
+    def make(
+        config: EngineConfig = TINY_ENGINE, dtype: str = "bfloat16", model: ModelConfig = TINY
+    ) -> XlaBatchEngine:
+        engines.append(XlaBatchEngine(tiny_checkpoint(dtype, model=model), None, config))
         return engines[-1]
 
     yield make

@@ -88,8 +88,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM) -> Non
 def test_the_embedded_model_writes_python(llm: LLM) -> None:
     """Recognisable Python: most greedy completions of small functions compile as a whole or up to their last line."""
     prompts = [
-        f"def {name}:"
-        for name in ("get_name(self)", "is_valid(value)", "read(path)", "size(self)", "main()")
+        f"def {name}:" for name in ("get_name(self)", "is_valid(value)", "read(path)", "size(self)", "main()")
     ]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
     assert sum(_compiles(prompt + o.outputs[0].text) for prompt, o in zip(prompts, outputs, strict=True)) >= 3

@@ -129,10 +129,10 @@ def test_noise_keyed_by_the_step_is_caught_by_verify(
     assert report.differing_tokens > 0
 
 
-def in_four_parts(weights: jax.Array) -> jax.Array:
-    """`sum_last` over all keys at once, in four parts whatever the bucket: a longer bucket groups keys otherwise."""
+def in_sixteen_parts(weights: jax.Array) -> jax.Array:
+    """`sum_last` over all keys at once, in sixteen parts whatever the bucket: a longer one groups otherwise."""
     count, kv_heads, blocks, rows, _ = weights.shape  # [N, KV, J, R, block]
-    parts = weights.swapaxes(2, 3).reshape(count, kv_heads, rows, 4, -1)
+    parts = weights.swapaxes(2, 3).reshape(count, kv_heads, rows, 16, -1)
     total = sum_last(sum_last(parts)[..., 0])[:, :, None]  # [N, KV, 1, R, 1]
     return jnp.pad(total, ((0, 0), (0, 0), (0, blocks - 1), (0, 0), (0, 0)))
 
@@ -141,12 +141,12 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """Parts of fixed number instead of fixed size, as a split-KV kernel may have them."""
-    monkeypatch.setattr("graphs.attention.sum_last", in_four_parts)
+    monkeypatch.setattr("graphs.attention.sum_last", in_sixteen_parts)
     engine = make_engine(replace(TINY_ENGINE, prefill_lanes=(2,)), dtype="float32")
     check = engine.self_check
     assert check is not None and check.row_invariant and not check.bucket_invariant
     assert verify(engine, requests=40, schedules=1, seed=13).ok, "the largest bucket alone keeps the law"
-    engine.runner.bucket_choices = (128, 256)
+    engine.runner.bucket_choices = engine.config.buckets(engine.max_model_len)
     report = verify(engine, requests=40, schedules=1, seed=13)
     assert report.differing_bits > 0
 

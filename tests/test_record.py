@@ -292,7 +292,8 @@ def test_missing_and_additional_steps_are_caught(tiny: XlaBatchEngine, honest: R
     count = len(honest.steps)
     report = replay(tiny, altered(honest, lambda data: data["steps"].pop()))
     assert report.difference is not None and report.difference.step == count - 1
-    report = replay(tiny, altered(honest, lambda data: data["steps"].append(data["steps"][-1])))
+    again = {"turn": honest.steps[-1].turn + 1, "read": count - 1, "hash": "0" * 12}
+    report = replay(tiny, altered(honest, lambda data: data["steps"].append(again)))
     assert report.difference is not None and report.difference.step == count
 
 

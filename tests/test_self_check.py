@@ -33,7 +33,7 @@ def test_an_honest_engine_passes(embedded: XlaBatchEngine) -> None:
     assert check.promise.startswith("level A: same bits")
     assert check.seconds > 0
     assert embedded.runner.lane_choices == (2, 8)
-    assert embedded.runner.bucket_choices == (256, 512)
+    assert embedded.runner.bucket_choices == embedded.config.buckets(embedded.max_model_len)
 
 
 def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
@@ -113,12 +113,13 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("xla_engine.self_check", logging.WARNING)
     assert check.differences[0] in record.getMessage()
+    buckets = engine.config.buckets(engine.max_model_len)
     assert engine.runner.lane_choices == ((8,) if flag == "lane_invariant" else (2, 8))
-    assert engine.runner.bucket_choices == ((256,) if flag == "bucket_invariant" else (128, 256))
+    assert engine.runner.bucket_choices == (buckets[-1:] if flag == "bucket_invariant" else buckets)
     report = verify(engine, requests=40, schedules=2, seed=8)
     assert report.ok, "\n".join(report.lines())
     # What the check bought: the same programs with every size in use.
-    engine.runner.lane_choices, engine.runner.bucket_choices = (2, 8), (128, 256)
+    engine.runner.lane_choices, engine.runner.bucket_choices = (2, 8), buckets
     assert not verify(engine, requests=40, schedules=2, seed=8).ok
 
 
@@ -134,4 +135,4 @@ def test_rows_that_differ_are_beyond_help_and_it_is_said(
     assert "against slot 0 alone: sample" in check.differences[0]
     (record,) = caplog.records
     assert "cannot be promised" in record.getMessage()
-    assert engine.runner.bucket_choices == (128, 256)
+    assert engine.runner.bucket_choices == engine.config.buckets(engine.max_model_len)

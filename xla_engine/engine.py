@@ -188,7 +188,11 @@ class XlaBatchEngine:
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
         ended, self._ended = self._ended, []
-        return [*touched.values(), *(request for request in ended if request.request_id not in touched)]
+        # By identity: an id may have been aborted and submitted again within one turn.
+        return [
+            *touched.values(),
+            *(request for request in ended if touched.get(request.request_id) is not request),
+        ]
 
     def _start_next(self) -> bool:
         """Plan and dispatch one step; False when there is nothing to dispatch."""

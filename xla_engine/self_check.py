@@ -206,7 +206,7 @@ class _Probe:
         settings = RowSettings(
             max_tokens=samples or self._samples,
             stop_token_ids=(),
-            params=self._draw.choice(_NEIGHBOUR_PARAMS),
+            params=_NEIGHBOUR_PARAMS[slot % len(_NEIGHBOUR_PARAMS)],
             seed=self._draw.getrandbits(64),
         )
         return _Prompt(slot=slot, tokens=self._random_tokens(length), settings=settings)

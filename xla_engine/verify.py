@@ -48,6 +48,7 @@ class VerifyReport:
     differing_tokens: int = 0
     differing_bits: int = 0
     compiles_after_warmup: int = 0
+    start_up_check: str = "not run"
     divergences: list[Divergence] = field(default_factory=list)
 
     @property
@@ -66,6 +67,7 @@ class VerifyReport:
             f"differing tokens           {self.differing_tokens}",
             f"differing logprob bits     {self.differing_bits}",
             f"compiles after warm-up     {self.compiles_after_warmup}",
+            f"start-up check             {self.start_up_check}",
         ]
         lines.extend(f"  {divergence}" for divergence in self.divergences[:20])
         lines.append("same bits alone and batched" if self.ok else "NOT the same bits alone and batched")
@@ -84,6 +86,8 @@ def verify(
 ) -> VerifyReport:
     """Draw `requests` requests, run each alone and in one of `schedules` random schedules, and compare bits."""
     report = VerifyReport(requests=requests, schedules=schedules)
+    if engine.self_check is not None:
+        report.start_up_check = engine.self_check.promise
     cases = draw_cases(engine, requests, seed)
     before = engine.stats().compiles_after_warmup
 
