@@ -22,7 +22,7 @@ from jax import lax
 from graphs import attention, layers, sampling
 from graphs.layers import rms_norm
 from graphs.model import ModelSpec
-from graphs.sums import sum_last
+from graphs.sums import sum_first, sum_last
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -261,7 +261,8 @@ OVER_VOCABULARY: dict[str, Sum] = {
     "token_logprob (the code)": lambda x: sampling.token_logprob(x, jnp.zeros(x.shape[1], jnp.int32)),
     "draw: block totals (the code)": lambda x: jnp.sum(sampling._blocks(_relative(x), 0.0), axis=1),
     "draw: cumulative sums (the code)": lambda x: sampling._cumulative(_relative(x)),
-    "top-p: sum over 128 candidates (the code)": lambda x: jnp.sum(_relative(x)[:128], axis=0),
+    "top-p: jnp.sum over 128 candidates": lambda x: jnp.sum(_relative(x)[:128], axis=0),
+    "top-p: sum_first over 128 candidates (the code)": lambda x: sum_first(_relative(x)[:128]),
 }
 
 
