@@ -265,8 +265,8 @@ def verify(
     turns. Tokens and log-probability bits of each request must be the same among peers as alone in the same
     engine. Prints what was compared and the differences.
 
-    That is level A, promised everywhere. Level B (--against config) holds bit for bit on CPUs in bfloat16 as far
-    as we know; elsewhere each first difference is printed with the gap between the two largest logits. Level C
+    That is level A, promised everywhere. Level B (--against config) is reported: on CPUs in bfloat16 tokens agree
+    and nearly all bits do; each first difference is printed with the gap between the two largest logits. Level C
     (--against transformers) compares tokens with an external implementation.
 
     \b
