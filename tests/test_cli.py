@@ -36,7 +36,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         fake.options = options  # type: ignore[attr-defined]
         yield fake
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli._common, "load_engine", load)
     return fake
 
 
@@ -209,7 +209,7 @@ def test_a_bad_model_leaves_old_results_alone(tmp_path: Path, monkeypatch: pytes
     def load(options: Any, *, show: bool) -> Any:
         raise CheckpointError("config.json: no such file")
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli._common, "load_engine", load)
     (tmp_path / "out.jsonl").write_bytes(b"precious")
     source = tmp_path / "in.jsonl"
     source.write_bytes(prompts(1))
@@ -224,7 +224,7 @@ def test_ctrl_c_while_loading_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def load(options: Any, *, show: bool) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli._common, "load_engine", load)
     result, _ = run_file(tmp_path, prompts(1))
     assert result.exit_code == 130 and "interrupted" in result.stderr
     assert not (tmp_path / "out.jsonl").exists()
@@ -294,9 +294,12 @@ def test_version() -> None:
 
 def test_help_does_not_wait_for_jax() -> None:
     code = (
-        "import sys, xla_engine.cli; sys.exit(any(n in sys.modules for n in ('jax', 'numpy', 'tokenizers')))"
+        "import sys; from xla_engine.cli import main; main(['--help'], standalone_mode=False); "
+        "sys.exit(any(n in sys.modules for n in ('jax', 'numpy', 'tokenizers')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Complete a file of requests." in result.stdout
 
 
 # -- the whole thing, in its own process ---------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_two_runs_of_one_file_compare_equal(
     def load(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
         yield tiny
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli._common, "load_engine", load)
     requests = [
         {"custom_id": f"id-{index}", "prompt": [index + 1, 7, 9], "max_tokens": 6, "seed": index}
         for index in range(12)

@@ -365,7 +365,7 @@ def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
         asked.append(options)
         yield tiny
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli._common, "load_engine", load)
     return asked
 
 

@@ -159,7 +159,7 @@ def test_command_line(
     def load(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
         yield served[0]
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli._common, "load_engine", load)
     big, small = tmp_path / "big.json", tmp_path / "small.json"
     verified = CliRunner().invoke(
         cli.main, ["verify", "--requests", "35", "--seed", "4", "--record", str(big)]

@@ -1,0 +1,53 @@
+"""The command line: `xla-engine COMMAND`. Each module here without a leading underscore is the command of its name.
+
+Command modules are imported when they are asked for, and import jax and the engine inside their functions, so that
+help and a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from xla_engine import __version__
+from xla_engine.cli._common import INTERRUPTED
+
+
+class _Commands(click.Group):
+    """The commands are the modules of this package: `some_name.py` defines the click command `some_name`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        names = (module.name for module in pkgutil.iter_modules(__path__))
+        return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"{__name__}.{name}"), name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Ctrl-C has an exit status of its own; click's is 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="xla-engine")
+def main() -> None:
+    """Batch engine for language models on JAX/XLA: the same bits, whatever the batch.
+
+    \b
+    xla-engine run examples/requests.jsonl -o out.jsonl
+
+    Without --model the small model that ships with the package is used; it writes Python. Each command
+    explains itself with --help.
+    """

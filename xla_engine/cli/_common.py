@@ -1,0 +1,79 @@
+"""What the commands share: exit statuses, the options that name a model, loading it, errors before the start."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.errors import XlaEngineError
+from xla_engine.progress import counting
+
+if TYPE_CHECKING:
+    from xla_engine.engine import XlaBatchEngine
+
+SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses beside 0
+
+
+class NotStarted(click.ClickException):
+    """Nothing ran; the message says why."""
+
+    exit_code = NOT_STARTED
+
+
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that loads a model: the directory and `EngineConfig` fields."""
+    options = (
+        click.option(
+            "--model", metavar="DIR", help="Hugging Face model directory.  [default: embedded model]"
+        ),
+        click.option("--max-num-seqs", type=click.IntRange(1), default=16, help="Requests decoded together."),
+        click.option(
+            "--max-model-len",
+            type=click.IntRange(2),
+            help="Prompt plus generated tokens of a request at most.  [default: the model's, at most 2048]",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "bfloat16", "float32"]),
+            default="auto",
+            help="Type of weights and activations; auto is the checkpoint's.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Whatever keeps a command from starting becomes one line and exit status 2."""
+    try:
+        yield
+    except OSError as error:
+        raise NotStarted(os_message(error)) from error
+    except XlaEngineError as error:
+        raise NotStarted(f"{error.code}: {error}") from error
+    except (RuntimeError, MemoryError) as error:  # XLA raises RuntimeErrors, for lack of memory among others
+        raise NotStarted(f"the engine could not start: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    from xla_engine.config import EngineConfig
+    from xla_engine.engine import XlaBatchEngine
+
+    fields = {name: value for name, value in options.items() if name != "model"}
+    with counting("compiled", sys.stderr if show else io.StringIO()) as count:
+        engine = XlaBatchEngine.from_pretrained(options["model"], EngineConfig(**fields), progress=count)
+    with engine:
+        yield engine
+
+
+def os_message(error: OSError, path: str | None = None) -> str:
+    name = error.filename or path
+    return f"{name}: {error.strerror or error}" if name else str(error)

@@ -1,0 +1,27 @@
+"""What `replay` and `shrink` share: a record, and an engine like the one it was made on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from xla_engine.cli import _common
+
+if TYPE_CHECKING:
+    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.record import Record
+
+
+def load_record(
+    stack: contextlib.ExitStack, path: str, model: str | None, *, force: bool
+) -> tuple[Record, XlaBatchEngine]:
+    """A record, and an engine with its options on its model, or on `model`."""
+    from dataclasses import asdict
+
+    from xla_engine.record import read_record
+    from xla_engine.replay import engine_config
+
+    record = read_record(path)
+    config = asdict(engine_config(record, force=force))
+    options = {"model": record.model_path if model is None else model, **config}
+    return record, stack.enter_context(_common.load_engine(options, show=True))

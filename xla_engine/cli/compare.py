@@ -1,0 +1,29 @@
+"""`xla-engine compare`: two result files."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from xla_engine.cli import _common
+from xla_engine.fingerprint import compare_files
+
+
+@click.command(short_help="Compare two result files.")
+@click.argument("a", metavar="A.jsonl")
+@click.argument("b", metavar="B.jsonl")
+def compare(a: str, b: str) -> None:
+    """Compare the results of two runs, matched by custom_id: tokens and log-probability bits.
+
+    With `xla-engine run --fingerprint` the lines carry hashes of both and a fingerprint of model, options, jax and
+    device. Without, token ids are compared where "logprobs": 0 put them into the lines, and else the text.
+
+    \b
+    Exit status: 0 the same, 1 a difference, 2 a file could not be read.
+    """
+    with _common.starting():
+        report = compare_files(a, b)
+    click.echo("\n".join(report.lines()))
+    if not report.ok:
+        sys.exit(_common.SOME_FAILED)

@@ -1,0 +1,50 @@
+"""`xla-engine shrink`: a failing record made small."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import click
+
+from xla_engine.cli import _common, _records
+from xla_engine.progress import counting
+
+
+@click.command(short_help="Reduce a failing record to a small one.", context_settings={"show_default": True})
+@click.argument("record_path", metavar="FILE")
+@click.option("-o", "--output", "output_path", metavar="SMALLER", required=True, help="The small record.")
+@click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
+@click.option("--max-runs", type=click.IntRange(1), default=1000, help="Batched runs at most.")
+@click.option("--force", is_flag=True, help="Shrink on another model, version or device all the same.")
+def shrink(record_path: str, output_path: str, model: str | None, max_runs: int, force: bool) -> None:
+    """Reduce a record in which a request differs from its alone-run to a small one that still does.
+
+    Leaves out requests, aborts and turns, shortens prompts and outputs and makes sampling plainer as long as some
+    request differs between alone and batched; then prints the schedule turn by turn.
+
+    \b
+    Exit status: 0 a failing record was written, 1 the failure does not show, 2 refused or could not start.
+
+    \b
+    Example:
+      xla-engine verify --record failing.json
+      xla-engine shrink failing.json -o small.json
+    """
+    with contextlib.ExitStack() as stack:
+        with _common.starting():
+            record, engine = _records.load_record(stack, record_path, model, force=force)
+            from xla_engine import shrink as smaller
+            from xla_engine.record import write_record
+            from xla_engine.replay import check_identity
+
+            if not force:
+                check_identity(engine, record)
+        count = stack.enter_context(counting("runs", sys.stderr))
+        with _common.starting():
+            report = smaller.shrink(engine, record.schedule, max_runs=max_runs, progress=count)
+            if report.record is not None:
+                write_record(output_path, report.record)
+    click.echo("\n".join(report.lines()))
+    if report.record is None:
+        sys.exit(_common.SOME_FAILED)
