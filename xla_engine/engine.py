@@ -14,18 +14,17 @@ from pathlib import Path
 
 from graphs.inventory import GraphReport
 from scheduler import FinishReason, Plan, Request, Scheduler, SchedulerConfig, Snapshot, TokenEvent
+from xla_engine.admission import Admission
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
-from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.live import LiveRequest
 from xla_engine.metrics import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner import InFlight, RowSettings, Runner
-from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.sampling_params import SamplingParams
 from xla_engine.self_check import SelfCheck, run_self_check
 from xla_engine.tokenizer import Tokenizer
-
-_NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this
 
 
 class XlaBatchEngine:
@@ -67,6 +66,12 @@ class XlaBatchEngine:
                 max_num_batched_tokens=self.config.token_budget,
                 max_waiting=self.config.max_waiting,
             )
+        )
+        self.admission = Admission(
+            vocab_size=checkpoint.config.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+            max_model_len=self.runner.context_length,
+            tokenizer=tokenizer,
         )
         self._live: dict[str, LiveRequest] = {}
         self._settings: dict[str, RowSettings] = {}
@@ -117,9 +122,8 @@ class XlaBatchEngine:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
-        token_ids = self._token_ids(prompt)
-        self._check_limits(token_ids, params)
-        stop_ids = self._stop_token_ids(params)
+        token_ids = self.admission.token_ids(prompt, params)
+        stop_ids = self.admission.stop_token_ids(params)
         self.scheduler.submit(
             Request(
                 request_id=request_id,
@@ -307,60 +311,6 @@ class XlaBatchEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- validation -------------------------------------------------------------------------------------------
-
-    def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
-            self._check_text(prompt, self.tokenizer)
-            token_ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            token_ids = tuple(prompt)
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; give at least one token")
-        vocabulary = self.checkpoint.config.vocab_size
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
-                raise InvalidRequestError(
-                    f"prompt token id {token_id!r} is not an integer in 0..{vocabulary - 1}, the model's vocabulary"
-                )
-        return token_ids
-
-    def _check_text(self, prompt: str, tokenizer: Tokenizer) -> None:
-        """Refuse text that cannot fit before spending seconds on tokenising it.
-
-        No token is spelled longer than `longest_token`; normalisers may shorten text, hence the factor.
-        """
-        bound = _NORMALISER_SLACK * tokenizer.longest_token * self.max_model_len
-        if len(prompt) > bound:
-            raise TokenLimitError(
-                f"the prompt has {len(prompt)} characters; no text of more than {bound} can fit into max_model_len "
-                f"{self.max_model_len} tokens: shorten it or raise max_model_len"
-            )
-
-    def _check_limits(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        total = len(token_ids) + params.max_tokens
-        if total > self.max_model_len:
-            raise TokenLimitError(
-                f"prompt ({len(token_ids)} tokens) plus max_tokens ({params.max_tokens}) is {total}, more than "
-                f"max_model_len {self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
-            )
-
-    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-        vocabulary = self.checkpoint.config.vocab_size
-        for token_id in stop_ids:
-            if token_id >= vocabulary:
-                raise InvalidRequestError(f"stop token id {token_id} is not in 0..{vocabulary - 1}")
-        if len(stop_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"{len(stop_ids)} stop ids with the model's {len(eos)} eos ids; at most {MAX_STOP_TOKEN_IDS}: "
-                "give fewer stop_token_ids or set ignore_eos"
-            )
-        return stop_ids
 
     def seed_of(self, request_id: str, params: SamplingParams) -> int:
         """A request's 64-bit noise key: its own seed, else one drawn from the engine's seed and the request's id."""

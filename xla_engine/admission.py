@@ -1,0 +1,88 @@
+"""Whether a model can run a request at all: every limit of model and engine, checked without the device.
+
+The engine asks before it queues a request, and a dry run asks without having an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xla_engine.errors import InvalidRequestError, TokenLimitError
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.tokenizer import Tokenizer
+
+_NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The limits of one model in one engine.
+
+    vocab_size, eos_token_ids: the model's. max_model_len: tokens of a request at most, prompt and generated.
+    tokenizer: None where prompts can only be token ids.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    tokenizer: Tokenizer | None
+
+    def token_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        """The prompt's token ids. Raises InvalidRequestError, or TokenLimitError where it does not fit."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
+            self._check_characters(prompt, self.tokenizer)
+            token_ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            self._check_length(len(prompt), params)
+            token_ids = tuple(prompt)
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; give at least one token")
+        for token_id in token_ids:
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, int)
+                or not 0 <= token_id < self.vocab_size
+            ):
+                raise InvalidRequestError(
+                    f"prompt token id {token_id!r} is not an integer in 0..{self.vocab_size - 1}, "
+                    "the model's vocabulary"
+                )
+        self._check_length(len(token_ids), params)
+        return token_ids
+
+    def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Every id that ends the request, the model's eos ids first. Raises InvalidRequestError."""
+        eos = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        for token_id in stop_ids:
+            if token_id >= self.vocab_size:
+                raise InvalidRequestError(f"stop token id {token_id} is not in 0..{self.vocab_size - 1}")
+        if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"{len(stop_ids)} stop ids with the model's {len(eos)} eos ids; at most {MAX_STOP_TOKEN_IDS}: "
+                "give fewer stop_token_ids or set ignore_eos"
+            )
+        return stop_ids
+
+    def _check_characters(self, prompt: str, tokenizer: Tokenizer) -> None:
+        """Refuse text that cannot fit before spending seconds on tokenising it.
+
+        No token is spelled longer than `longest_token`; normalisers may shorten text, hence the factor.
+        """
+        bound = _NORMALISER_SLACK * tokenizer.longest_token * self.max_model_len
+        if len(prompt) > bound:
+            raise TokenLimitError(
+                f"the prompt has {len(prompt)} characters; no text of more than {bound} can fit into max_model_len "
+                f"{self.max_model_len} tokens: shorten it or raise max_model_len"
+            )
+
+    def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
+        total = prompt_tokens + params.max_tokens
+        if total > self.max_model_len:
+            raise TokenLimitError(
+                f"prompt ({prompt_tokens} tokens) plus max_tokens ({params.max_tokens}) is {total}, more than "
+                f"max_model_len {self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            )
