@@ -146,7 +146,7 @@ class XlaBatchEngine:
             params,
             None if self.tokenizer is None else self.tokenizer.incremental(params.skip_special_tokens),
             hidden_stop_ids=frozenset(stop_ids),
-            eos_ids=frozenset(self.checkpoint.eos_token_ids),
+            eos_ids=frozenset(self.admission.eos_token_ids),
             now=time.monotonic(),
         )
         return request_id
