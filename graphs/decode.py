@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from graphs.attention import KVCache, attend_decode
+from graphs.attention import KVCache
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT
 from graphs.rows import Rows, pack_samples, remaining_after
@@ -30,14 +30,16 @@ def decode_step(
     """
     live = scheduled & (rows.remaining > 0)
     model = spec.merge(weights)
+    angles = rope[rows.length]  # [B, 2, Dh/2]
     updated: KVCache = list(cache)
 
     def attend(index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        updated[index], out = attend_decode(
+        updated[index], out = spec.attention.attend_decode(
             cache[index],
             q,
             k,
             v,
+            rope=angles,
             length=rows.length,
             live=live,
             key_length=key_length,
@@ -45,7 +47,7 @@ def decode_step(
         )
         return out
 
-    hidden = model.hidden(rows.token, rope[rows.length], attend, WEIGHT_LEFT)
+    hidden = model.hidden(rows.token, attend, WEIGHT_LEFT)
     logits = model.logits(hidden)  # [V, B]
     token, logprob = sample(logits, rows.sampling, rows.length + 1)
     advanced = Rows(

@@ -19,8 +19,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def apply_rope(x: jax.Array, rope: jax.Array) -> jax.Array:
-    """Rotate `x [N, heads, Dh]` by `rope [N, 2, Dh/2]` (cosines, sines); half-split pairs as in Hugging Face Llama."""
-    cos, sin = rope[:, None, 0], rope[:, None, 1]  # [N, 1, Dh/2]
+    """Rotate `x [..., heads, Dh]` by `rope [..., 2, Dh/2]` (cosines, sines); half-split pairs as in Hugging Face."""
+    cos, sin = rope[..., None, 0, :], rope[..., None, 1, :]  # [..., 1, Dh/2]
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 

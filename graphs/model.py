@@ -13,12 +13,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from graphs.attention import Attention
+from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
-from graphs.layers import apply_rope, rms_norm
+from graphs.layers import rms_norm
 from graphs.projection import Projection, feature_major
 
-# (layer index, q [N, H, Dh], k [N, KV, Dh], v [N, KV, Dh]) -> [N, H, Dh]; float32 in, float32 out
+# (layer index, q [N, H, Dh], k [N, KV, Dh], v [N, KV, Dh], not yet rotated) -> [N, H, Dh]; float32 in and out
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+_XLA_ATTENTION = XlaAttention()
 
 
 class Layer(nnx.Module):
@@ -45,17 +50,18 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.head = _zeros((config.vocab_size, config.hidden_size), dtype)
 
-    def hidden(self, tokens: jax.Array, rope: jax.Array, attend: Attend, project: Projection) -> jax.Array:
-        """Final hidden states of `tokens [N]` with their rotary rows `rope [N, 2, Dh/2]`: float32 `[N, D]`.
+    def hidden(self, tokens: jax.Array, attend: Attend, project: Projection) -> jax.Array:
+        """Final hidden states of `tokens [N]`: float32 `[N, D]`.
 
-        `attend` owns the cache: it stores k and v wherever they belong and returns the attention output.
+        `attend` knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and
+        returns the attention output.
         `project` is the operand order that suits the graph.
         """
         eps = self.config.rms_norm_eps
         x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
         for index, layer in enumerate(self.layers):
             normed = rms_norm(x, layer.input_norm[...], eps)
-            q, k, v = self._heads(project.linear(layer.qkv[...], normed), rope)
+            q, k, v = self._heads(project.linear(layer.qkv[...], normed))
             out = attend(index, q, k, v).reshape(x.shape[0], -1)
             x = x + project.linear(layer.output[...], out)
             normed = rms_norm(x, layer.post_attention_norm[...], eps)
@@ -67,14 +73,14 @@ class Decoder(nnx.Module):
         head = self.embed if self.config.tie_word_embeddings else self.head
         return feature_major(head[...], hidden)
 
-    def _heads(self, qkv: jax.Array, rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Split the fused projection `[N, (H + 2 KV) Dh]` into heads and rotate q and k."""
+    def _heads(self, qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Split the fused projection `[N, (H + 2 KV) Dh]` into heads."""
         c = self.config
         heads = qkv.reshape(qkv.shape[0], -1, c.head_dim)
         q, k, v = jnp.split(
             heads, [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads], axis=1
         )
-        return apply_rope(q, rope), apply_rope(k, rope), v
+        return q, k, v
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
@@ -86,11 +92,12 @@ def _ones(size: int) -> nnx.Param[jax.Array]:
 
 
 class ModelSpec:
-    """A decoder without its weights: how to name, order and merge the flat leaves a graph receives."""
+    """What is static of a model: how to name, order and merge the flat leaves a graph receives, and how it attends."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Attention = _XLA_ATTENTION) -> None:
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.attention = attention
         abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
         self._graph, state = nnx.split(abstract)
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from graphs.attention import KVCache, attend_prefill, clear_values
+from graphs.attention import KVCache
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
 from graphs.rows import Rows, SamplingRows, pack_samples, remaining_after
@@ -55,13 +55,16 @@ def prefill_chunk(
     count, width = lanes.tokens.shape
     model = spec.merge(weights)
     updated: KVCache = list(cache)
+    position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[0] - 1)
+    angles = rope[position]  # [P, T, 2, Dh/2]
     fresh = (lanes.count > 0) & (lanes.start == 0)
 
     def attend(index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         by_lane = [x.reshape(count, width, *x.shape[1:]) for x in (q, k, v)]
-        updated[index], out = attend_prefill(
-            clear_values(cache[index], lanes.slot, fresh),
+        updated[index], out = spec.attention.attend_prefill(
+            spec.attention.clear_values(cache[index], lanes.slot, fresh),
             *by_lane,
+            rope=angles,
             slot=lanes.slot,
             start=lanes.start,
             count=lanes.count,
@@ -70,10 +73,7 @@ def prefill_chunk(
         )
         return out.reshape(q.shape)
 
-    position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[0] - 1)
-    hidden = model.hidden(
-        lanes.tokens.reshape(-1), rope[position.reshape(-1)], attend, ROWS_LEFT
-    )  # [P * T, D]
+    hidden = model.hidden(lanes.tokens.reshape(-1), attend, ROWS_LEFT)  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)

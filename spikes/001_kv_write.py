@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention
-from graphs.attention import KVCache, clear_values, make_cache
+from graphs import attention_xla
+from graphs.attention import KVCache
 from graphs.inventory import Inventory, Program
 from graphs.model import ModelSpec
 from spikes.timing import (
@@ -80,7 +80,7 @@ def one_hot(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Arr
 
 
 FORMS: dict[str, Write] = {
-    "scatter, unique_indices, drop (the code)": attention._scatter,
+    "scatter, unique_indices, drop (the code)": attention_xla._scatter,
     "scatter, indices may repeat": scatter,
     "vmap of dynamic_update_slice": vmap_update,
     "loop of dynamic_update_slice": loop_update,
@@ -97,7 +97,7 @@ def whole_buffer_work(text: str, shape: tuple[int, ...]) -> int:
 
 # %% Milliseconds, memory and whole-buffer work of each form
 def build(rows: int, form: Write, dtype: jnp.dtype, positions: int = POSITIONS) -> DecodeStep:
-    with mock.patch.object(attention, "_scatter", form):
+    with mock.patch.object(attention_xla, "_scatter", form):
         return DecodeStep(
             spec,
             weights,
@@ -136,7 +136,7 @@ for rows in (8, 32):
     print(markdown_table(header, table))
 
 # %% Stale NaN in V: a select over V in every step, or V of a slot zeroed once when it is handed over
-plain_attention = attention._attention
+plain_attention = attention_xla._attention
 
 
 def guarded_attention(
@@ -148,14 +148,14 @@ def guarded_attention(
 
 
 def clear_all(cache: KVCache, slot: jax.Array, fresh: jax.Array) -> KVCache:
-    return [clear_values(layer, slot, fresh) for layer in cache]
+    return [spec.attention.clear_values(layer, slot, fresh) for layer in cache]
 
 
 class Clear:
     """`clear_values` over all layers as a program of its own, on a donated cache."""
 
     def __init__(self, rows: int, lanes: int, fresh: int) -> None:
-        self.cache = make_cache(spec.config, rows, POSITIONS, spec.dtype)
+        self.cache = spec.attention.make_cache(spec.config, rows, POSITIONS, spec.dtype)
         self.slot = jnp.arange(lanes, dtype=jnp.int32)
         self.fresh = jnp.arange(lanes) < fresh
         self.inventory = Inventory()
@@ -169,11 +169,11 @@ class Clear:
 
 for rows in (8, 32):
     bfloat16 = jnp.dtype(jnp.bfloat16)
-    plain = build(rows, attention._scatter, bfloat16)
-    short = build(rows, attention._scatter, bfloat16, KEY_LENGTH)
-    with mock.patch.object(attention, "_attention", guarded_attention):
-        guarded = build(rows, attention._scatter, bfloat16)
-        short_guarded = build(rows, attention._scatter, bfloat16, KEY_LENGTH)
+    plain = build(rows, attention_xla._scatter, bfloat16)
+    short = build(rows, attention_xla._scatter, bfloat16, KEY_LENGTH)
+    with mock.patch.object(attention_xla, "_attention", guarded_attention):
+        guarded = build(rows, attention_xla._scatter, bfloat16)
+        short_guarded = build(rows, attention_xla._scatter, bfloat16, KEY_LENGTH)
     forms: dict[str, Callable[[], object]] = {
         f"decode step, cache of {KEY_LENGTH}, no select over V (the code)": short,
         f"decode step, cache of {KEY_LENGTH}, select over V": short_guarded,
@@ -197,7 +197,7 @@ for rows in (8, 32):
 # %% A cache longer than the bucket of keys attended to: is its front read where it lies?
 for rows in (8, 32):
     steps = {
-        f"cache of {positions}": build(rows, attention._scatter, jnp.dtype(jnp.bfloat16), positions)
+        f"cache of {positions}": build(rows, attention_xla._scatter, jnp.dtype(jnp.bfloat16), positions)
         for positions in (KEY_LENGTH, POSITIONS, 4 * POSITIONS)
     }
     times = interleave(steps, rounds)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import LayerCache, attend_decode, make_cache
+from graphs.attention import LayerCache
 from graphs.decode import decode_step
 from graphs.layers import rms_norm
 from graphs.model import Decoder, ModelSpec
@@ -68,12 +68,13 @@ def one_layer(
 ) -> tuple[jax.Array, LayerCache]:
     """The body of `Decoder.hidden` with a layer's leaves passed in: x `[B, D]`."""
     eps = SMOLLM2_135M.rms_norm_eps
-    q, k, v = model._heads(WEIGHT_LEFT.linear(weights["qkv"], rms_norm(x, weights["input_norm"], eps)), rope)
-    layer, out = attend_decode(
+    q, k, v = model._heads(WEIGHT_LEFT.linear(weights["qkv"], rms_norm(x, weights["input_norm"], eps)))
+    layer, out = spec.attention.attend_decode(
         layer,
         q,
         k,
         v,
+        rope=rope,
         length=length,
         live=jnp.ones(length.shape, bool),
         key_length=key_length,
@@ -141,7 +142,7 @@ for rows in (8, 32):
         if form is None:
             steps[name] = DecodeStep(spec, weights, rows=rows, function=decode_step, **shape)
             continue
-        layers = make_cache(SMOLLM2_135M, rows, POSITIONS, spec.dtype)
+        layers = spec.attention.make_cache(SMOLLM2_135M, rows, POSITIONS, spec.dtype)
         cache = LayerCache(*(jnp.stack(parts) for parts in zip(*layers, strict=True)))
         steps[name] = DecodeStep(spec, stacked, rows=rows, cache=cache, function=form, **shape)
     times = interleave(steps, rounds)

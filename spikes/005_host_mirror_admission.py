@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import KVCache, LayerCache, make_cache
+from graphs.attention import KVCache, LayerCache
 from graphs.layers import rope_table
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
@@ -33,6 +33,7 @@ POSITIONS = 512  # per slot
 PROMPT = 128
 CHUNK = 32
 LANES = PROMPT // CHUNK
+SPEC = ModelSpec(SMOLLM2_135M, jnp.dtype(jnp.bfloat16))
 
 
 # %%
@@ -41,7 +42,7 @@ class Cache:
 
     def __init__(self, batch: int) -> None:
         self.device: KVCache = jax.block_until_ready(
-            make_cache(SMOLLM2_135M, batch, POSITIONS, jnp.dtype(jnp.bfloat16))
+            SPEC.attention.make_cache(SMOLLM2_135M, batch, POSITIONS, SPEC.dtype)
         )
         self.batch = batch
         self._next = 0
@@ -89,11 +90,10 @@ class Prefill:
     """The engine's prefill call of one whole prompt: the model's work, the slot's write and the first token."""
 
     def __init__(self, batch: int) -> None:
-        spec = ModelSpec(SMOLLM2_135M, jnp.dtype(jnp.bfloat16))
-        self._weights = jax.device_put(spec.flatten(random_weights(SMOLLM2_135M, dtype="bfloat16")))
+        self._weights = jax.device_put(SPEC.flatten(random_weights(SMOLLM2_135M, dtype="bfloat16")))
         self._rope = jax.device_put(rope_table(SMOLLM2_135M, POSITIONS))
         self._rows = make_rows(batch, MAX_STOP_TOKEN_IDS)
-        step = functools.partial(prefill_chunk, spec, 256, 8)
+        step = functools.partial(prefill_chunk, SPEC, 256, 8)
         self._call = jax.jit(step, donate_argnums=(2,))
 
     def admit(self, cache: Cache) -> None:

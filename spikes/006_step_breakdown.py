@@ -24,9 +24,9 @@ import numpy as np
 from jax.lax import optimization_barrier as barrier
 
 from graphs import sampling
-from graphs.attention import KVCache, LayerCache, attend_decode, make_cache
+from graphs.attention import KVCache, LayerCache
 from graphs.decode import decode_step
-from graphs.layers import rope_table
+from graphs.layers import apply_rope, rope_table
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT, feature_major
 from graphs.rows import Rows, make_rows
@@ -61,27 +61,27 @@ def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float
 
 # %%
 def _hidden(
-    arrays: Arrays, attend: Callable[[KVCache, int, Any, Any, Any], Any]
+    arrays: Arrays, attend: Callable[[KVCache, jax.Array, int, Any, Any, Any], Any]
 ) -> tuple[KVCache, jax.Array]:
     """The decoder's hidden states `[B, D]` with an attention of our choice."""
     rows, cache = arrays["rows"], list(arrays["cache"])
     model = SPEC.merge(arrays["weights"])
-    hidden = model.hidden(
-        rows.token, arrays["rope"][rows.length], functools.partial(attend, cache), WEIGHT_LEFT
-    )
+    angles = arrays["rope"][rows.length]
+    hidden = model.hidden(rows.token, functools.partial(attend, cache, angles), WEIGHT_LEFT)
     return cache, hidden
 
 
-def _attend(cache: KVCache, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+def _attend(cache: KVCache, rope: jax.Array, index: int, q: Any, k: Any, v: Any) -> jax.Array:
     live = jnp.ones(q.shape[0], bool)
     length = jnp.full(q.shape[0], LENGTH, jnp.int32)
-    cache[index], out = attend_decode(
-        cache[index], q, k, v, length=length, live=live, key_length=KEYS, compute_dtype=SPEC.dtype
+    cache[index], out = SPEC.attention.attend_decode(
+        cache[index], q, k, v, rope=rope, length=length, live=live, key_length=KEYS, compute_dtype=SPEC.dtype
     )
     return out
 
 
-def _write_only(cache: KVCache, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+def _write_only(cache: KVCache, rope: jax.Array, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+    q, k = apply_rope(q, rope), apply_rope(k, rope)
     row, length = jnp.arange(q.shape[0]), jnp.full(q.shape[0], LENGTH, jnp.int32)
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
@@ -91,7 +91,8 @@ def _write_only(cache: KVCache, index: int, q: Any, k: Any, v: Any) -> jax.Array
     return q
 
 
-def _nothing(cache: KVCache, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+def _nothing(cache: KVCache, rope: jax.Array, index: int, q: Any, k: Any, v: Any) -> jax.Array:
+    q, k = apply_rope(q, rope), apply_rope(k, rope)
     return q + jnp.tile(k + v, (1, CONFIG.query_groups, 1))
 
 
@@ -174,7 +175,7 @@ class Device:
             "hidden": jnp.ones((batch, CONFIG.hidden_size), jnp.float32),
             "logits": jax.random.normal(jax.random.key(0), (CONFIG.vocab_size, batch), jnp.float32),
         }
-        self.cache = make_cache(CONFIG, batch, KEYS, SPEC.dtype)
+        self.cache = SPEC.attention.make_cache(CONFIG, batch, KEYS, SPEC.dtype)
         self.kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
 
     def program(self, part: Part, *, ahead: bool = False) -> Callable[[], None]:

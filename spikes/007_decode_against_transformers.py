@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import make_cache
 from graphs.decode import decode_step
 from graphs.layers import rope_table
 from graphs.model import ModelSpec
@@ -115,7 +114,7 @@ def bare_step(checkpoint: Checkpoint, batch: int) -> Callable[[], Turn]:
     rope = jax.device_put(rope_table(checkpoint.config, CONTEXT))
     live = jax.device_put(np.arange(rows) < batch)
     step = jax.jit(functools.partial(decode_step, spec, CONTEXT), donate_argnums=(2, 3))
-    cache = make_cache(checkpoint.config, rows, CONTEXT, jnp.dtype(jnp.bfloat16))
+    cache = spec.attention.make_cache(checkpoint.config, rows, CONTEXT, jnp.dtype(jnp.bfloat16))
     idle = make_rows(rows, MAX_STOP_TOKEN_IDS)
     compiled = step.lower(weights, rope, cache, idle, live).compile()
     state: dict[str, Any] = {"cache": cache}

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention, layers, sampling
+from graphs import attention_xla, layers, sampling
+from graphs.attention import KEY_BLOCK
 from graphs.layers import rms_norm
 from graphs.model import ModelSpec
 from graphs.sums import sum_first, sum_last
@@ -101,7 +102,7 @@ HEADS = {  # H, KV, Dh
 }
 LENGTHS = {100: (256, 512, 1024), 400: (512, 1024, 2048)}  # most keys seen: buckets
 Attention = Callable[..., jax.Array]
-blocks = functools.partial(attention._attention, keys_left=True)  # as in decode
+blocks = functools.partial(attention_xla._attention, keys_left=True)  # as in decode
 
 
 def plain(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool) -> jax.Array:
@@ -122,14 +123,14 @@ def plain(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, 
 def blocks_plain_sum(
     q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool
 ) -> jax.Array:
-    with mock.patch.object(attention, "sum_last", plain_sum_last):
+    with mock.patch.object(attention_xla, "sum_last", plain_sum_last):
         return blocks(q, keys, values, visible)
 
 
-CODE = f"blocks of {attention.KEY_BLOCK}, sum_last (the code)"
+CODE = f"blocks of {KEY_BLOCK}, sum_last (the code)"
 ATTENTIONS: dict[str, Attention] = {
     "one softmax, jnp.sum": plain,
-    f"blocks of {attention.KEY_BLOCK}, jnp.sum": blocks_plain_sum,
+    f"blocks of {KEY_BLOCK}, jnp.sum": blocks_plain_sum,
     CODE: blocks,
 }
 
@@ -297,14 +298,14 @@ def replaced(*targets: tuple[object, str, object]) -> Iterator[None]:
 NORMS = ((layers, "sum_last", plain_sum_last),)
 SUMMED = (
     *NORMS,
-    (attention, "sum_last", plain_sum_last),
+    (attention_xla, "sum_last", plain_sum_last),
     (sampling, "_total", plain_sum_first),
 )
 STEPS = {
     "fixed orders, blocks of keys (the code)": (),
     "jnp.sum in the norms": NORMS,
     "jnp.sum in norms, softmax and log-probabilities": SUMMED,
-    "the same, and one softmax over the bucket": (*SUMMED, (attention, "_attention", plain)),
+    "the same, and one softmax over the bucket": (*SUMMED, (attention_xla, "_attention", plain)),
 }
 spec = ModelSpec(SMOLLM2_135M, jnp.dtype(jnp.bfloat16))
 weights = random_weights(spec)

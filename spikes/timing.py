@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs import decode, sampling
-from graphs.attention import KVCache, make_cache
+from graphs.attention import KVCache
 from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
@@ -176,7 +176,9 @@ class DecodeStep:
         function: Callable[..., tuple[Any, Rows, jax.Array]] = decode_step,
     ) -> None:
         self.weights = weights
-        self.cache: KVCache = cache or make_cache(spec.config, rows, positions, cache_dtype or spec.dtype)
+        self.cache: KVCache = cache or spec.attention.make_cache(
+            spec.config, rows, positions, cache_dtype or spec.dtype
+        )
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
         self.rope = jax.device_put(rope_table(spec.config, positions))
         self.rows = busy_rows(spec.config, rows, length)

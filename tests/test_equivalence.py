@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs import attention, sampling
+from graphs import sampling
+from graphs.attention_xla import XlaAttention
 from graphs.rows import SamplingRows
 from scheduler import FinishReason
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
@@ -145,21 +146,16 @@ def bits(array: np.ndarray) -> bytes:
 FAULTY = replace(TINY_ENGINE, max_model_len=64, prefill_lanes=(2,), key_buckets=(256,))
 
 
-def attend_one_key_too_far(layer: Any, q: Any, k: Any, v: Any, *, length: Any, **rest: Any) -> Any:
+attend_decode, attend_prefill = XlaAttention.attend_decode, XlaAttention.attend_prefill  # without faults
+
+
+def attend_one_key_too_far(
+    self: Any, layer: Any, q: Any, k: Any, v: Any, *, length: Any, live: Any, **rest: Any
+) -> Any:
     """The mask shows the position after the row's own: whatever the previous occupant left there."""
-    rows, kv_heads, positions, _ = layer.keys.shape
-    row = jnp.arange(rows)
-    position = jnp.where(rest["live"], length, positions)
-    dtype = rest["compute_dtype"]
-    layer = attention.LayerCache(
-        attention._scatter(layer.keys, k.astype(dtype), row, position),
-        attention._scatter(layer.values, v.astype(dtype), row, position),
-    )
-    visible = (jnp.arange(positions) <= length[:, None] + 1)[:, None, None]
-    out = attention._attention(
-        q.reshape(rows, kv_heads, -1, q.shape[-1]), layer.keys, layer.values, visible, keys_left=True
-    )
-    return layer, out.reshape(q.shape)
+    layer, _ = attend_decode(self, layer, q, k, v, length=length, live=live, **rest)
+    nobody = jnp.zeros_like(live)
+    return layer, attend_decode(self, layer, q, k, v, length=length + 1, live=nobody, **rest)[1]
 
 
 def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any) -> Any:
@@ -172,18 +168,18 @@ def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any) -> Any:
     return sampling.sample(logits, replace(rows, top_k=widest), position)
 
 
-def attend_everything_writes(layer: Any, q: Any, k: Any, v: Any, *, live: Any, **rest: Any) -> Any:
+def attend_everything_writes(self: Any, layer: Any, q: Any, k: Any, v: Any, *, live: Any, **rest: Any) -> Any:
     """Inactive rows write too: a row that is between chunks of its prompt loses a key."""
-    return attention.attend_decode(layer, q, k, v, live=jnp.ones_like(live), **rest)
+    return attend_decode(self, layer, q, k, v, live=jnp.ones_like(live), **rest)
 
 
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("graphs.decode.attend_decode", attend_one_key_too_far),
+        ("graphs.attention_xla.XlaAttention.attend_decode", attend_one_key_too_far),
         ("graphs.decode.sample", noise_keyed_by_slot),
         ("graphs.decode.sample", top_k_of_the_batch),
-        ("graphs.decode.attend_decode", attend_everything_writes),
+        ("graphs.attention_xla.XlaAttention.attend_decode", attend_everything_writes),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -233,6 +229,13 @@ def test_the_oracle_shares_nothing_but_the_model() -> None:
         for node in ast.walk(ast.parse(inspect.getsource(reference)))
         if isinstance(node, ast.ImportFrom)
     }
-    assert not names & {"graphs.attention", "graphs.sampling", "graphs.decode", "graphs.prefill", "scheduler"}
+    assert not names & {
+        "graphs.attention",
+        "graphs.attention_xla",
+        "graphs.sampling",
+        "graphs.decode",
+        "graphs.prefill",
+        "scheduler",
+    }
     assert tiny_checkpoint().config is TINY
     assert isinstance(EngineConfig(), EngineConfig)

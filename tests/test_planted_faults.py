@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs import attention, decode, prefill, sampling
+from graphs import decode, prefill, sampling
 from graphs.rows import SamplingRows
 from graphs.sums import sum_last
 from scheduler import Chunk, Request, SchedulerConfig
@@ -24,7 +24,7 @@ from scheduler.prefilling import Prefilling
 from scheduler.state import RequestState
 from tests.conftest import TINY_ENGINE
 from tests.fake_runner import Loop, PlanError
-from tests.test_equivalence import FAULTY, poison_free_slots
+from tests.test_equivalence import FAULTY, attend_decode, attend_prefill, poison_free_slots
 from tests.test_scheduler_laws import credit_goes_to_the_slot
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import EngineClosedError
@@ -53,11 +53,13 @@ def gap_to_reference(engine: XlaBatchEngine, count: int = 12) -> float:
     return largest
 
 
-def own_key_unseen(layer: Any, q: Any, k: Any, v: Any, *, length: Any, live: Any, **rest: Any) -> Any:
+def own_key_unseen(
+    self: Any, layer: Any, q: Any, k: Any, v: Any, *, length: Any, live: Any, **rest: Any
+) -> Any:
     """The decode mask ends one key early: the row's own key is written, and not attended to."""
-    layer, _ = attention.attend_decode(layer, q, k, v, length=length, live=live, **rest)
+    layer, _ = attend_decode(self, layer, q, k, v, length=length, live=live, **rest)
     nobody = jnp.zeros_like(live)
-    return layer, attention.attend_decode(layer, q, k, v, length=length - 1, live=nobody, **rest)[1]
+    return layer, attend_decode(self, layer, q, k, v, length=length - 1, live=nobody, **rest)[1]
 
 
 def rotates_one_further_after_a_chunk(
@@ -76,7 +78,7 @@ def test_an_honest_engine_is_close_to_the_reference(make_engine: MakeEngine) -> 
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("graphs.decode.attend_decode", own_key_unseen),
+        ("graphs.attention_xla.XlaAttention.attend_decode", own_key_unseen),
         ("xla_engine.runner.prefill_chunk", rotates_one_further_after_a_chunk),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -91,16 +93,18 @@ def test_what_is_wrong_alone_as_well_is_caught_by_the_reference(
     assert gap_to_reference(engine) > 1e-2
 
 
-def writes_one_further_after_a_chunk(layer: Any, q: Any, k: Any, v: Any, *, start: Any, **rest: Any) -> Any:
+def writes_one_further_after_a_chunk(
+    self: Any, layer: Any, q: Any, k: Any, v: Any, *, start: Any, **rest: Any
+) -> Any:
     """Every chunk but the first is written one position too far, and attends from there."""
-    return attention.attend_prefill(layer, q, k, v, start=start + (start > 0), **rest)
+    return attend_prefill(self, layer, q, k, v, start=start + (start > 0), **rest)
 
 
 def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """By verify as well, since the position left out shows the key of the slot's previous owner."""
-    monkeypatch.setattr("graphs.prefill.attend_prefill", writes_one_further_after_a_chunk)
+    monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_prefill", writes_one_further_after_a_chunk)
     engine = make_engine(UNCHECKED, dtype="float32")
     assert gap_to_reference(engine) > 1e-2
     assert not verify(engine, requests=20, schedules=1, seed=11).ok
@@ -141,7 +145,7 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """Parts of fixed number instead of fixed size, as a split-KV kernel may have them."""
-    monkeypatch.setattr("graphs.attention.sum_last", in_sixteen_parts)
+    monkeypatch.setattr("graphs.attention_xla.sum_last", in_sixteen_parts)
     engine = make_engine(replace(TINY_ENGINE, prefill_lanes=(2,)), dtype="float32")
     check = engine.self_check
     assert check is not None and check.row_invariant and not check.bucket_invariant
@@ -151,9 +155,9 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     assert report.differing_bits > 0
 
 
-def chunk_length_shows(layer: Any, q: Any, k: Any, v: Any, *, count: Any, **rest: Any) -> Any:
+def chunk_length_shows(self: Any, layer: Any, q: Any, k: Any, v: Any, *, count: Any, **rest: Any) -> Any:
     """A machine on which the bits of a position depend on the length of its chunk."""
-    layer, out = attention.attend_prefill(layer, q, k, v, count=count, **rest)
+    layer, out = attend_prefill(self, layer, q, k, v, count=count, **rest)
     return layer, out * (1 + count[:, None, None, None] * 1e-3)
 
 
@@ -178,7 +182,7 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """Where the cut changes bits. Honest cuts, a function of the prompt alone, keep the law even there."""
-    monkeypatch.setattr("graphs.prefill.attend_prefill", chunk_length_shows)
+    monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_prefill", chunk_length_shows)
     engine = make_engine(UNCHECKED)
     assert verify(engine, requests=40, schedules=1, seed=14).ok
     monkeypatch.setattr(Prefilling, "_cut", cut_shorter_under_load(Prefilling._cut))
@@ -228,5 +232,7 @@ def test_values_left_in_a_slot_are_caught_by_stale_nan(
         return [run_alone(engine, case) for case in cases] != expected
 
     assert not notices()
-    monkeypatch.setattr("graphs.prefill.clear_values", lambda layer, slot, fresh: layer)
+    monkeypatch.setattr(
+        "graphs.attention_xla.XlaAttention.clear_values", lambda self, layer, slot, fresh: layer
+    )
     assert notices()

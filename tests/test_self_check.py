@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs import attention, sampling
+from graphs import sampling
 from graphs.rows import SamplingRows
 from tests.conftest import TINY, TINY_ENGINE
-from tests.test_equivalence import top_k_of_the_batch
+from tests.test_equivalence import attend_decode, attend_prefill, top_k_of_the_batch
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.schedule import draw_cases, run_alone
@@ -67,18 +67,22 @@ def first_check(engine: XlaBatchEngine) -> SelfCheck:
 # -- planted faults ---------------------------------------------------------------------------------------------
 
 
-def bucket_changes_decode(layer: Any, q: Any, k: Any, v: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attention.attend_decode(layer, q, k, v, key_length=key_length, **rest)
+def bucket_changes_decode(
+    self: Any, layer: Any, q: Any, k: Any, v: Any, *, key_length: int, **rest: Any
+) -> Any:
+    layer, out = attend_decode(self, layer, q, k, v, key_length=key_length, **rest)
     return layer, out * (1 + key_length * 1e-4)
 
 
-def bucket_changes_prefill(layer: Any, q: Any, k: Any, v: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attention.attend_prefill(layer, q, k, v, key_length=key_length, **rest)
+def bucket_changes_prefill(
+    self: Any, layer: Any, q: Any, k: Any, v: Any, *, key_length: int, **rest: Any
+) -> Any:
+    layer, out = attend_prefill(self, layer, q, k, v, key_length=key_length, **rest)
     return layer, out * (1 + key_length * 1e-4)
 
 
-def lane_count_changes_prefill(layer: Any, q: Any, k: Any, v: Any, **rest: Any) -> Any:
-    layer, out = attention.attend_prefill(layer, q, k, v, **rest)
+def lane_count_changes_prefill(self: Any, layer: Any, q: Any, k: Any, v: Any, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, q, k, v, **rest)
     return layer, out * (1 + len(q) * 1e-2)
 
 
@@ -90,9 +94,9 @@ def slot_changes_logits(logits: Any, rows: SamplingRows, position: Any) -> Any:
 @pytest.mark.parametrize(
     ("target", "fault", "flag"),
     [
-        ("graphs.decode.attend_decode", bucket_changes_decode, "bucket_invariant"),
-        ("graphs.prefill.attend_prefill", bucket_changes_prefill, "bucket_invariant"),
-        ("graphs.prefill.attend_prefill", lane_count_changes_prefill, "lane_invariant"),
+        ("graphs.attention_xla.XlaAttention.attend_decode", bucket_changes_decode, "bucket_invariant"),
+        ("graphs.attention_xla.XlaAttention.attend_prefill", bucket_changes_prefill, "bucket_invariant"),
+        ("graphs.attention_xla.XlaAttention.attend_prefill", lane_count_changes_prefill, "lane_invariant"),
     ],
 )
 def test_the_largest_graphs_take_over_where_sizes_change_bits(

@@ -13,6 +13,7 @@ from xla_engine.errors import ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
 SMALLEST_KEY_BUCKET = 256
+ATTENTION_BACKENDS = ("auto", "xla")
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
 
@@ -31,6 +32,7 @@ class EngineConfig:
         prefill graph once per step.
     key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes powers
         of two from 256.
+    attention_backend: "auto" takes what is fastest on this platform; "xla" is pure JAX and runs anywhere.
     max_waiting: queued requests at most; None is unbounded.
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
@@ -45,6 +47,7 @@ class EngineConfig:
     prefill_lanes: tuple[int, ...] = (2, 8)
     max_num_batched_tokens: int | None = None
     key_buckets: tuple[int, ...] | None = None
+    attention_backend: str = "auto"
     max_waiting: int | None = None
     compile_cache: bool = True
     self_check: bool = True
@@ -57,6 +60,10 @@ class EngineConfig:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.max_waiting is not None:
             _at_least("max_waiting", self.max_waiting, 1)
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise ConfigError(
+                f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, not {self.attention_backend!r}"
+            )
         for name in ("prefill_lanes", "key_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.layers import rope_table
+from graphs.layers import apply_rope, rope_table
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
 from xla_engine.checkpoint import Checkpoint
@@ -48,10 +48,11 @@ class Reference:
         causal = jnp.tril(jnp.ones((count, count), bool))
 
         def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
             groups = q.shape[1] // k.shape[1]
             k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))  # [N, H, Dh]
             scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * q.shape[-1] ** -0.5
             weight = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest")
 
-        return model.logits(model.hidden(tokens, rope, attend, ROWS_LEFT))
+        return model.logits(model.hidden(tokens, attend, ROWS_LEFT))

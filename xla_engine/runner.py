@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import KVCache, make_cache
+from graphs.attention import Attention, KVCache
+from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
@@ -68,17 +69,17 @@ class Runner:
         self.compiles = CompileCounter()
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
-        self._buckets = config.buckets(self.context_length)
+        attention = choose_attention(config.attention_backend)
+        buckets = config.buckets(self.context_length)
+        self._buckets = buckets[-1:] if attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self._buckets
-        self._spec = ModelSpec(model, jnp.dtype(dtype))
+        self._spec = ModelSpec(model, jnp.dtype(dtype), attention)
         began = time.perf_counter()
         self._weights: list[jax.Array] = jax.device_put(self._spec.flatten(weights))
         self._rope = jax.device_put(rope_table(model, self.context_length))
-        self._cache: KVCache = make_cache(
-            model, config.device_rows, self._buckets[-1], cache_dtype(self._spec.dtype)
-        )
+        self._cache = self._empty_cache()
         self._rows = make_rows(config.device_rows, MAX_STOP_TOKEN_IDS)
         jax.block_until_ready((self._weights, self._cache, self._rows))
         self.load_seconds = time.perf_counter() - began
@@ -157,23 +158,19 @@ class Runner:
         self.reset()
         for leaf in jax.tree.leaves(self._cache):
             leaf.delete()
-        dtype = cache_dtype(self._spec.dtype)
-        self._cache = make_cache(self._spec.config, self.config.device_rows, self._buckets[-1], dtype)
+        self._cache = self._empty_cache()
 
     def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`. For tests."""
-        return [(np.asarray(layer.keys), np.asarray(layer.values)) for layer in self._cache]
+        return [self._spec.attention.to_host(layer) for layer in self._cache]
 
     def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
-        """Replace every buffer by `edit(layer index, "keys" | "values", array)`. For tests."""
+        """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`. For tests."""
         self._cache = [
-            type(layer)(
-                *(
-                    jax.device_put(edit(index, name, np.array(leaf)))
-                    for name, leaf in zip(layer._fields, layer, strict=True)
-                )
+            self._spec.attention.from_host(
+                edit(index, "keys", np.array(keys)), edit(index, "values", np.array(values))
             )
-            for index, layer in enumerate(self._cache)
+            for index, (keys, values) in enumerate(self.read_cache())
         ]
 
     def close(self) -> None:
@@ -227,6 +224,10 @@ class Runner:
             name, self._weights, self._rope, self._cache, self._rows, work
         )
         return samples
+
+    def _empty_cache(self) -> KVCache:
+        spec = self._spec
+        return spec.attention.make_cache(spec.config, self.config.device_rows, self._buckets[-1], spec.dtype)
 
     # -- prefill ----------------------------------------------------------------------------------------------
 
@@ -304,10 +305,13 @@ class Runner:
         return self._run(_decode_name(keys), mask)
 
 
-def cache_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Storage type of the cache: the weights' type, except where XLA:CPU copies a bf16 cache at every write."""
+def choose_attention(name: str) -> Attention:
+    """The attention backend that `EngineConfig.attention_backend` names on this platform."""
+    assert name in ("auto", "xla"), name
+    # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
-    return jnp.dtype(jnp.float32) if old and jax.default_backend() == "cpu" else dtype
+    copies = old and jax.default_backend() == "cpu"
+    return XlaAttention(cache_dtype=jnp.dtype(jnp.float32) if copies else None)
 
 
 def _decode_name(key_length: int) -> str:

@@ -1,0 +1,178 @@
+"""Attention backend `xla`: pure JAX, on any platform.
+
+One K and one V buffer per layer, `[B, KV, S, Dh]`, donated and written in place. A write that must not happen
+goes to a position beyond S and is dropped. Keys a query must not see are masked before the softmax, and stale
+values are never NaN inside an owned slot, because `clear_values` zeroes V when a slot is handed over: 0 * NaN would
+otherwise survive the masked probabilities.
+
+Scores, softmax and sums are float32; probabilities are rounded to the compute dtype for the second product. Keys are
+taken in blocks of fixed size: both products see the same shapes whatever the `key_length` (a static bucket over the
+valid keys), and blocks are added in order, so that masked blocks behind a row's own keys change no bit of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from graphs.attention import KEY_BLOCK, KVCache, LayerCache, whole_blocks
+from graphs.config import ModelConfig
+from graphs.layers import apply_rope
+from graphs.sums import sum_last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XlaAttention:
+    """See `graphs.attention.Attention`. `cache_dtype` is what keys and values are stored in; None: as computed."""
+
+    cache_dtype: jnp.dtype | None = None
+    name = "xla"
+    bounded_by_length = False
+
+    def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+        assert length == whole_blocks(length), length
+        shape = (rows, config.num_key_value_heads, length, config.head_dim)
+        stored = self.cache_dtype or dtype
+        return [
+            LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
+            for _ in range(config.num_hidden_layers)
+        ]
+
+    def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
+        rows = layer.values.shape[0]
+        target = jnp.where(fresh, slot, rows + jnp.arange(slot.shape[0], dtype=slot.dtype))
+        empty = jnp.zeros((slot.shape[0], *layer.values.shape[1:]), layer.values.dtype)
+        return layer._replace(values=layer.values.at[target].set(empty, mode="drop", unique_indices=True))
+
+    def attend_decode(
+        self,
+        layer: LayerCache,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        rope: jax.Array,
+        length: jax.Array,
+        live: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+    ) -> tuple[LayerCache, jax.Array]:
+        rows, kv_heads, positions, _ = layer.keys.shape
+        row = jnp.arange(rows, dtype=jnp.int32)
+        position = jnp.where(live, length, positions)  # out of bounds: dropped
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        layer = LayerCache(
+            _scatter(layer.keys, k.astype(compute_dtype), row, position),
+            _scatter(layer.values, v.astype(compute_dtype), row, position),
+        )
+        keys = layer.keys[:, :, :key_length].astype(compute_dtype)
+        values = layer.values[:, :, :key_length].astype(compute_dtype)
+        visible = jnp.arange(key_length, dtype=jnp.int32) <= length[:, None]  # [B, S]
+        grouped = q.reshape(rows, kv_heads, -1, q.shape[-1])  # [B, KV, G, Dh]
+        return layer, _attention(grouped, keys, values, visible[:, None, None], keys_left=True).reshape(
+            q.shape
+        )
+
+    def attend_prefill(
+        self,
+        layer: LayerCache,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        rope: jax.Array,
+        slot: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+    ) -> tuple[LayerCache, jax.Array]:
+        lanes, width, heads, head_dim = q.shape
+        _, kv_heads, positions, _ = layer.keys.shape
+        offset = jnp.arange(width, dtype=jnp.int32)
+        position = start[:, None] + offset  # [P, T]
+        # Padding goes out of bounds; indices stay unique as the scatter promises.
+        lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
+        target = jnp.where(offset < count[:, None], position, positions + lane * width + offset)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        layer = LayerCache(
+            _scatter(layer.keys, k.astype(compute_dtype), slot[:, None], target),
+            _scatter(layer.values, v.astype(compute_dtype), slot[:, None], target),
+        )
+        keys = layer.keys[slot, :, :key_length].astype(compute_dtype)  # [P, KV, S, Dh]
+        values = layer.values[slot, :, :key_length].astype(compute_dtype)
+        visible = jnp.arange(key_length, dtype=jnp.int32) <= position[:, :, None]  # [P, T, S]
+        # Queries of one key/value head side by side: [P, KV, T * G, Dh]
+        grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
+        out = _attention(
+            grouped.reshape(lanes, kv_heads, -1, head_dim),
+            keys,
+            values,
+            _per_group(visible, heads // kv_heads),
+            keys_left=False,
+        )
+        return layer, out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2).reshape(q.shape)
+
+    def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(layer.keys), np.asarray(layer.values)
+
+    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
+        return LayerCache(jax.device_put(keys), jax.device_put(values))
+
+
+def _per_group(visible: jax.Array, groups: int) -> jax.Array:
+    """`[P, T, S] -> [P, 1, T * G, S]`."""
+    return jnp.repeat(visible, groups, axis=1)[:, None]
+
+
+def _attention(
+    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, keys_left: bool
+) -> jax.Array:
+    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[N, KV, S, Dh]`, visible `[N, 1, R|1, S]`.
+
+    `keys_left` makes the keys the left operand of the first product, which XLA:CPU does not re-pack: for few rows R.
+    """
+    count, kv_heads, rows, head_dim = q.shape
+    blocks = keys.shape[2] // KEY_BLOCK  # J
+    by_block = (count, kv_heads, blocks, KEY_BLOCK, head_dim)
+    queries = jnp.broadcast_to(q[:, :, None].astype(keys.dtype), (count, kv_heads, blocks, rows, head_dim))
+    keys = keys.reshape(by_block)
+    if keys_left:
+        scores = lax.optimization_barrier(_product(keys, queries, 4)).swapaxes(3, 4)
+    else:
+        scores = _product(queries, keys, 4)
+    scores = scores * (head_dim**-0.5)  # [N, KV, J, R, block]
+    seen = visible.reshape(count, 1, -1, blocks, KEY_BLOCK).swapaxes(2, 3)  # [N, 1, J, R|1, block]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    weights = jnp.exp(scores - jnp.max(scores, axis=(2, 4), keepdims=True))
+    weighted = _product(weights.astype(values.dtype), values.reshape(by_block), 3)  # [N, KV, J, R, Dh]
+    return _in_order(weighted) / _in_order(sum_last(weights))
+
+
+def _in_order(parts: jax.Array) -> jax.Array:
+    """Sum `parts [N, KV, J, ...]` over J from the first block to the last."""
+    total = parts[:, :, 0]
+    for block in range(1, parts.shape[2]):
+        total = total + parts[:, :, block]
+    return total
+
+
+def _product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
+    """Contract left's last axis with `right_axis` of right; the three leading axes are batch; float32 out."""
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return lax.dot_general(
+        left,
+        right,
+        (((4,), (right_axis,)), ((0, 1, 2), (0, 1, 2))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _scatter(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
+    """Set `cache[slot, :, position]` to `new [..., KV, Dh]`; positions beyond the cache are dropped."""
+    return cache.at[slot, :, position].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
