@@ -28,13 +28,15 @@ class Admission:
     max_model_len: int
     tokenizer: Tokenizer | None
 
-    def token_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+    def token_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
         """The prompt's token ids. Raises InvalidRequestError, or TokenLimitError where it does not fit."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
             self._check_characters(prompt, self.tokenizer)
-            token_ids = tuple(self.tokenizer.encode(prompt))
+            token_ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         else:
             self._check_length(len(prompt), params)
             token_ids = tuple(prompt)

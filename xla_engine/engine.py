@@ -11,10 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from graphs.inventory import GraphReport
 from scheduler import FinishReason, Plan, Request, Scheduler, SchedulerConfig, Snapshot, TokenEvent
 from xla_engine.admission import Admission
+from xla_engine.chat import ChatTemplate, Message, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import EngineClosedError, InvalidRequestError
@@ -45,6 +47,7 @@ class XlaBatchEngine:
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
         *,
+        chat_template: ChatTemplate | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
@@ -53,6 +56,7 @@ class XlaBatchEngine:
         self.on_step: Callable[[Plan, list[TokenEvent] | None], None] | None = None
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
+        self.chat_template = chat_template
         self.runner = Runner(
             checkpoint.config, checkpoint.weights, checkpoint.dtype, self.config, progress=progress
         )
@@ -98,7 +102,8 @@ class XlaBatchEngine:
         directory = embedded_model_directory() if model is None else Path(model)
         checkpoint = load_checkpoint(directory, dtype=config.dtype)
         tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
-        return cls(checkpoint, tokenizer, config, progress=progress)
+        chat_template = ChatTemplate.from_directory(directory)
+        return cls(checkpoint, tokenizer, config, chat_template=chat_template, progress=progress)
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -108,8 +113,11 @@ class XlaBatchEngine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        add_special_tokens: bool = True,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
+
+        add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
 
         Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit) and changes nothing then;
         QueueFullError when the queue is bounded and full; EngineClosedError when the engine is gone.
@@ -122,7 +130,7 @@ class XlaBatchEngine:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
-        token_ids = self.admission.token_ids(prompt, params)
+        token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         stop_ids = self.admission.stop_token_ids(params)
         self.scheduler.submit(
             Request(
@@ -150,6 +158,15 @@ class XlaBatchEngine:
             now=time.monotonic(),
         )
         return request_id
+
+    def render_chat(
+        self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any
+    ) -> str:
+        """The prompt of a conversation by the checkpoint's chat template, or by `chat_template`; see `render_chat`.
+
+        Submit it with `add_special_tokens=False`.
+        """
+        return render_chat(messages, chat_template or self.chat_template, **options)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over."""

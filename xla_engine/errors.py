@@ -27,6 +27,12 @@ class TokenLimitError(InvalidRequestError):
     code: ClassVar[str] = "token_limit_exceeded"
 
 
+class ChatTemplateError(InvalidRequestError):
+    """A conversation cannot become a prompt: no chat template, or it fails on these messages."""
+
+    code: ClassVar[str] = "chat_template_error"
+
+
 class ConfigError(XlaEngineError, ValueError):
     """The engine was asked for something it cannot be."""
 

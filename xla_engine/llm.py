@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xla_engine.chat import Message
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
@@ -78,13 +79,51 @@ class LLM:
 
         Raises InvalidRequestError naming the first bad prompt before any of them runs.
         """
-        order = self._submit_all(prompts, sampling_params)
+        return self._complete(prompts, sampling_params, use_tqdm=use_tqdm, add_special_tokens=True)
+
+    def _complete(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        order = self._submit_all(prompts, sampling_params, add_special_tokens=add_special_tokens)
         done: dict[str, RequestOutput] = {}
         with _progress(len(order), enabled=use_tqdm) as bar:
             for output in self._run(order, only_finished=True):
                 done[output.request_id] = output
                 bar.update()
         return [done[request_id] for request_id in order]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them; results in their order.
+
+        Arguments:
+            messages: dicts with "role" and "content", or a list of such lists.
+            chat_template: jinja2 source to use in place of the checkpoint's.
+            options: `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
+                `xla_engine.chat.render_chat`.
+
+        Raises InvalidRequestError naming the first bad conversation before any of them runs; ChatTemplateError, one of
+        these, where the checkpoint has no chat template.
+        """
+        prompts: list[Prompt] = []
+        for index, conversation in enumerate(_as_conversations(messages)):
+            try:
+                prompts.append(self.engine.render_chat(conversation, chat_template=chat_template, **options))
+            except InvalidRequestError as error:
+                raise type(error)(f"conversation {index}: {error}") from error
+        return self._complete(prompts, sampling_params, use_tqdm=use_tqdm, add_special_tokens=False)
 
     def stream(
         self,
@@ -125,13 +164,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[str]:
         many = _as_list(prompts)
         params = _per_prompt(sampling_params, len(many))
         submitted: list[str] = []
         for index, (prompt, wanted) in enumerate(zip(many, params, strict=True)):
             try:
-                submitted.append(self.engine.submit(prompt, wanted))
+                submitted.append(self.engine.submit(prompt, wanted, add_special_tokens=add_special_tokens))
             except Exception as error:
                 for request_id in submitted:
                     self.engine.abort(request_id)
@@ -148,6 +189,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def _as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> Sequence[Sequence[Message]]:
+    one = bool(messages) and isinstance(messages[0], Mapping)
+    return [messages] if one else messages  # type: ignore[list-item,return-value]
 
 
 def _per_prompt(

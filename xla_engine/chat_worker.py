@@ -1,0 +1,114 @@
+"""The process that renders chat templates: code from a checkpoint runs here, where it can be killed.
+
+It is started by path, imports jinja2 alone, reads one JSON request per line and answers each with one line. The
+kernel ends it when one rendering takes more processor time than allowed; memory is capped for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MEMORY_LIMIT = 1 << 30  # bytes of address space
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training. It shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class PublicNamespace(Namespace):
+    """`namespace()` without names that begin with an underscore, by which a template could reach Python."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace takes no attribute {name!r}; rename it")
+        super().__setitem__(name, value)
+
+
+def raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+    """JSON as people read it: jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+@lru_cache(maxsize=32)
+def compiled(source: str) -> Template:
+    """The template in the environment transformers renders chat templates in."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals = {
+        "range": environment.globals["range"],
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+        "namespace": PublicNamespace,
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+    }
+    return environment.from_string(source)
+
+
+def render(template: str, context: dict[str, Any], max_characters: int) -> dict[str, str]:
+    """{"text": ...} or {"error": why there is none}."""
+    try:
+        text = compiled(template).render(context)
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+    except (MemoryError, RecursionError) as error:
+        return {"error": f"{type(error).__name__}: it needs too much memory or depth"}
+    if len(text) > max_characters:
+        return {"error": f"it makes {len(text)} characters; at most {max_characters} are allowed"}
+    return {"text": text}
+
+
+def serve(limit_processor_time: Callable[[float], object]) -> None:
+    """Answer requests until standard input ends."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        limit_processor_time(request.pop("cpu_limit_s"))
+        answer = render(**request)
+        limit_processor_time(0)
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    import resource
+
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # an interrupt is for the parent, which will end this process
+    with contextlib.suppress(ValueError, OSError):  # not every system caps the address space
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    # SIGPROF keeps its default action, which is to end the process: no code of a template can hold it off.
+    serve(lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))
+
+
+if __name__ == "__main__":
+    main()
