@@ -163,7 +163,7 @@ PLAIN_REFUSED = {
     "unknown field": ({"prompt": "x", "temprature": 0}, "'temprature'"),
     "misspelt prompt": ({"promt": "x"}, 'no "prompt"'),
     "unsupported field": ({"prompt": "x", "n": 2}, "'n'"),
-    "stop strings": ({"prompt": "x", "stop": ["\n"]}, "'stop'"),
+    "empty stop string": ({"prompt": "x", "stop": ["\n", ""]}, "stop string is empty"),
     "number as id": ({"prompt": "x", "custom_id": 3}, "custom_id"),
     "empty id": ({"prompt": "x", "custom_id": ""}, "custom_id"),
     "long id": ({"prompt": "x", "custom_id": "i" * (MAX_CUSTOM_ID + 1)}, "custom_id"),

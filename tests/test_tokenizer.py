@@ -201,6 +201,22 @@ def test_encode_then_decode_is_the_text(name: str, text: str) -> None:
     assert whole == (text if name == "byte_level" or not text else " " + text)
 
 
+@pytest.mark.parametrize("name", [*STREAMING, *HELD_BACK])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_pushed_text_and_a_peek_are_decode_so_far(name: str, data: st.DataObject) -> None:
+    """At every token, unless the end is a part of a character; and looking changes nothing."""
+    tokenizer = made(name)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    detokenizer, seen = tokenizer.incremental(), ""
+    for count, token_id in enumerate(ids, 1):
+        seen += detokenizer.push(token_id)
+        so_far = tokenizer.decode(ids[:count])
+        assert detokenizer.peek() == detokenizer.peek()
+        assert seen + detokenizer.peek() == so_far or "\ufffd" in so_far[len(seen) :]
+    assert seen + detokenizer.flush() == tokenizer.decode(ids)
+
+
 def test_a_split_character_waits_for_its_last_byte() -> None:
     tokenizer = made("byte_level")
     ids = [token_of_byte(byte) for byte in "€".encode()]

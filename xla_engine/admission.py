@@ -57,6 +57,10 @@ class Admission:
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Every id that ends the request, the model's eos ids first. Raises InvalidRequestError."""
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                "the model has no tokenizer.json, so stop strings cannot be seen; use stop_token_ids"
+            )
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         for token_id in stop_ids:

@@ -49,6 +49,10 @@ class IncrementalDetokenizer:
             self._held.append(token_id)
         return ""
 
+    def peek(self) -> str:
+        """What a flush would return now, as far as it is no half character."""
+        return self._decode(self._held)
+
     def flush(self) -> str:
         """End the stream; return the rest of the text."""
         held, self._held = self._held, []
@@ -65,6 +69,9 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
     def push(self, token_id: int) -> str:
         token = self._visible_token(token_id)
         return "" if token is None else self._utf8.decode(_bytes_of(token))
+
+    def peek(self) -> str:
+        return ""
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -94,6 +101,15 @@ class PieceDetokenizer(IncrementalDetokenizer):
             self._run.append(int(byte[1], 16))
             return ""
         return self._strip(self._end_run() + piece)
+
+    def peek(self) -> str:
+        try:
+            text = self._run.decode()
+        except UnicodeDecodeError:
+            return ""
+        strippable = self._strippable
+        text, self._strippable = self._strip(text), strippable
+        return text
 
     def flush(self) -> str:
         return self._strip(self._end_run())

@@ -153,7 +153,7 @@ class XlaBatchEngine:
             token_ids,
             params,
             None if self.tokenizer is None else self.tokenizer.incremental(params.skip_special_tokens),
-            hidden_stop_ids=frozenset(stop_ids),
+            stop_ids=frozenset(stop_ids),
             eos_ids=frozenset(self.admission.eos_token_ids),
             now=time.monotonic(),
         )
@@ -242,12 +242,22 @@ class XlaBatchEngine:
 
     def _deliver(self, events: list[TokenEvent], touched: dict[str, LiveRequest]) -> None:
         now = time.monotonic()
-        self._generation_tokens += len(events)
         for event in events:
-            request = touched[event.request_id] = self._live[event.request_id]
-            request.add(event.sample, now)
-            if event.finish_reason is not None:
-                request.finish(event.finish_reason, now)
+            request = self._live.get(event.request_id)
+            if request is None:  # an earlier token of this step completed a stop string
+                continue
+            touched[event.request_id] = request
+            self._generation_tokens += 1
+            reason, error = event.finish_reason, None
+            try:
+                if request.add(event.sample, now):
+                    reason = FinishReason.STOP
+            except Exception as failure:  # its text cannot be made; nobody else is concerned
+                reason, error = FinishReason.ERROR, str(failure)
+            if reason is not None:
+                if event.finish_reason is None:
+                    self.scheduler.finish(event.request_id, reason)
+                request.finish(reason, now, error)
                 self._forget(event.request_id)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:

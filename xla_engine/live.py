@@ -5,6 +5,7 @@ from __future__ import annotations
 from scheduler import FinishReason, Sample
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.stop_strings import GeneratedText
 from xla_engine.tokenizer import IncrementalDetokenizer
 
 
@@ -19,7 +20,7 @@ class LiveRequest:
         params: SamplingParams,
         detokenizer: IncrementalDetokenizer | None,
         *,
-        hidden_stop_ids: frozenset[int],
+        stop_ids: frozenset[int],
         eos_ids: frozenset[int],
         now: float,
     ) -> None:
@@ -28,15 +29,21 @@ class LiveRequest:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._params = params
-        self._detokenizer = detokenizer
-        self._hidden_stop_ids = hidden_stop_ids
+        self._text = (
+            None
+            if detokenizer is None
+            else GeneratedText(
+                detokenizer, tuple(params.stop), include_stop=params.include_stop_str_in_output
+            )
+        )
+        self._stop_ids = stop_ids
         self._eos_ids = eos_ids
         self._arrival_time = now
         self._finished_time: float | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._token_times: list[float] = []
-        self._text: list[str] = []
+        self._stop_string: str | None = None
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
 
@@ -44,28 +51,37 @@ class LiveRequest:
     def finished(self) -> bool:
         return self._finish_reason is not None
 
-    def add(self, sample: Sample, now: float) -> None:
-        """Take one sampled token; a stop token counts but shows no text."""
+    def add(self, sample: Sample, now: float) -> bool:
+        """Take one sampled token; whether it completes a stop string, and so ends the request.
+
+        A stop token counts but shows no text, unless the request includes stops in its text.
+        """
         self._token_ids.append(sample.token_id)
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
             self._logprobs.append(sample.logprob)
-        if self._detokenizer is not None and sample.token_id not in self._hidden_stop_ids:
-            self._text.append(self._detokenizer.push(sample.token_id))
+        if self._text is None:
+            return False
+        if sample.token_id not in self._stop_ids:
+            self._stop_string = self._text.push(sample.token_id)
+        elif self._params.include_stop_str_in_output:
+            self._text.push(sample.token_id, may_stop=False)
+        return self._stop_string is not None
 
     def finish(self, reason: FinishReason, now: float, error: str | None = None) -> None:
         """End the request; text held back for an incomplete character is flushed."""
         self._finish_reason = reason
         self._finished_time = now
         self._error = error
-        if self._detokenizer is not None:
-            self._text.append(self._detokenizer.flush())
+        if self._text is not None and self._stop_string is None:
+            self._text.end()
 
     def output(self) -> RequestOutput:
         """The request as it stands, cumulative."""
         wants_logprobs = self._params.logprobs is not None
         last = self._token_ids[-1] if self._token_ids else None
         own_stop = self._finish_reason == FinishReason.STOP and last not in self._eos_ids
+        stop_reason = self._stop_string or (last if own_stop else None)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -73,12 +89,12 @@ class LiveRequest:
             outputs=(
                 CompletionOutput(
                     index=0,
-                    text="".join(self._text),
+                    text="" if self._text is None else self._text.text,
                     token_ids=tuple(self._token_ids),
                     cumulative_logprob=sum(self._logprobs) if wants_logprobs else None,
                     logprobs=tuple(self._logprobs) if wants_logprobs else None,
                     finish_reason=None if self._finish_reason is None else str(self._finish_reason),
-                    stop_reason=last if own_stop else None,
+                    stop_reason=stop_reason,
                 ),
             ),
             finished=self.finished,

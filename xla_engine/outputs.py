@@ -30,11 +30,11 @@ class RequestMetrics:
 class CompletionOutput:
     """The generated side of a request.
 
-    text: decoded text; the stop token is not part of it.
-    token_ids: every generated token, the stop token included.
+    text: decoded text up to the stop; while the request runs, without what may still become a stop string.
+    token_ids: every generated token, those of the stop included.
     logprobs: one raw log-probability per token when `SamplingParams.logprobs` is 0, else None.
     finish_reason: "stop", "length", "abort", "error", or None while running.
-    stop_reason: the stop token id that ended the request, when it was not an eos id.
+    stop_reason: the stop string or stop token id that ended the request; None when it was an eos id.
     """
 
     index: int
@@ -43,7 +43,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: tuple[float, ...] | None = None
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARACTERS = 1 << 14  # of all stop strings of a request together
 MAX_STOP_TOKEN_IDS = 8  # width of the device's per-row stop table, eos ids included
 
 # Known elsewhere, not here: refused by name, so that nothing is ever ignored silently.
@@ -20,7 +22,6 @@ UNSUPPORTED = frozenset(
         "echo",
         "frequency_penalty",
         "guided_decoding",
-        "include_stop_str_in_output",
         "length_penalty",
         "logit_bias",
         "min_tokens",
@@ -29,7 +30,6 @@ UNSUPPORTED = frozenset(
         "prompt_logprobs",
         "repetition_penalty",
         "response_format",
-        "stop",
         "stream",
         "structured_outputs",
         "suffix",
@@ -51,6 +51,8 @@ class SamplingParams:
     seed: noise is a pure function of (seed, position); None derives one from the engine's seed and the request's
         id, so that a request still does not depend on its neighbours.
     max_tokens: new tokens at most, the stop token included.
+    stop: end where one of these strings is complete in the text (one string, or a list). The text is cut before it.
+    include_stop_str_in_output: cut the text after the stop string instead, and show stop tokens.
     stop_token_ids: end after any of these, beside the model's eos ids.
     ignore_eos: the model's eos ids do not end the request.
     logprobs: 0 or None. 0 returns the chosen token's log-probability under the raw (unscaled) distribution.
@@ -63,6 +65,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int = 16
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -94,7 +98,8 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "logprobs above 0 (top-N) is not supported yet; 0 returns the chosen token's"
                 )
-        for name in ("ignore_eos", "skip_special_tokens"):
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Sequence):
@@ -125,6 +130,24 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    """One string, several or none, as a tuple without repeats."""
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    if not isinstance(strings, Sequence) or not all(
+        isinstance(string, str) for string in strings[:MAX_STOP_STRINGS]
+    ):
+        raise InvalidRequestError(f"stop must be text or a list of texts, not {type(stop).__name__}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"{len(strings)} stop strings given; at most {MAX_STOP_STRINGS}")
+    if "" in strings:
+        raise InvalidRequestError("a stop string is empty, which would end every request; remove it")
+    if (total := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            f"the stop strings have {total} characters together; at most {MAX_STOP_CHARACTERS}"
+        )
+    return tuple(dict.fromkeys(strings))
 
 
 def _finite(name: str, value: object) -> None:
