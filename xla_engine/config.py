@@ -109,11 +109,16 @@ class EngineConfig:
 
 
 def compile_cache_directory() -> Path:
-    """Where compiled programs are kept: `XLA_ENGINE_CACHE`, else the user's cache directory."""
+    """Where compiled programs are kept: `XLA_ENGINE_CACHE`, else in the user's cache directory."""
     if explicit := os.environ.get("XLA_ENGINE_CACHE"):
         return Path(explicit)
+    return cache_directory() / "programs"
+
+
+def cache_directory() -> Path:
+    """Our part of the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "xla-engine" / "programs"
+    return (Path(base) if base else Path.home() / ".cache") / "xla-engine"
 
 
 def embedded_model_directory() -> Path:

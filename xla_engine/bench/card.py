@@ -1,0 +1,157 @@
+"""The card for people, made of the record alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from xla_engine.bench.peers import BARE, OURS
+
+_COLUMNS = {  # per workload: heading and figure
+    "uniform": {
+        "decode tok/s": "decode_tok_s",
+        "of read limit": "gb_s_share",
+        "job tok/s": "tok_s",
+        "TTFT p50 ms": "ttft_p50_ms",
+        "token p50 ms": "itl_p50_ms",
+        "p99": "itl_p99_ms",
+    },
+    "prefill": {
+        "prefill tok/s": "prefill_tok_s",
+        "of FLOP limit": "gflop_s_share",
+        "TTFT p50 ms": "ttft_p50_ms",
+    },
+    "prefill-heavy": {
+        "new tok/s": "tok_s",
+        "requests/s": "requests_s",
+        "TTFT p50 ms": "ttft_p50_ms",
+        "p99": "ttft_p99_ms",
+    },
+    "ragged": {
+        "new tok/s": "tok_s",
+        "requests/s": "requests_s",
+        "TTFT p50 ms": "ttft_p50_ms",
+        "p99": "ttft_p99_ms",
+        "token p50 ms": "itl_p50_ms",
+        "p99 ": "itl_p99_ms",
+    },
+    "pair": {"pair ratio": "pair_ratio", "first slowed": "first_slowdown", "TTFT p99 ms": "ttft_p99_ms"},
+}
+_OWN = {
+    "host ms per step": "host_ms_per_step",
+    "occupancy": "occupancy",
+    "while requests wait": "occupancy_queued",
+    "stale row-steps": "stale_share",
+}
+_SHARES = ("gb_s_share", "gflop_s_share", "occupancy", "occupancy_queued", "stale_share")
+
+
+def card(record: dict[str, Any]) -> str:
+    """The whole record as text."""
+    limits = record["limits"]
+    lines = [
+        f"{record['model']}, {record['dtype']}, {record['threads']} threads, {record['rounds']} rounds in turns",
+        record["machine"],
+        f"read limit {limits['read_gb_s']:g} GB/s; product limit "
+        + ", ".join(f"{value:g} GFLOP/s ({name})" for name, value in limits["gflops"].items()),
+    ]
+    for name, engine in record["engines"].items():
+        notes = f"; {engine['notes']}" if engine["notes"] else ""
+        lines.append(f"{name}: {engine['about']}; {engine['versions']}{notes}")
+    lines += [f"skipped {name}: {reason}" for name, reason in record["skipped"].items()]
+    for batch, workloads in record["workloads"].items():
+        for name, about in workloads.items():
+            entries = [
+                entry
+                for entry in record["results"]
+                if entry["workload"] == name and entry["batch"] == int(batch)
+            ]
+            lines += ["", f"B = {batch}, {name}: {about}", "", *_table(name, entries), *_own_lines(entries)]
+    lines += ["", *_closing_lines(record)]
+    return "\n".join(lines)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table with columns padded to line up; the first column left, the others right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (c.rjust(w) if at else c.ljust(w) for at, (c, w) in enumerate(zip(row, widths, strict=True)))
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "|".join("-" * (w + 1) + (":" if at else "-") for at, w in enumerate(widths)) + "|"
+    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
+
+
+def _table(workload: str, entries: list[dict[str, Any]]) -> list[str]:
+    columns = {
+        heading: key
+        for heading, key in _COLUMNS[workload].items()
+        if any(key in entry["figures"] for entry in entries)
+    }
+    ratio_of = next((key for entry in entries for key in entry.get("ratio", ())), None)
+    rows = []
+    for entry in entries:
+        if entry["void"]:
+            cells = ["void"] + [""] * (len(columns) - 1)
+        else:
+            cells = [_cell(key, entry["figures"].get(key)) for key in columns.values()]
+        ratio = entry.get("ratio", {}).get(ratio_of) if ratio_of else None
+        rows.append(
+            [entry["engine"], *cells, "" if ratio is None else _spread(ratio, ".2f"), _streams(entry)]
+        )
+    lines = markdown_table(["engine", *columns, "ours / it", "off, worst regret"], rows).splitlines()
+    return lines + [f"  {entry['engine']}: {entry['void']}" for entry in entries if entry["void"]]
+
+
+def _cell(key: str, values: list[float] | None) -> str:
+    if values is None:
+        return ""
+    if key in _SHARES:
+        return f"{values[0]:.0%}"
+    return _spread(values, ".2f" if values[0] < 10 else ".0f")
+
+
+def _spread(values: list[float], form: str) -> str:
+    """`median (least-most)`."""
+    middle, low, high = (format(value, form) for value in values)
+    return middle if low == high else f"{middle} ({low}-{high})"
+
+
+def _streams(entry: dict[str, Any]) -> str:
+    streams = entry.get("streams")
+    return "" if streams is None else f"{streams['off']:.2%}, {streams['worst_regret']:.3g}"
+
+
+def _own_lines(entries: list[dict[str, Any]]) -> list[str]:
+    """What only our engine can tell of itself."""
+    lines = []
+    for entry in entries:
+        found = {title: entry["figures"].get(key) for title, key in _OWN.items()}
+        told = [
+            f"{title} {values[0]:.2%}" if _OWN[title] in _SHARES else f"{title} {values[0]:.2f}"
+            for title, values in found.items()
+            if values is not None
+        ]
+        if told:
+            lines.append(f"{entry['engine']}: {', '.join(told)}")
+    for entry in entries:
+        if entry["engine"] == BARE and "ratio" in entry:
+            lines.append(f"{OURS}: end to end at {entry['ratio']['decode_tok_s'][0]:.1%} of its bare step")
+    return lines
+
+
+def _closing_lines(record: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, engine in record["engines"].items():
+        peaks = ", ".join(f"{mib} MiB at B = {batch}" for batch, mib in engine.get("peak_mib", {}).items())
+        seconds = ", ".join(f"{s:g} s" for s in engine.get("compile_seconds", {}).values())
+        lines.append(f"{name}: peak memory {peaks}" + (f"; compiled in {seconds}" if seconds else ""))
+    for found in record["verify"]:
+        lines.append(
+            f"verify at B = {found['batch']}: {found['requests']} requests, {found['tokens']} tokens alone and "
+            f"batched, {found['differing_tokens']} differing tokens, {found['differing_bits']} differing logprob "
+            f"bits, {found['compiles']} compiles"
+        )
+    return lines

@@ -1,0 +1,50 @@
+"""What the machine could do at best, and what a step has to move and compute."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from graphs.config import ModelConfig
+
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float:
+    """GB/s at which `threads` cores together read memory that no cache holds; the best round."""
+    parts = np.ones((threads, megabytes * 2**18 // threads), np.float32)
+    best = math.inf
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(rounds):
+            began = time.perf_counter()
+            list(pool.map(np.max, parts))
+            best = min(best, time.perf_counter() - began)
+    return float(parts.nbytes / best / 1e9)
+
+
+def weight_count(config: ModelConfig) -> int:
+    """Weights every token is multiplied with: all matrices, the embedding as output head only."""
+    attention = config.hidden_size * (config.qkv_features + config.num_attention_heads * config.head_dim)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+
+
+def step_bytes(config: ModelConfig, dtype: str, rows: int, keys: float) -> float:
+    """Bytes a decode step of `rows` rows must read: every weight once, and `keys` keys and values per row."""
+    per_key = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return _BYTES[dtype] * (weight_count(config) + rows * keys * per_key)
+
+
+def token_flops(config: ModelConfig, keys: float) -> float:
+    """Operations one token takes with `keys` keys to attend to."""
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * keys
+    return 2 * (weight_count(config) + attention)
+
+
+def prompt_flops(config: ModelConfig, length: int) -> float:
+    """Operations a prompt takes: half of the keys on average, and one position through the output head."""
+    head = 2 * config.vocab_size * config.hidden_size
+    return length * (token_flops(config, length / 2) - head) + head

@@ -1,0 +1,107 @@
+"""Engines as processes: who there is, and one question after the other to each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_WORKER = Path(__file__).parent / "workers" / "worker.py"
+_ROOT = Path(__file__).parents[2]
+_LOG_TAIL = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine that can be measured: file of its worker, precisions it knows besides, and what it is."""
+
+    kind: str
+    about: str
+
+
+OURS = "xla-engine"
+BARE = "bare step"  # ours, with nothing around it
+STOPS = "xla-engine, ended by stop ids"
+JUDGE = "transformers"
+PEERS = {
+    "transformers": Peer("torch_static", "transformers generate, static batch"),
+}
+
+
+class PeerFailed(RuntimeError):
+    """The process died, answered with an error, or did not answer in time."""
+
+
+class Process:
+    """A worker; `ask` sends one question and waits for its answer."""
+
+    def __init__(self, python: str, kind: str, threads: int, *, worker: Path = _WORKER) -> None:
+        own = (
+            [str(_ROOT)] if python == sys.executable else []
+        )  # another interpreter must not see our packages
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [python, str(worker), kind, str(threads), *own],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+        except OSError as error:
+            raise PeerFailed(f"cannot run {python}: {error.strerror}") from error
+
+    def ask(self, do: str, *, limit: float = 3600.0, **fields: Any) -> dict[str, Any]:
+        """The answer to {"do": do, **fields}; raises PeerFailed after `limit` seconds without one."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do, **fields}), file=self._process.stdin, flush=True)
+            ready, _, _ = select.select([self._process.stdout], [], [], limit)
+            if not ready:
+                self._process.kill()
+                raise PeerFailed(f"no answer to {do} within {limit:g} s")
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise PeerFailed(f"the process died at {do}: {self.log_tail()}")
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise PeerFailed(found["error"])
+        return found
+
+    def log_tail(self) -> str:
+        """The end of what the process wrote to its standard error."""
+        self._log.seek(0)
+        return self._log.read()[-_LOG_TAIL:].strip() or "it said nothing"
+
+    def close(self) -> None:
+        """Let the process end, or end it."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+
+def parse_peers(words: list[str]) -> Mapping[str, str]:
+    """`NAME=PATH` words to interpreter (or binary) by peer name. Raises ValueError for another form or name."""
+    found = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if name not in PEERS or not path:
+            raise ValueError(f"{word!r} is not NAME=PATH with a name out of {', '.join(PEERS)}")
+        found[name] = path
+    return found

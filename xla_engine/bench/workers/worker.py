@@ -1,0 +1,60 @@
+"""Every engine's process: `python worker.py KIND THREADS [ROOT]`, one JSON object per line in and out.
+
+Runs in the interpreter of the engine it serves, so it needs the standard library only. KIND names a file beside
+this one with a class `Engine`; ROOT is a folder to import from besides. A question {"do": name, ...} calls its
+method with the other fields. What every engine can be asked:
+
+    load(model, dtype, max_num_seqs, max_model_len, cache) -> {"versions": str, "notes": str, "arrivals": bool}
+    run(prompts, max_tokens, arrivals) -> {"seconds": s, "times": [[s, ...], ...], "streams": [[id, ...], ...]}
+
+`run` completes token ids greedily, every request to exactly its `max_tokens`; request i is handed over
+`arrivals[i]` seconds after the start, where load said that arrivals are understood. `times` are seconds since the
+start at which each token was known. An answer {"error": text} says what went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import sys
+import traceback
+from typing import Any
+
+
+def main() -> None:
+    kind, threads = sys.argv[1], int(sys.argv[2])
+    sys.path += sys.argv[3:]
+    if hasattr(
+        os, "sched_setaffinity"
+    ):  # the same cores for every engine, whatever it calls its thread options
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to standard output, C++ ones past Python
+    engine: Any = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        do = request.pop("do")
+        try:
+            if engine is None:
+                engine = importlib.import_module(kind).Engine(threads)
+            answer = {"peak_mib": peak_mib()} if do == "memory" else getattr(engine, do)(**request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    if hasattr(engine, "close"):
+        with contextlib.suppress(Exception):
+            engine.close()
+
+
+def peak_mib() -> float:
+    """Most memory this process ever held, loading included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, but bytes on macOS
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""This engine: what a user gets from `XlaBatchEngine`, with a clock on each verb; and its bare step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scheduler import Plan, Request, Scheduler, StepResult, TokenEvent
+from xla_engine import __version__
+from xla_engine.checkpoint import load_checkpoint
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.reference import Reference
+from xla_engine.runner import InFlight, RowSettings, Runner
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.verify import verify
+
+Ids = list[list[int]]
+
+
+class TimedRunner:
+    """A runner that adds up the seconds the host spends waiting for the device."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.waited = 0.0
+
+    def wait(self, step: InFlight) -> StepResult:
+        began = time.perf_counter()
+        result = self._runner.wait(step)
+        self.waited += time.perf_counter() - began
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+class Watch:
+    """What the engine does with its row-steps, from its plans and what came of them."""
+
+    def __init__(self, engine: XlaBatchEngine) -> None:
+        self._engine = engine
+        self.steps = 0
+        self.row_steps = 0
+        self.stale = 0  # row-steps that gave no token: the row had stopped and the host did not know yet
+        self.queued_busy = self.queued_total = 0  # row-steps while requests waited: scheduled, and possible
+
+    def __call__(self, plan: Plan, events: Sequence[TokenEvent] | None) -> None:
+        if events is not None:
+            self.stale += len(plan.decode) + len(plan.first_rows) - len(events)
+            return
+        self.steps += 1
+        self.row_steps += len(plan.decode)
+        if self._engine.num_waiting:
+            self.queued_busy += len(plan.decode)
+            self.queued_total += self._engine.max_num_seqs
+
+
+class Engine:
+    """Our side of the protocol in `worker.py`."""
+
+    def __init__(self, threads: int) -> None:
+        self._engine: XlaBatchEngine | None = None
+
+    def load(
+        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+    ) -> dict[str, Any]:
+        config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype)
+        self._model = model
+        self._engine = XlaBatchEngine(load_checkpoint(model, dtype=dtype), None, config)
+        self._runner = TimedRunner(self._engine.runner)
+        self._engine.runner = cast(Runner, self._runner)
+        stats = self._engine.stats()
+        return {
+            "versions": f"xla-engine {__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}",
+            "notes": "" if self._engine.self_check is None else self._engine.self_check.promise,
+            "arrivals": True,
+            "compile_seconds": stats.compile_seconds,
+            "programs": len(self._engine.inventory_report()),
+        }
+
+    @property
+    def engine(self) -> XlaBatchEngine:
+        assert self._engine is not None, "load comes first"
+        return self._engine
+
+    def run(
+        self,
+        prompts: Ids,
+        max_tokens: list[int],
+        arrivals: list[float],
+        stop_token_ids: Ids | None = None,
+    ) -> dict[str, Any]:
+        """The protocol's `run`. Prompts end early at `stop_token_ids`, one list per request."""
+        engine, stats = self.engine, self.engine.stats()
+        watch = engine.on_step = Watch(engine)
+        self._runner.waited = idle = 0.0
+        order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+        finished = {}
+        submitted = 0
+        began = time.monotonic()
+        while submitted < len(order) or engine.has_unfinished:
+            now = time.monotonic() - began
+            while submitted < len(order) and arrivals[order[submitted]] <= now:
+                index = order[submitted]
+                stops = stop_token_ids[index] if stop_token_ids else ()
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=max_tokens[index], ignore_eos=True, stop_token_ids=stops
+                )
+                engine.submit(prompts[index], params, request_id=str(index))
+                submitted += 1
+            if engine.has_unfinished:
+                for output in engine.step(only_finished=True):
+                    finished[int(output.request_id)] = output
+            else:
+                idle += (pause := arrivals[order[submitted]] - now)
+                time.sleep(pause)
+        seconds = time.monotonic() - began
+        engine.on_step = None
+        outputs = [finished[index] for index in range(len(prompts))]
+        compiles = engine.stats().compiles_after_warmup - stats.compiles_after_warmup
+        if compiles:
+            raise RuntimeError(f"{compiles} compilations inside the measured window")
+        if failed := [output.error for output in outputs if output.error]:
+            raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+        after = engine.stats()
+        slots = after.slot_steps_total - stats.slot_steps_total
+        return {
+            "seconds": seconds,
+            "times": [
+                [t - began for t in output.metrics.token_times] for output in outputs if output.metrics
+            ],
+            "streams": [list(output.outputs[0].token_ids) for output in outputs],
+            "compiles": compiles,
+            "host_ms_per_step": 1e3 * (seconds - idle - self._runner.waited) / max(watch.steps, 1),
+            "occupancy": (after.slot_steps_busy - stats.slot_steps_busy) / slots if slots else None,
+            "occupancy_queued": watch.queued_busy / watch.queued_total if watch.queued_total else None,
+            "stale_share": watch.stale / watch.row_steps if watch.row_steps else 0.0,
+        }
+
+    def bare(self, prompts: Ids, max_tokens: list[int]) -> dict[str, Any]:
+        """The decode steps of the same job alone: planned beforehand, started back to back, read at the end.
+
+        Only the steps in which every request decodes are timed.
+        """
+        engine = self.engine
+        scheduler = Scheduler(engine.scheduler.config)
+        settings = {}
+        for index, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=True)):
+            scheduler.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), max_tokens=count))
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            settings[str(index)] = RowSettings(
+                max_tokens=count, stop_token_ids=(), params=params, seed=engine.seed_of(str(index), params)
+            )
+        plans: list[Plan] = []
+        while not (plan := scheduler.plan()).is_empty:
+            plans.append(plan)
+        timed = [plan for plan in plans if not plan.chunks and len(plan.decode) == len(prompts)]
+        if not timed:
+            raise ValueError("no step decodes every request: give fewer requests or more tokens")
+        for plan in plans[: plans.index(timed[0])]:
+            engine.runner.wait(engine.runner.start(plan, settings))
+        began = time.perf_counter()
+        steps = [engine.runner.start(plan, settings) for plan in timed]
+        engine.runner.wait(steps[-1])
+        seconds = time.perf_counter() - began
+        engine.runner.reset()
+        return {"decode_tok_s": len(prompts) * len(timed) / seconds, "step_ms": 1e3 * seconds / len(timed)}
+
+    def verify(self, requests: int) -> dict[str, Any]:
+        """Law 1 on this very engine: differences between alone and batched."""
+        report = verify(self.engine, requests=requests, schedules=2)
+        return {
+            "requests": report.requests,
+            "tokens": report.tokens,
+            "differing_tokens": report.differing_tokens,
+            "differing_bits": report.differing_bits,
+            "compiles": report.compiles_after_warmup,
+            "ok": report.ok,
+        }
+
+    def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
+        """As in `torch_static.py`, judged by our own forward pass without cache."""
+        reference = Reference(load_checkpoint(self._model, dtype="float32"))
+        regrets = []
+        for prompt, stream in zip(prompts, streams, strict=True):
+            logits = reference.logits([*prompt, *stream])[len(prompt) - 1 : -1]
+            chosen = logits[np.arange(len(stream)), stream]
+            regrets.append(((logits.max(1) - chosen) / logits.std(1)).tolist())
+        return {"regrets": regrets, "judge": "own forward pass, float32"}
+
+    def limits(self, dtype: str) -> dict[str, Any]:
+        """GFLOP/s of a large square product in `dtype`, and on an accelerator GB/s of reading its memory."""
+        device = jax.devices()[0].platform != "cpu"
+        size = 8192 if device else 2048
+        square = jnp.ones((size, size), jnp.dtype(dtype))
+        product = jax.jit(lambda a, b: jnp.einsum("ik,jk->ij", a, b, preferred_element_type=jnp.float32))
+        found = {"gflops": 2e-9 * size**3 / _best(lambda: product(square, square).block_until_ready())}
+        if device:
+            line = jnp.ones(2**30, jnp.bfloat16)
+            total = jax.jit(lambda x: x.astype(jnp.float32).sum())
+            found["gbps"] = 1e-9 * line.nbytes / _best(lambda: total(line).block_until_ready())
+        return found
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _best(call: Any, rounds: int = 7) -> float:
+    """Seconds of the fastest of `rounds` calls."""
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
