@@ -24,8 +24,8 @@ from graphs.layers import rope_table
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
 from graphs.rows import make_rows
-from spikes.peers.smollm2 import SMOLLM2_135M
 from spikes.timing import Times, describe_machine, interleave, markdown_table
+from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.checkpoint import random_weights
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 

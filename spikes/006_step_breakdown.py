@@ -15,12 +15,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import optimization_barrier as barrier
 
 from graphs import sampling
@@ -30,8 +28,9 @@ from graphs.layers import apply_rope, rope_table
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT, feature_major
 from graphs.rows import Rows, make_rows
-from spikes.peers.smollm2 import SMOLLM2_135M
 from spikes.timing import Times, describe_machine, interleave, markdown_table
+from xla_engine.bench.limits import read_bandwidth
+from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.checkpoint import random_weights
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
@@ -45,18 +44,6 @@ SPEC = ModelSpec(CONFIG, jnp.dtype(jnp.bfloat16))
 
 Arrays = dict[str, Any]
 Part = Callable[[Arrays], Any]
-
-
-# %%
-def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float:
-    """GB/s at which all cores together read memory that no cache holds; the best round."""
-    share = np.ones((threads, megabytes * 2**18 // threads), np.float32)
-    with ThreadPoolExecutor(threads) as pool:
-
-        def read() -> None:
-            list(pool.map(lambda part: float(part.max()), share))
-
-        return share.nbytes / interleave({"read": read}, rounds)["read"].least / 1e9
 
 
 # %%

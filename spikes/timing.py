@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,19 +30,11 @@ from graphs.inventory import GraphReport, Inventory, Program
 from graphs.layers import rope_table
 from graphs.model import ModelSpec
 from graphs.rows import Rows, SamplingRows, make_rows
+from xla_engine.bench import models
+from xla_engine.bench.card import markdown_table as markdown_table
+from xla_engine.bench.measure import describe_machine as machine_words
 
-SMOLLM2_135M = ModelConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    head_dim=64,
-    max_position_embeddings=8192,
-    rope_theta=100000.0,
-    tie_word_embeddings=True,
-)
+SMOLLM2_135M = dataclasses.replace(models.SMOLLM2_135M, max_position_embeddings=8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +82,10 @@ def interleave(
     return {name: Times(tuple(values)) for name, values in seconds.items()}
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table with columns padded to line up; the first column left, the others right."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = (c.rjust(w) if at else c.ljust(w) for at, (c, w) in enumerate(zip(row, widths, strict=True)))
-        return "| " + " | ".join(padded) + " |"
-
-    rule = "|" + "|".join("-" * (w + 1) + (":" if at else "-") for at, w in enumerate(widths)) + "|"
-    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
-
-
 def describe_machine() -> str:
-    """What a finding's Setting says: CPU features in words, cores, Python, jax version, devices."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        flags = set()
-    known = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
-    features = ", ".join(word for flag, word in known.items() if flag in flags) or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """What a finding's Setting says: cores, CPU features, Python, jax version, devices."""
     devices = ", ".join(sorted({device.device_kind for device in jax.devices()}))
-    return (
-        f"{cores} cores ({features}), Python {platform.python_version()}, "
-        f"jax {jax.__version__}, jaxlib {version('jaxlib')}, device {devices}"
-    )
+    return f"{machine_words()}, jax {jax.__version__}, jaxlib {version('jaxlib')}, device {devices}"
 
 
 def random_weights(spec: ModelSpec, seed: int = 0) -> list[jax.Array]:

@@ -121,6 +121,7 @@ def _measure_batch(options: Options, batch: int, record: dict[str, Any]) -> None
     sizes = Sizes(
         batch=batch,
         vocab_size=options.config.vocab_size,
+        positions=options.config.max_position_embeddings,
         seed=options.seed,
         prompt=options.prompt,
         new=options.new,
@@ -160,8 +161,9 @@ def _start(
     options.say(f"B = {batch}: loading {name}")
     kind = "xla" if name == OURS else PEERS[name].kind
     began = time.monotonic()
-    process = Process(options.peers.get(name, options.python), kind, options.threads)
+    process = None
     try:
+        process = Process(options.peers.get(name, options.python), kind, options.threads)
         loaded = process.ask(
             "load",
             model=str(options.directory),
@@ -171,7 +173,8 @@ def _start(
             cache=str(options.cache),
         )
     except PeerFailed as error:
-        process.close()
+        if process is not None:
+            process.close()
         if name == OURS:
             raise
         record["skipped"][name] = str(error).splitlines()[-1]
@@ -216,7 +219,7 @@ def _measure_workload(
     ours = sides[0]
     if workload.name == "ragged":
         turns[STOPS] = Turns()
-        _guard(ours, turns, lambda: _run_with_stops(ours, workload, turns))
+        _guard(ours, turns, lambda: _run_with_stops(options, ours, workload, turns))
     _judge(options, workload, sides, turns)
     record["results"] += _results(options, batch, workload, turns, record)
 
@@ -273,7 +276,7 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
         turns[BARE].figures.append(found)
 
 
-def _run_with_stops(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
+def _run_with_stops(options: Options, side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
     """The same requests ended by stop ids, as texts end: the host learns of each end a step late.
 
     The stop id is the request's own last token, where that comes only once in its stream. Our streams do not
@@ -284,10 +287,11 @@ def _run_with_stops(side: Side, workload: Workload, turns: dict[str, Turns]) -> 
         mine.void = "nothing to compare with"
         return
     stops, caps = [], []
-    for stream, count in zip(before["streams"], workload.max_tokens, strict=True):
-        by_id = stream.count(stream[-1]) == 1
-        stops.append([stream[-1]] if by_id else [])
-        caps.append(count + _STOP_SLACK if by_id else count)
+    for prompt, stream in zip(workload.prompts, before["streams"], strict=True):
+        room = options.config.max_position_embeddings - len(prompt) - len(stream)
+        slack = min(_STOP_SLACK, room) if stream.count(stream[-1]) == 1 else 0
+        stops.append([stream[-1]] if slack else [])
+        caps.append(len(stream) + slack)
     answer = _run(side, replace(workload, max_tokens=tuple(caps)), stop_token_ids=stops)
     if answer["streams"] != before["streams"]:
         mine.void = "streams differ when stop ids end them"

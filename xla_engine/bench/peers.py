@@ -56,6 +56,7 @@ class Process:
                 text=True,
             )
         except OSError as error:
+            self._log.close()
             raise PeerFailed(f"cannot run {python}: {error.strerror}") from error
 
     def ask(self, do: str, *, limit: float = 3600.0, **fields: Any) -> dict[str, Any]:

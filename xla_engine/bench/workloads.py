@@ -50,13 +50,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What workloads are made for: slots, vocabulary, the seed, and the knobs of the command line.
+    """What workloads are made for: slots, vocabulary, positions, the seed, and the knobs of the command line.
 
     rate: Poisson arrivals per second of the ragged workload; None: all at once.
     """
 
     batch: int
     vocab_size: int
+    positions: int = 2048
     seed: int = 0
     prompt: int = 128
     new: int = 128
@@ -92,12 +93,17 @@ def ragged(sizes: Sizes) -> Workload:
     """Heavy-tailed lengths, eight times as many requests as slots: admission into freed slots.
 
     Prompt and output lengths are independent log-normals of deviation 1 (in the logarithm) with medians 64 and 48,
-    cut off at 4..512 and 4..384. Means are then about 100 and 75, between those of the Alpaca (19 in, 58 out) and
-    ShareGPT (161 in, 338 out) traces in Kwon et al., "Efficient memory management for large language model serving
-    with PagedAttention" (2023), section 6.1, figure 11, whose histograms have such tails.
+    cut off at 4..512 and 4..384 (for a model of few positions, where both fit). Means are then about 100 and 75,
+    between those of the Alpaca (19 in, 58 out) and ShareGPT (161 in, 338 out) traces in Kwon et al., "Efficient memory
+    management for large language model serving with PagedAttention" (2023), section 6.1, figure 11, whose
+    histograms have such tails.
     """
     draw = random.Random(f"ragged/{sizes.seed}/{sizes.batch}")
-    lengths = [(_log_normal(draw, 64, 4, 512), _log_normal(draw, 48, 4, 384)) for _ in range(8 * sizes.batch)]
+    longest = min(512, sizes.positions // 2), min(384, sizes.positions // 2)
+    lengths = [
+        (_log_normal(draw, 64, 4, longest[0]), _log_normal(draw, 48, 4, longest[1]))
+        for _ in range(8 * sizes.batch)
+    ]
     arrivals = [0.0] * len(lengths)
     how = "all at once"
     if sizes.rate is not None:

@@ -1,0 +1,251 @@
+"""The benchmark's sums: workloads, figures, verdicts and the card."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.config import ModelConfig
+from tests.conftest import TINY
+from xla_engine.bench import limits
+from xla_engine.bench.card import card, markdown_table
+from xla_engine.bench.figures import Spread, complaints, figures, ratios, spread_of
+from xla_engine.bench.judge import NEAR_TIE, verdict, void_reason
+from xla_engine.bench.models import SHAPES, find_model, write_once
+from xla_engine.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
+from xla_engine.checkpoint import load_checkpoint, tensor_sources
+from xla_engine.errors import ConfigError
+
+# -- workloads -----------------------------------------------------------------------------------------------
+
+
+@given(
+    name=st.sampled_from(sorted(WORKLOADS)),
+    batch=st.integers(1, 40),
+    seed=st.integers(0, 3),
+    rate=st.none() | st.floats(0.1, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_workload_is_a_function_of_its_sizes(name: str, batch: int, seed: int, rate: float | None) -> None:
+    sizes = Sizes(batch=batch, vocab_size=97, seed=seed, rate=rate)
+    workload = make_workload(name, sizes)
+    assert workload == make_workload(name, sizes)
+    assert len(workload.prompts) == len(workload.max_tokens) == len(workload.arrivals)
+    assert all(prompt and min(prompt) >= 0 and max(prompt) < 97 for prompt in workload.prompts)
+    assert min(workload.max_tokens) >= 1
+    assert list(workload.arrivals) == sorted(workload.arrivals) and workload.arrivals[0] == 0
+    head = workload.head(2, 5)
+    assert len(head.prompts) == min(2, len(workload.prompts)) and max(head.max_tokens) <= 5
+
+
+def test_ragged_lengths_have_a_heavy_tail() -> None:
+    workload = make_workload("ragged", Sizes(batch=64, vocab_size=97))
+    assert len(workload.prompts) == 8 * 64
+    for lengths, median, most in (([*map(len, workload.prompts)], 64, 512), (workload.max_tokens, 48, 384)):
+        assert 0.8 * median < statistics.median(lengths) < 1.25 * median
+        assert statistics.mean(lengths) > 1.25 * statistics.median(lengths)
+        assert max(lengths) <= most and max(lengths) > 4 * median
+    assert make_workload("ragged", Sizes(batch=64, vocab_size=97, positions=300)).longest <= 300
+
+
+def test_poisson_arrivals_have_the_rate_asked_for() -> None:
+    workload = make_workload("ragged", Sizes(batch=64, vocab_size=97, rate=20.0))
+    assert 0.85 < len(workload.arrivals) / workload.arrivals[-1] / 20.0 < 1.15
+
+
+def test_an_unknown_workload_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="uniform"):
+        make_workload("unifrom", Sizes(batch=1, vocab_size=9))
+
+
+# -- figures -------------------------------------------------------------------------------------------------
+
+
+def job(lengths: list[tuple[int, int]], arrivals: tuple[float, ...] | None = None) -> Workload:
+    return Workload(
+        name="uniform",
+        about="",
+        prompts=tuple((1,) * prompt for prompt, _ in lengths),
+        max_tokens=tuple(new for _, new in lengths),
+        arrivals=arrivals or (0.0,) * len(lengths),
+    )
+
+
+def test_decode_rate_counts_only_while_all_decode() -> None:
+    times = [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]
+    found = figures(job([(8, 4), (8, 4)]), {"seconds": 5.0, "times": times})
+    assert found["decode_tok_s"] == pytest.approx(4 / 2.0)  # tokens at 3 and 4 of both, from 2 to 4
+    assert found["tok_s"] == pytest.approx(8 / 5)
+    assert found["ttft_p50_ms"] == 2000 and found["itl_p99_ms"] == 1000
+    assert "prefill_tok_s" not in found
+
+
+def test_prefill_rate_is_prompt_tokens_until_the_last_first_token() -> None:
+    found = figures(job([(30, 1), (50, 1)]), {"seconds": 5.0, "times": [[1.0], [4.0]]})
+    assert found["prefill_tok_s"] == pytest.approx(20.0)
+    assert "decode_tok_s" not in found and "itl_p50_ms" not in found
+
+
+def test_latency_counts_from_arrival() -> None:
+    found = figures(job([(3, 1), (3, 1)], (0.0, 3.5)), {"seconds": 5.0, "times": [[1.0], [4.0]]})
+    assert found["ttft_p99_ms"] == 1000
+
+
+def test_requests_that_never_decode_together_have_no_decode_rate() -> None:
+    found = figures(job([(3, 2), (3, 2)]), {"seconds": 9.0, "times": [[1.0, 2.0], [3.0, 4.0]]})
+    assert "decode_tok_s" not in found
+
+
+def test_missing_tokens_are_complained_about() -> None:
+    workload = job([(3, 2), (3, 2)])
+    good = {"streams": [[1, 2], [3, 4]], "times": [[1, 2], [1, 2]]}
+    assert complaints(workload, good) is None
+    assert complaints(workload, good | {"streams": [[1, 2], [3]]}) is not None
+    assert complaints(workload, good | {"streams": [[1, 2]]}) is not None
+    assert complaints(workload, good | {"times": [[1, 2], [1]]}) is not None
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    ours, theirs = Spread((10.0, 30.0, 20.0)), Spread((5.0, 10.0, 20.0))
+    assert ratios(ours, theirs).record == [2.0, 1.0, 3.0]
+    rounds = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
+    assert spread_of(rounds) == {"a": Spread((1.0, 3.0))}
+
+
+# -- limits --------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_counted_as_in_the_checkpoint() -> None:
+    for config in (TINY, *SHAPES.values()):
+        matrices = {
+            leaf: sum(shape[0] * shape[1] for _, shape in stacked)
+            for leaf, stacked in tensor_sources(config).items()
+            if all(len(shape) == 2 for _, shape in stacked)
+        }
+        if not config.tie_word_embeddings:
+            del matrices["embed"]  # looked up, not multiplied with
+        assert limits.weight_count(config) == sum(matrices.values())
+
+
+def test_step_bytes_are_weights_once_and_keys_per_row() -> None:
+    none = limits.step_bytes(TINY, "bfloat16", 8, 0)
+    one = limits.step_bytes(TINY, "bfloat16", 8, 1) - none
+    assert none == 2 * limits.weight_count(TINY)
+    assert one == 8 * 2 * 2 * TINY.num_hidden_layers * TINY.num_key_value_heads * TINY.head_dim
+    assert limits.step_bytes(TINY, "float32", 8, 5) == 2 * limits.step_bytes(TINY, "bfloat16", 8, 5)
+
+
+# -- judge ---------------------------------------------------------------------------------------------------
+
+
+def test_streams_within_a_near_tie_count_and_others_are_void() -> None:
+    tie, wrong = NEAR_TIE["bfloat16"], 3 * NEAR_TIE["bfloat16"]
+    good = verdict([[0.0, tie]], [[1, 2]], [[1, 3]])
+    assert (good.judged, good.off, good.same) == (2, 0.5, 0.5)
+    assert void_reason(good, "bfloat16", None) is None
+    assert void_reason(good, "float32", None) is not None
+    bad = verdict([[0.0, wrong]], [[1, 2]], None)
+    assert bad.same is None
+    assert "wrong streams" in (void_reason(bad, "bfloat16", good) or "")
+    assert void_reason(bad, "bfloat16", bad) is None  # no worse than the reference's own
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+def test_a_written_model_loads_again(tmp_path: Path) -> None:
+    config = ModelConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        rope_scaling=SHAPES["llama-3.2-1b"].rope_scaling,
+        tie_word_embeddings=True,
+    )
+    write_once(config, tmp_path / "models" / "small")
+    loaded = load_checkpoint(tmp_path / "models" / "small")
+    assert loaded.config == config and loaded.dtype == "bfloat16" and not loaded.eos_token_ids
+    assert set(np.unique(loaded.weights["final_norm"])) == {-1.0, 1.0}
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["small"]
+    assert find_model(str(tmp_path / "models" / "small"), tmp_path) == tmp_path / "models" / "small"
+
+
+def test_models_that_cannot_run_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="norms"):
+        find_model("qwen3-0.6b", tmp_path)
+    with pytest.raises(ConfigError, match="smollm2-135m"):
+        find_model("nothing", tmp_path)
+
+
+# -- card ----------------------------------------------------------------------------------------------------
+
+
+def result(engine: str, **more: Any) -> dict[str, Any]:
+    return {
+        "batch": 8,
+        "workload": "uniform",
+        "engine": engine,
+        "void": None,
+        "figures": {"decode_tok_s": [200.0, 190.0, 210.0], "tok_s": [150.0, 150.0, 150.0]},
+        **more,
+    }
+
+
+def a_record(*results: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "dtype": "bfloat16",
+        "threads": 2,
+        "rounds": 3,
+        "machine": "2 cores",
+        "limits": {"read_gb_s": 26.0, "gflops": {"xla-engine": 1000.0}},
+        "engines": {
+            "xla-engine": {"about": "this engine", "versions": "1", "notes": "", "peak_mib": {"8": 5}},
+        },
+        "skipped": {"openvino": "ModuleNotFoundError: No module named 'openvino_genai'"},
+        "workloads": {"8": {"uniform": "8 requests"}},
+        "verify": [
+            {
+                "batch": 8,
+                "requests": 4,
+                "tokens": 99,
+                "differing_tokens": 0,
+                "differing_bits": 0,
+                "compiles": 0,
+            }
+        ],
+        "results": list(results),
+    }
+
+
+def test_the_card_shows_rates_ratios_and_who_is_missing() -> None:
+    ratio = {"decode_tok_s": [2.0, 1.9, 2.1]}
+    streams = {"judged": 9, "off": 0.01, "worst_regret": 0.03, "same": 0.9}
+    text = card(a_record(result("xla-engine", streams=streams), result("transformers", ratio=ratio)))
+    assert "200 (190-210)" in text and "2.00 (1.90-2.10)" in text and "1.00%, 0.03" in text
+    assert "skipped openvino: ModuleNotFoundError" in text
+    assert "99 tokens alone and batched, 0 differing tokens" in text
+    json.dumps(a_record(result("xla-engine")))
+
+
+def test_a_void_rate_is_not_printed() -> None:
+    text = card(a_record(result("xla-engine"), result("transformers", void="wrong streams: far off")))
+    row = next(line for line in text.splitlines() if line.startswith("| transformers"))
+    assert "void" in row and "200" not in row
+    assert "transformers: wrong streams: far off" in text
+
+
+def test_markdown_tables_line_up() -> None:
+    lines = markdown_table(["name", "n"], [["a", 1], ["long name", 100]]).splitlines()
+    assert len({len(line) for line in lines}) == 1 and lines[2] == "| a         |   1 |"

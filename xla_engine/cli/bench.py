@@ -1,0 +1,20 @@
+"""`xla-engine bench`: the benchmark, whose own parser takes the options, so that it also runs without click."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command(
+    short_help="Measure against other engines.",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True},
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def bench(words: tuple[str, ...]) -> None:
+    """Measure this engine and its peers on the same weights, prompts and threads; `bench --help` tells the rest."""
+    from xla_engine.bench.__main__ import main
+
+    sys.exit(main(words))
