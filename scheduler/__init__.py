@@ -5,6 +5,7 @@ engine, a property test with a stand-in runner, and a simulator.
 """
 
 from scheduler.config import SchedulerConfig as SchedulerConfig
+from scheduler.plan import NO_CHOICE as NO_CHOICE
 from scheduler.plan import Chunk as Chunk
 from scheduler.plan import Decision as Decision
 from scheduler.plan import Plan as Plan
@@ -14,6 +15,7 @@ from scheduler.plan import Sample as Sample
 from scheduler.plan import Slot as Slot
 from scheduler.plan import StepResult as StepResult
 from scheduler.plan import TokenEvent as TokenEvent
+from scheduler.request import PRIORITIES as PRIORITIES
 from scheduler.request import FinishReason as FinishReason
 from scheduler.request import Request as Request
 from scheduler.request import Status as Status

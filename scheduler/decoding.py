@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
 
-from scheduler.plan import Row, Sample, TokenEvent
+from scheduler.plan import NO_CHOICE, Row, Sample, TokenEvent
 from scheduler.state import RequestState
 
 _token_id = attrgetter("token_id")
@@ -68,8 +68,8 @@ class Decoding:
         """Credit one more token to everybody, or return None, with nothing done, if the step brought more.
 
         While membership is what it was when `rows` were planned, every row is its request's still, and none
-        reaches its cap with this token. Left to see is that each has one sample and that none of them is a
-        stop token. The loops run inside C calls, which takes two thirds of the time of going row by row.
+        reaches its cap with this token. Left to see is that each has one sample, a token, and that none of
+        them is a stop token. The loops run inside C calls, which takes two thirds of the time of going row by row.
         """
         if rows is not self._row_tuple or not rows:
             return None
@@ -79,9 +79,9 @@ class Decoding:
             return None
         if self._ids_and_stops is None:
             stops = {state.request.stop_token_ids for state in self._states.values()}
-            self._ids_and_stops = tuple(row.request_id for row in rows), frozenset[int]().union(*stops)
-        request_ids, stop_token_ids = self._ids_and_stops
-        if not stop_token_ids.isdisjoint(map(_token_id, flat)):
+            self._ids_and_stops = tuple(row.request_id for row in rows), frozenset({NO_CHOICE}).union(*stops)
+        request_ids, ending = self._ids_and_stops
+        if not ending.isdisjoint(map(_token_id, flat)):
             return None
         for state in self._states.values():
             state.credited += 1

@@ -62,7 +62,7 @@ class Plan:
     """Everything the device is asked to do in one step: the chunks in order, then one decode of the rows.
 
     step: counts non-empty plans from 0. Plans are started and committed in this order.
-    admitted: ids of the requests that left the queue for a slot, in arrival order.
+    admitted: ids of the requests that left the queue for a slot, first in line first.
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
         a lane may read the KV that an earlier lane writes.
     decode: the rows that decode, in the order they began to. A row whose last chunk is in this plan is one of
@@ -87,8 +87,11 @@ class Plan:
         return tuple(chunk for chunk in self.chunks if chunk.is_last)
 
 
+NO_CHOICE = -2  # in place of a token id: the device could not choose one, its logits were no numbers
+
+
 class Sample(NamedTuple):
-    """One sampled token and its log-probability (natural; None where not asked for)."""
+    """One sampled token, or NO_CHOICE, and its log-probability (natural; None where not asked for)."""
 
     token_id: int
     logprob: float | None = None
@@ -107,7 +110,10 @@ class StepResult:
 
 
 class TokenEvent(NamedTuple):
-    """One token credited to a request; `finish_reason` is set on the request's last one."""
+    """One token credited to a request; `finish_reason` is set on the request's last one.
+
+    Where that is ERROR, the sample is no token.
+    """
 
     request_id: str
     sample: Sample

@@ -1,10 +1,26 @@
-"""The scheduler's arithmetic: how a prompt is cut, and how much of it runs in a step.
+"""The scheduler's arithmetic: who goes first, how a prompt is cut, and how much of it runs in a step.
 
 A cut depends on the prompt alone; only *when* a chunk runs depends on the load. This is what makes the KV of
 a request, and so its tokens, the same bits under any load.
 """
 
 from __future__ import annotations
+
+
+def place(arrival: int, priority: int, aging: int) -> tuple[int, int]:
+    """A request's place in the queue; the lowest goes first.
+
+    arrival: how many requests were submitted before. priority: the lower the sooner.
+    aging: what one class is worth, in arrivals. A request ages by one with every later arrival, and so its
+        place among the others never changes.
+
+    Starvation bound: of the requests that arrive after one of priority p, at most `p - q` times `aging`, less one,
+    of priority q or above go before it. Equal priorities go in order of arrival.
+
+    >>> sorted([place(0, 1, 3), place(1, 0, 3), place(2, 0, 3), place(3, 0, 3)])  # the third comes too late
+    [(1, 1), (2, 2), (3, 0), (3, 3)]
+    """
+    return arrival + priority * aging, arrival
 
 
 def num_chunks(prompt_tokens: int, chunk_size: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+PRIORITIES = range(-10, 11)
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended. A request ends once, with one of these."""
@@ -12,6 +14,8 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token was sampled, or the engine saw a stop string
     LENGTH = "length"  # max_tokens were sampled
     ABORT = "abort"  # the caller took it back
+    DEADLINE = "deadline"  # its time was up
+    QUEUE_TIMEOUT = "queue_timeout"  # it got no slot in time
     ERROR = "error"  # the engine could not go on with it
 
 
@@ -32,12 +36,18 @@ class Request:
     prompt_token_ids: at least one token.
     max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
     stop_token_ids: sampling one of these ends the request.
+    priority: from -10 to 10, the lower the sooner; see `scheduler.policy.place`.
+    deadline, queue_deadline: times on the caller's clock. From the first on, `expire` ends the request wherever it
+        is; from the second on, if it still waits.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    deadline: float | None = None
+    queue_deadline: float | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -45,4 +55,9 @@ class Request:
         if self.max_tokens < 1:
             raise ValueError(
                 f"request {self.request_id!r} has max_tokens {self.max_tokens}; ask for at least 1 new token"
+            )
+        if self.priority not in PRIORITIES:
+            raise ValueError(
+                f"request {self.request_id!r} has priority {self.priority}; give one from {PRIORITIES[0]} (soonest) "
+                f"to {PRIORITIES[-1]}"
             )

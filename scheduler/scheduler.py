@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from scheduler import integrity, snapshot
 from scheduler.config import SchedulerConfig
+from scheduler.deadlines import Deadlines
 from scheduler.decoding import Decoding
 from scheduler.plan import (
+    NO_CHOICE,
     Chunk,
     Decision,
     Plan,
@@ -26,7 +29,7 @@ from scheduler.waiting import WaitingQueue
 
 
 class Scheduler:
-    """First come, first served over a fixed number of slots.
+    """First in line, first served over a fixed number of slots. The line is by arrival and priority.
 
     Plans may run ahead of commits by any number of steps (the lag)::
 
@@ -36,14 +39,15 @@ class Scheduler:
 
     A request that reaches its cap gives its slot up when its last token is planned; one that samples a stop
     token, when that token is committed. Tokens of a tenancy that has ended are dropped. Every request ends
-    once: by a `TokenEvent` with a finish reason, or by an `abort` or `finish` that returns True.
+    once: by a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._states: dict[str, RequestState] = {}  # every live request
         self._slots = Slots(config.max_num_seqs)
-        self._waiting = WaitingQueue(config.max_waiting)
+        self._waiting = WaitingQueue(config.max_waiting, config.priority_aging)
+        self._deadlines = Deadlines()
         self._prefilling = Prefilling(config.chunk_size, config.max_num_batched_tokens)
         self._decoding = Decoding()
         self._next_step = 0
@@ -57,9 +61,7 @@ class Scheduler:
         """Queue a request. Raises ValueError for an id in use and QueueFullError; nothing changes then."""
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
-        state = RequestState(request=request)
-        self._waiting.push(state)
-        self._states[request.request_id] = state
+        self._queue(RequestState(request=request, arrival=self._submitted))
         self._submitted += 1
 
     def abort(self, request_id: str) -> bool:
@@ -77,6 +79,39 @@ class Scheduler:
             return False
         self._end(state, reason)
         return True
+
+    def expire(self, now: float) -> list[tuple[str, FinishReason]]:
+        """End every request whose time is up, and return their ids with DEADLINE or QUEUE_TIMEOUT.
+
+        now: on the clock that the requests' deadlines are on.
+        """
+        expired = []
+        for state, reason in self._deadlines.due(now):
+            self._end(state, reason)
+            expired.append((state.request_id, reason))
+        return expired
+
+    def restarted(self) -> Scheduler:
+        """A scheduler of the same live requests and totals in which nothing has run yet: every request waits.
+
+        For an engine that lost the device's state, or its own way in the middle of a call. Requests keep their
+        places in the line; tokens they were credited count as dropped, since they will be sampled again. One that
+        had a slot before cannot time out in the queue any more.
+        """
+        fresh = Scheduler(self.config)
+        fresh._submitted, fresh._finished = self._submitted, dict(self._finished)
+        fresh._next_step = fresh._committed = self._next_step
+        lost = sum(state.credited for state in self._states.values())
+        fresh._tokens_credited = self._tokens_credited - lost
+        fresh._tokens_dropped = self._tokens_dropped + lost
+        fresh._waiting.max_waiting = None  # they were all taken once
+        for state in sorted(self._states.values(), key=lambda state: state.arrival):
+            request = state.request
+            if state.status is not Status.WAITING:
+                request = replace(request, queue_deadline=None)
+            fresh._queue(RequestState(request=request, arrival=state.arrival))
+        fresh._waiting.max_waiting = self.config.max_waiting
+        return fresh
 
     def plan(self) -> Plan:
         """Decide the next step, and count it as started.
@@ -118,9 +153,10 @@ class Scheduler:
         self._committed += 1
         events = self._credit(first_rows, [(sample,) for sample in result.first])
         decoded = self._decoding.credit_all(plan.decode, result.decode)
-        events += self._credit(plan.decode, result.decode) if decoded is None else decoded
-        self._tokens_credited += len(events)
-        return events
+        if decoded is None:
+            return events + self._credit(plan.decode, result.decode)
+        self._tokens_credited += len(decoded)
+        return events + decoded
 
     def _admit(self, decisions: list[Decision]) -> tuple[str, ...]:
         admitted = []
@@ -159,8 +195,13 @@ class Scheduler:
                     f"{len(sampled)} samples for {request_id!r} in slot {part.slot.index}; a row that did "
                     "not stop samples one token a step"
                 ) from None
+            if sample.token_id == NO_CHOICE:
+                events.append(TokenEvent(request_id, sample, FinishReason.ERROR))
+                self._end(state, FinishReason.ERROR)
+                continue
             request = state.request
             state.credited += 1
+            self._tokens_credited += 1
             if sample.token_id in request.stop_token_ids:
                 reason = FinishReason.STOP
             elif state.credited == request.max_tokens:
@@ -173,6 +214,11 @@ class Scheduler:
             self._end(state, reason)
         return events
 
+    def _queue(self, state: RequestState) -> None:
+        self._waiting.push(state)
+        self._states[state.request_id] = state
+        self._deadlines.add(state)
+
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         """Take a live request out of wherever it is."""
         del self._states[state.request_id]
@@ -184,6 +230,7 @@ class Scheduler:
             self._release(state)
         state.status, state.finish_reason = Status.FINISHED, reason
         self._finished[reason] += 1
+        self._deadlines.forget_ended(len(self._states))
 
     def _release(self, state: RequestState) -> None:
         self._slots.release(state.slot)

@@ -15,6 +15,7 @@ from scheduler.state import RequestState
 class RequestView:
     """One live request.
 
+    priority, arrival: its place in the line, by `scheduler.policy.place`.
     prefilled: prompt tokens in the plans made so far. planned: new tokens in them.
     credited: new tokens received.
     decision: why it stands where it stands; None when no plan was made since it came.
@@ -22,6 +23,8 @@ class RequestView:
 
     request_id: str
     status: Status
+    priority: int
+    arrival: int
     prompt_tokens: int
     max_tokens: int
     prefilled: int
@@ -55,7 +58,7 @@ class Counters:
 class Snapshot:
     """Everything live.
 
-    slots: by index. waiting: the queue in order.
+    slots: by index. waiting: the queue, first in line first.
     draining: requests that handed their slot over and have tokens in flight, oldest first.
     """
 
@@ -99,6 +102,8 @@ def _view(state: RequestState, step: int, decision: Decision | None) -> RequestV
     return RequestView(
         request_id=state.request_id,
         status=state.status,
+        priority=state.request.priority,
+        arrival=state.arrival,
         prompt_tokens=state.prompt_tokens,
         max_tokens=state.request.max_tokens,
         prefilled=state.prefilled,
@@ -117,7 +122,7 @@ def _free(slot: Slot) -> SlotView:
 
 
 def _wait_behind(state: RequestState, ahead: int) -> Decision:
-    reason = f"{ahead} arrived earlier and {'waits' if ahead == 1 else 'wait'} too"
+    reason = f"{ahead} {'goes' if ahead == 1 else 'go'} first"
     return Decision(request_id=state.request_id, action="wait", reason=reason)
 
 

@@ -12,6 +12,7 @@ from scheduler.request import FinishReason, Request, Status
 class RequestState:
     """One life of a request id; a later request under the same id has another state.
 
+    arrival: how many requests were submitted before it.
     tenancy: the slot the request was admitted to. It stays when the slot is handed over, because tokens
         still in flight are credited by it.
     holds_slot: whether the slot of `tenancy` is still this request's.
@@ -22,6 +23,7 @@ class RequestState:
     """
 
     request: Request
+    arrival: int
     status: Status = Status.WAITING
     tenancy: Slot | None = None
     holds_slot: bool = False

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler import (
+    NO_CHOICE,
     Chunk,
     FinishReason,
     Plan,
@@ -40,8 +41,10 @@ def require(holds: bool, message: str) -> None:
 
 
 def sample(context: Sequence[int]) -> Sample:
-    """The token after `context`, a pure function of it and so of (prompt, position)."""
+    """The token after `context`, a pure function of it and so of (prompt, position); one in 61 times none."""
     word = zlib.crc32(repr(tuple(context)).encode())
+    if word % 61 == 0:
+        return Sample(NO_CHOICE)
     return Sample(word % VOCABULARY, -(word % 997) / 997)
 
 
@@ -49,8 +52,11 @@ def expected(request: Request) -> tuple[list[Sample], FinishReason]:
     """What a request returns when it runs alone to its end."""
     context, samples = list(request.prompt_token_ids), []
     while len(samples) < request.max_tokens:
-        samples.append(sample(context))
-        context.append(samples[-1].token_id)
+        found = sample(context)
+        if found.token_id == NO_CHOICE:
+            return samples, FinishReason.ERROR
+        samples.append(found)
+        context.append(found.token_id)
         if samples[-1].token_id in request.stop_token_ids:
             return samples, FinishReason.STOP
     return samples, FinishReason.LENGTH
@@ -71,7 +77,8 @@ class DeviceRow:
 
     def take(self, sampled: Sample) -> Sample:
         self.token = sampled.token_id
-        self.remaining = 0 if sampled.token_id in self.stop_ids else self.remaining - 1
+        ends = sampled.token_id in self.stop_ids or sampled.token_id == NO_CHOICE
+        self.remaining = 0 if ends else self.remaining - 1
         self.over = self.over or self.remaining == 0
         return sampled
 
@@ -84,6 +91,10 @@ class FakeRunner:
         self.rows = [DeviceRow() for _ in range(config.max_num_seqs)]
         self.requests: dict[str, Request] = {}
         self.steps = 0
+
+    def lose_everything(self) -> None:
+        """What the rows held is gone."""
+        self.rows = [DeviceRow() for _ in self.rows]
 
     def release(self, request_id: str) -> None:
         """The engine will not ask for this request again; its row, if it has one, may be reused."""
@@ -136,7 +147,8 @@ class FakeRunner:
         require((row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}")
         require(row.token is not None, f"{asked} decodes before its prompt ended: {row}")
         if row.remaining == 0:
-            require(row.token in row.stop_ids, f"{asked} decodes beyond max_tokens: {row}")
+            ended = row.token in row.stop_ids or row.token == NO_CHOICE
+            require(ended, f"{asked} decodes beyond max_tokens: {row}")
             return ()
         assert row.token is not None
         row.kv.append(row.token)
@@ -155,7 +167,9 @@ class Life:
     """One life of a request id, as the caller saw it."""
 
     request: Request
+    place: tuple[int, int]
     samples: list[Sample] = field(default_factory=list)
+    had_slot: bool = False  # before a restart
     reason: FinishReason | None = None
 
     def check(self) -> None:
@@ -164,9 +178,13 @@ class Life:
         require(self.reason is not None, f"never ended: {self}")
         if self.reason in (FinishReason.STOP, FinishReason.LENGTH):
             require((self.samples, self.reason) == (samples, reason), f"{self}, not {samples}, {reason}")
-        else:
+        elif (self.samples, self.reason) != (
+            samples,
+            reason,
+        ):  # an ERROR may be its own, or the caller's word
             require(self.samples == samples[: len(self.samples)], f"{self} should begin {samples}")
-            require(len(self.samples) < len(samples), f"taken back after its end: {self}")
+            still_to_come = len(samples) - len(self.samples) + (reason is FinishReason.ERROR)
+            require(still_to_come > 0, f"taken back after its end: {self}")
 
 
 class Loop:
@@ -176,23 +194,58 @@ class Loop:
         self.scheduler = Scheduler(config)
         self.runner = FakeRunner(config)
         self.live: dict[str, Life] = {}
-        self.queue: dict[str, None] = {}  # ids in order of arrival
+        self.queue: dict[str, tuple[int, int]] = {}  # id to its place
+        self.arrivals = 0
+        self.now = 0.0
         self.ended: list[Life] = []
         self.plans: list[Plan] = []
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
-        self.live[request.request_id] = Life(request)
-        self.queue[request.request_id] = None
+        self.live[request.request_id] = Life(request, self.place(request.priority))
+        self.queue[request.request_id] = self.place(request.priority)
+        self.arrivals += 1
         self.runner.requests[request.request_id] = request
+
+    def place(self, priority: int) -> tuple[int, int]:
+        """The place in line of the next arrival."""
+        return self.arrivals + priority * self.scheduler.config.priority_aging, self.arrivals
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and see that exactly those end whose time is up."""
+        self.now += seconds
+        due = set()
+        for request_id, life in self.live.items():
+            times = [life.request.deadline]
+            if request_id in self.queue and not life.had_slot:
+                times.append(life.request.queue_deadline)
+            if any(time is not None and time <= self.now for time in times):
+                due.add(request_id)
+        expired = self.scheduler.expire(self.now)
+        require({request_id for request_id, _ in expired} == due, f"{expired} expired, not {due}")
+        for request_id, reason in expired:
+            request = self.live[request_id].request
+            time = request.deadline if reason is FinishReason.DEADLINE else request.queue_deadline
+            require(time is not None and time <= self.now, f"{request_id} ended by {reason} before its time")
+            self._end(request_id, reason)
+
+    def restart(self) -> None:
+        """The device's state is lost: begin again with everything that lives."""
+        self.scheduler = self.scheduler.restarted()
+        self.runner.lose_everything()
+        self.in_flight.clear()
+        for request_id, life in self.live.items():
+            life.samples.clear()  # they come again
+            life.had_slot = life.had_slot or request_id not in self.queue
+            self.queue[request_id] = life.place
 
     def plan(self) -> Plan:
         """Plan and start one step."""
         free = sum(slot.request is None for slot in self.scheduler.snapshot().slots)
         plan = self.scheduler.plan()
-        first_come = tuple(self.queue)[:free]
-        require(plan.admitted == first_come, f"{free} free slots are for {first_come}: {plan}")
+        first_in_line = tuple(sorted(self.queue, key=self.queue.__getitem__))[:free]
+        require(plan.admitted == first_in_line, f"{free} free slots are for {first_in_line}: {plan}")
         for request_id in plan.admitted:
             del self.queue[request_id]
         prompts = [slot.request for slot in self.scheduler.snapshot().slots if slot.request is not None]
@@ -208,7 +261,10 @@ class Loop:
         events = self.scheduler.commit(*self.in_flight.popleft())
         for event in events:
             require(event.request_id in self.live, f"an event for no live request: {event}")
-            self.live[event.request_id].samples.append(event.sample)
+            if event.sample.token_id == NO_CHOICE:
+                require(event.finish_reason is FinishReason.ERROR, f"goes on without a token: {event}")
+            else:
+                self.live[event.request_id].samples.append(event.sample)
             if event.finish_reason is not None:
                 self._end(event.request_id, event.finish_reason)
         return events

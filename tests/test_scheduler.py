@@ -187,7 +187,7 @@ def test_finish_frees_the_slot_for_the_next_plan() -> None:
     engine.commit(plan, result(plan))
     assert engine.finish("a", STOP)  # a stop string
     assert engine.plan().admitted == ("b",)
-    assert engine.snapshot().counters.finished == {STOP: 1, LENGTH: 0, ABORT: 0, ERROR: 0}
+    assert engine.snapshot().counters.finished == dict.fromkeys(FinishReason, 0) | {STOP: 1}
 
 
 # -- abort -------------------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ def test_decisions_do_not_grow_with_the_queue() -> None:
     engine.plan()
     assert names(engine.plan().decisions) == ["r2"]
     last = engine.snapshot().waiting[-1].decision
-    assert last is not None and last.reason == "4997 arrived earlier and wait too"
+    assert last is not None and last.reason == "4997 go first"
 
 
 def test_snapshot_tells_slots_queue_and_counters() -> None:

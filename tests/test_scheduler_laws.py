@@ -29,6 +29,7 @@ from scheduler import (
     WaitingQueue,
     policy,
 )
+from scheduler import scheduler as scheduler_module
 from scheduler.decoding import Decoding
 from scheduler.state import RequestState
 from tests.fake_runner import VOCABULARY, Loop, expected
@@ -41,6 +42,7 @@ configs = st.builds(
     chunk_size=st.integers(1, 4),
     max_num_batched_tokens=st.integers(1, 20),
     max_waiting=st.none(),
+    priority_aging=st.integers(1, 4),
 )
 token_ids = st.integers(0, VOCABULARY - 1)
 
@@ -52,7 +54,16 @@ def requests(request_id: str) -> st.SearchStrategy[Request]:
         prompt_token_ids=st.lists(token_ids, min_size=1, max_size=12).map(tuple),
         max_tokens=st.integers(1, 8),
         stop_token_ids=st.frozensets(token_ids, max_size=3),
+        priority=st.sampled_from([0, 0, -1, 2, 10]),
     )
+
+
+def within(request: Request, now: float, times: tuple[int | None, int | None]) -> Request:
+    deadline, queue_deadline = (None if time is None else now + time for time in times)
+    return replace(request, deadline=deadline, queue_deadline=queue_deadline)
+
+
+patience = st.none() | st.integers(0, 9)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -62,8 +73,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, config: SchedulerConfig) -> None:
         self.loop = Loop(config)
 
-    @rule(request=st.integers(0, 7).flatmap(lambda number: requests(f"r{number}")))
-    def submit(self, request: Request) -> None:
+    @rule(
+        request=st.integers(0, 7).flatmap(lambda number: requests(f"r{number}")),
+        times=st.tuples(patience, patience),
+    )
+    def submit(self, request: Request, times: tuple[int | None, int | None]) -> None:
+        request = within(request, self.loop.now, times)
         if request.request_id in self.loop.live:
             with pytest.raises(ValueError, match="choose another"):
                 self.loop.scheduler.submit(request)
@@ -83,6 +98,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 7), reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]))
     def finish(self, number: int, reason: FinishReason) -> None:
         self.loop.finish(f"r{number}", reason)
+
+    @rule(seconds=st.integers(0, 4))
+    def pass_time(self, seconds: int) -> None:
+        self.loop.pass_time(seconds)
+
+    @rule()
+    def restart(self) -> None:
+        self.loop.restart()
 
     @invariant()
     def holds(self) -> None:
@@ -113,9 +136,10 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
         loop.submit(request)
     loop.drain(lag)
     assert sorted(life.request.request_id for life in loop.ended) == sorted(r.request_id for r in submitted)
-    assert {life.reason for life in loop.ended} <= {FinishReason.STOP, FinishReason.LENGTH}
-    admitted = [request_id for plan in loop.plans for request_id in plan.admitted]
-    assert admitted == [request.request_id for request in submitted]  # arrival order is admission order
+    assert all(life.reason == expected(life.request)[1] for life in loop.ended)
+    if len({request.priority for request in submitted}) == 1:
+        admitted = [request_id for plan in loop.plans for request_id in plan.admitted]
+        assert admitted == [request.request_id for request in submitted]  # arrival order is admission order
     counters = loop.scheduler.snapshot().counters
     assert counters.tokens_credited == sum(len(expected(request)[0]) for request in submitted)
 
@@ -160,6 +184,48 @@ def test_prompt_in_a_slot_is_planned_within_its_own_and_all_older_chunks(
             assert plan.step < due[chunk.request_id], f"{chunk} comes after its bound"
         assert plan.is_empty or plan.chunks or not any(left.values())
         loop.commit()
+
+
+@settings(QUICK, max_examples=100)
+@given(
+    aging=st.integers(1, 5),
+    priorities=st.lists(st.integers(-3, 3), max_size=40),
+    pops=st.lists(st.integers(0, 3), min_size=40, max_size=40),
+)
+def test_nobody_starves(aging: int, priorities: list[int], pops: list[int]) -> None:
+    """The bound of `policy.place`: how many later arrivals of each priority may go before a request."""
+    loop = Loop(SchedulerConfig(max_num_seqs=1, chunk_size=1, max_num_batched_tokens=1, priority_aging=aging))
+    admitted: list[int] = []
+    for number, (priority, steps) in enumerate(zip(priorities, pops, strict=False)):
+        request = Request(request_id=str(number), prompt_token_ids=(1,), max_tokens=1, priority=priority)
+        loop.submit(request)
+        for _ in range(steps):
+            admitted.extend(map(int, loop.turn().admitted))
+    while loop.live:
+        admitted.extend(map(int, loop.turn().admitted))
+    assert sorted(admitted) == list(range(len(priorities)))
+    for position, number in enumerate(admitted):
+        for other in range(-3, 4):
+            overtakers = [n for n in admitted[:position] if n > number and priorities[n] == other]
+            assert len(overtakers) <= max((priorities[number] - other) * aging - 1, 0)
+        assert all(n < number or priorities[n] < priorities[number] for n in admitted[:position])
+
+
+def test_memory_of_deadlines_is_bounded_by_what_is_live() -> None:
+    loop = Loop(SchedulerConfig(max_num_seqs=2, chunk_size=4, max_num_batched_tokens=16))
+    rng = random.Random(1)
+    for number in range(1000):
+        loop.submit(within(some_request(rng, str(number)), 0.0, (10**6, 10**6)))
+        while len(loop.live) > 8:
+            loop.turn()
+        assert len(loop.scheduler._deadlines) <= 8 * len(loop.live) + 80
+        loop.plans.clear()
+    loop.drain()
+    assert {life.reason for life in loop.ended} == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+    }
 
 
 @settings(QUICK, max_examples=60)
@@ -208,6 +274,7 @@ def some_request(rng: random.Random, request_id: str) -> Request:
         prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))),
         max_tokens=rng.randint(1, 8),
         stop_token_ids=frozenset({rng.randrange(VOCABULARY)}),
+        priority=rng.choice([0, 0, 0, 1, -1]),
     )
 
 
@@ -215,7 +282,10 @@ def storm(rng: random.Random, turns: int = 40) -> Loop:
     """A loop after some turns of submits, aborts and resubmits at a lag of 0 to 3."""
     loop = Loop(
         SchedulerConfig(
-            max_num_seqs=rng.randint(1, 3), chunk_size=3, max_num_batched_tokens=rng.choice([2, 8, 30])
+            max_num_seqs=rng.randint(1, 3),
+            chunk_size=3,
+            max_num_batched_tokens=rng.choice([2, 8, 30]),
+            priority_aging=2,
         )
     )
     lag = rng.randint(0, 3)
@@ -225,7 +295,11 @@ def storm(rng: random.Random, turns: int = 40) -> Loop:
             if rng.random() < 0.5:
                 loop.finish(request_id)
             if request_id not in loop.live:
-                loop.submit(some_request(rng, request_id))
+                times = rng.choice([(None, None), (None, None), (4, None), (30, 2)])
+                loop.submit(within(some_request(rng, request_id), loop.now, times))
+        loop.pass_time(1)
+        if rng.random() < 0.03:
+            loop.restart()
         loop.turn(lag)
         loop.scheduler.check()
     return loop
@@ -292,7 +366,38 @@ def cap_is_one_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def queue_is_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WaitingQueue, "pop", lambda self: self._states.popitem(last=True)[1])
+    def last(self: WaitingQueue) -> RequestState:
+        state = max(self, key=lambda state: state.arrival)
+        self.remove(state)
+        return state
+
+    monkeypatch.setattr(WaitingQueue, "pop", last)
+
+
+def priority_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody ages: a low priority may starve."""
+    monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (priority, arrival))
+
+
+def priority_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (arrival, arrival))
+
+
+def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "NO_CHOICE", -99)
+
+
+def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a request went on where it was, with its state on the device gone."""
+    restarted = Scheduler.restarted
+
+    def careless(self: Scheduler) -> Scheduler:
+        fresh = restarted(self)
+        for request_id, state in self._states.items():
+            fresh._states[request_id].credited = state.credited
+        return fresh
+
+    monkeypatch.setattr(Scheduler, "restarted", careless)
 
 
 def one_slot_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +440,10 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     slot_is_handed_over_a_step_early,
     cap_is_one_too_high,
     queue_is_a_stack,
+    priority_is_strict,
+    priority_is_ignored,
+    missing_choice_is_taken_for_a_token,
+    tokens_are_kept_over_a_restart,
     one_slot_is_never_used,
     budget_is_ignored,
     floor_is_forgotten,

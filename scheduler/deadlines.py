@@ -1,0 +1,47 @@
+"""Who runs out of time when."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from scheduler.request import FinishReason, Status
+from scheduler.state import RequestState
+
+
+class Deadlines:
+    """Deadlines of live requests, earliest first. A request that ended is forgotten with time."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, FinishReason, RequestState]] = []
+
+    def add(self, state: RequestState) -> None:
+        """Take a request's deadlines, if it has any."""
+        for time, reason in (
+            (state.request.deadline, FinishReason.DEADLINE),
+            (state.request.queue_deadline, FinishReason.QUEUE_TIMEOUT),
+        ):
+            if time is not None:
+                heapq.heappush(self._heap, (time, state.arrival, reason, state))
+
+    def due(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
+        """Take out what is due at `now`, earliest first. The caller ends each before it asks for the next."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, reason, state = heapq.heappop(self._heap)
+            if _counts(state, reason):
+                yield state, reason
+
+    def forget_ended(self, live: int) -> None:
+        """Drop what no longer counts, once it is most of what is kept: memory is bounded by the `live` requests."""
+        if len(self._heap) > 4 * live + 64:
+            self._heap = [entry for entry in self._heap if _counts(entry[3], entry[2])]
+            heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+def _counts(state: RequestState, reason: FinishReason) -> bool:
+    if reason is FinishReason.QUEUE_TIMEOUT:
+        return state.status is Status.WAITING
+    return state.status is not Status.FINISHED
