@@ -35,7 +35,8 @@ class Attention(Protocol):
     bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
         serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
 
-    Arguments are float32, unrotated; `rope [..., 2, Dh/2]` holds their cosines and sines. Results are float32.
+    Arguments are float32: `qkv [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated;
+    `rope [..., 2, Dh/2]` holds cosines and sines. Results are `[N, H Dh]` in float32 or `compute_dtype`.
     A write that must not happen (row not live, padding of a chunk) changes no byte.
     """
 
@@ -56,9 +57,7 @@ class Attention(Protocol):
     def attend_decode(
         self,
         layer: LayerCache,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
         *,
         rope: jax.Array,
         length: jax.Array,
@@ -68,17 +67,15 @@ class Attention(Protocol):
     ) -> tuple[LayerCache, jax.Array]:
         """Write one position per live row, then attend to the row's own keys.
 
-        q `[B, H, Dh]`, k and v `[B, KV, Dh]`; `length [B]` is the write index, below `key_length` where `live [B]`.
-        Returns the cache and `[B, H, Dh]`; rows that are not live get anything.
+        N = B, `rope [B, 2, Dh/2]`; `length [B]` is the write index, below `key_length` where `live [B]`. Rows that
+        are not live get anything.
         """
         ...
 
     def attend_prefill(
         self,
         layer: LayerCache,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
         *,
         rope: jax.Array,
         slot: jax.Array,
@@ -89,10 +86,9 @@ class Attention(Protocol):
     ) -> tuple[LayerCache, jax.Array]:
         """Write up to T positions of each lane into its slot, then attend causally to all keys the slot holds.
 
-        q `[P, T, H, Dh]`, k and v `[P, T, KV, Dh]`; `slot`, `start`, `count` `[P]`: lane p holds positions
+        N = P T, `rope [P, T, 2, Dh/2]`; `slot`, `start`, `count` `[P]`: lane p holds positions
         `start[p] .. start[p] + count[p]` of slot `slot[p]`, at most `key_length`. Consecutive lanes may hold
         consecutive chunks of one prompt: every lane's keys are written before any lane reads.
-        Returns the cache and `[P, T, H, Dh]`.
         """
         ...
 

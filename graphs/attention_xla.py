@@ -21,7 +21,7 @@ from jax import lax
 
 from graphs.attention import KEY_BLOCK, KVCache, LayerCache, whole_blocks
 from graphs.config import ModelConfig
-from graphs.layers import apply_rope
+from graphs.layers import apply_rope, split_heads
 from graphs.sums import sum_last
 
 
@@ -51,9 +51,7 @@ class XlaAttention:
     def attend_decode(
         self,
         layer: LayerCache,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
         *,
         rope: jax.Array,
         length: jax.Array,
@@ -61,7 +59,8 @@ class XlaAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
-        rows, kv_heads, positions, _ = layer.keys.shape
+        rows, kv_heads, positions, head_dim = layer.keys.shape
+        q, k, v = split_heads(qkv, kv_heads, head_dim)
         row = jnp.arange(rows, dtype=jnp.int32)
         position = jnp.where(live, length, positions)  # out of bounds: dropped
         q, k = apply_rope(q, rope), apply_rope(k, rope)
@@ -72,17 +71,14 @@ class XlaAttention:
         keys = layer.keys[:, :, :key_length].astype(compute_dtype)
         values = layer.values[:, :, :key_length].astype(compute_dtype)
         visible = jnp.arange(key_length, dtype=jnp.int32) <= length[:, None]  # [B, S]
-        grouped = q.reshape(rows, kv_heads, -1, q.shape[-1])  # [B, KV, G, Dh]
-        return layer, _attention(grouped, keys, values, visible[:, None, None], keys_left=True).reshape(
-            q.shape
-        )
+        grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
+        out = _attention(grouped, keys, values, visible[:, None, None], keys_left=True)
+        return layer, out.reshape(rows, -1)
 
     def attend_prefill(
         self,
         layer: LayerCache,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
         *,
         rope: jax.Array,
         slot: jax.Array,
@@ -91,8 +87,11 @@ class XlaAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
-        lanes, width, heads, head_dim = q.shape
-        _, kv_heads, positions, _ = layer.keys.shape
+        lanes, width = rope.shape[:2]
+        _, kv_heads, positions, head_dim = layer.keys.shape
+        by_row = split_heads(qkv, kv_heads, head_dim)
+        q, k, v = (x.reshape(lanes, width, -1, head_dim) for x in by_row)
+        heads = q.shape[2]
         offset = jnp.arange(width, dtype=jnp.int32)
         position = start[:, None] + offset  # [P, T]
         # Padding goes out of bounds; indices stay unique as the scatter promises.
@@ -115,7 +114,8 @@ class XlaAttention:
             _per_group(visible, heads // kv_heads),
             keys_left=False,
         )
-        return layer, out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2).reshape(q.shape)
+        by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
+        return layer, by_token.reshape(lanes * width, -1)
 
     def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(layer.keys), np.asarray(layer.values)

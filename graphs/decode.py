@@ -33,12 +33,10 @@ def decode_step(
     angles = rope[rows.length]  # [B, 2, Dh/2]
     updated: KVCache = list(cache)
 
-    def attend(index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(index: int, qkv: jax.Array) -> jax.Array:
         updated[index], out = spec.attention.attend_decode(
             cache[index],
-            q,
-            k,
-            v,
+            qkv,
             rope=angles,
             length=rows.length,
             live=live,

@@ -18,6 +18,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * scale * weight
 
 
+def split_heads(qkv: jax.Array, kv_heads: int, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split a fused projection `[N, (H + 2 KV) Dh]` into q `[N, H, Dh]`, k and v `[N, KV, Dh]`."""
+    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    q, k, v = jnp.split(heads, [-2 * kv_heads, -kv_heads], axis=1)
+    return q, k, v
+
+
 def apply_rope(x: jax.Array, rope: jax.Array) -> jax.Array:
     """Rotate `x [..., heads, Dh]` by `rope [..., 2, Dh/2]` (cosines, sines); half-split pairs as in Hugging Face."""
     cos, sin = rope[..., None, 0, :], rope[..., None, 1, :]  # [..., 1, Dh/2]

@@ -19,8 +19,8 @@ from graphs.config import ModelConfig
 from graphs.layers import rms_norm
 from graphs.projection import Projection, feature_major
 
-# (layer index, q [N, H, Dh], k [N, KV, Dh], v [N, KV, Dh], not yet rotated) -> [N, H, Dh]; float32 in and out
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+# (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated) -> [N, H Dh]
+Attend = Callable[[int, jax.Array], jax.Array]
 
 
 _XLA_ATTENTION = XlaAttention()
@@ -61,9 +61,8 @@ class Decoder(nnx.Module):
         x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
         for index, layer in enumerate(self.layers):
             normed = rms_norm(x, layer.input_norm[...], eps)
-            q, k, v = self._heads(project.linear(layer.qkv[...], normed))
-            out = attend(index, q, k, v).reshape(x.shape[0], -1)
-            x = x + project.linear(layer.output[...], out)
+            attended = attend(index, project.linear(layer.qkv[...], normed))
+            x = x + project.linear(layer.output[...], attended)
             normed = rms_norm(x, layer.post_attention_norm[...], eps)
             x = x + project.gated_mlp(layer.gate_up[...], layer.down[...], normed)
         return rms_norm(x, self.final_norm[...], eps)
@@ -72,15 +71,6 @@ class Decoder(nnx.Module):
         """Vocabulary-major logits of `hidden [N, D]`: float32 `[V, N]`."""
         head = self.embed if self.config.tie_word_embeddings else self.head
         return feature_major(head[...], hidden)
-
-    def _heads(self, qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Split the fused projection `[N, (H + 2 KV) Dh]` into heads."""
-        c = self.config
-        heads = qkv.reshape(qkv.shape[0], -1, c.head_dim)
-        q, k, v = jnp.split(
-            heads, [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads], axis=1
-        )
-        return q, k, v
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:

@@ -59,11 +59,10 @@ def prefill_chunk(
     angles = rope[position]  # [P, T, 2, Dh/2]
     fresh = (lanes.count > 0) & (lanes.start == 0)
 
-    def attend(index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        by_lane = [x.reshape(count, width, *x.shape[1:]) for x in (q, k, v)]
+    def attend(index: int, qkv: jax.Array) -> jax.Array:
         updated[index], out = spec.attention.attend_prefill(
             spec.attention.clear_values(cache[index], lanes.slot, fresh),
-            *by_lane,
+            qkv,
             rope=angles,
             slot=lanes.slot,
             start=lanes.start,
@@ -71,7 +70,7 @@ def prefill_chunk(
             key_length=key_length,
             compute_dtype=spec.dtype,
         )
-        return out.reshape(q.shape)
+        return out
 
     hidden = model.hidden(lanes.tokens.reshape(-1), attend, ROWS_LEFT)  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]

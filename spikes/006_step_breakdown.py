@@ -24,7 +24,7 @@ from jax.lax import optimization_barrier as barrier
 from graphs import sampling
 from graphs.attention import KVCache, LayerCache
 from graphs.decode import decode_step
-from graphs.layers import apply_rope, rope_table
+from graphs.layers import apply_rope, rope_table, split_heads
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT, feature_major
 from graphs.rows import Rows, make_rows
@@ -48,7 +48,7 @@ Part = Callable[[Arrays], Any]
 
 # %%
 def _hidden(
-    arrays: Arrays, attend: Callable[[KVCache, jax.Array, int, Any, Any, Any], Any]
+    arrays: Arrays, attend: Callable[[KVCache, jax.Array, int, jax.Array], Any]
 ) -> tuple[KVCache, jax.Array]:
     """The decoder's hidden states `[B, D]` with an attention of our choice."""
     rows, cache = arrays["rows"], list(arrays["cache"])
@@ -58,29 +58,34 @@ def _hidden(
     return cache, hidden
 
 
-def _attend(cache: KVCache, rope: jax.Array, index: int, q: Any, k: Any, v: Any) -> jax.Array:
-    live = jnp.ones(q.shape[0], bool)
-    length = jnp.full(q.shape[0], LENGTH, jnp.int32)
+def _attend(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> jax.Array:
+    live = jnp.ones(qkv.shape[0], bool)
+    length = jnp.full(qkv.shape[0], LENGTH, jnp.int32)
     cache[index], out = SPEC.attention.attend_decode(
-        cache[index], q, k, v, rope=rope, length=length, live=live, key_length=KEYS, compute_dtype=SPEC.dtype
+        cache[index], qkv, rope=rope, length=length, live=live, key_length=KEYS, compute_dtype=SPEC.dtype
     )
     return out
 
 
-def _write_only(cache: KVCache, rope: jax.Array, index: int, q: Any, k: Any, v: Any) -> jax.Array:
-    q, k = apply_rope(q, rope), apply_rope(k, rope)
+def _write_only(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> jax.Array:
+    q, k, v = _rotated(qkv, rope)
     row, length = jnp.arange(q.shape[0]), jnp.full(q.shape[0], LENGTH, jnp.int32)
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         return buffer.at[row, :, length].set(new.astype(buffer.dtype), mode="drop", unique_indices=True)
 
     cache[index] = LayerCache(put(cache[index].keys, k), put(cache[index].values, v))
-    return q
+    return q.reshape(q.shape[0], -1)
 
 
-def _nothing(cache: KVCache, rope: jax.Array, index: int, q: Any, k: Any, v: Any) -> jax.Array:
-    q, k = apply_rope(q, rope), apply_rope(k, rope)
-    return q + jnp.tile(k + v, (1, CONFIG.query_groups, 1))
+def _nothing(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> jax.Array:
+    q, k, v = _rotated(qkv, rope)
+    return (q + jnp.tile(k + v, (1, CONFIG.query_groups, 1))).reshape(q.shape[0], -1)
+
+
+def _rotated(qkv: jax.Array, rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v = split_heads(qkv, CONFIG.num_key_value_heads, CONFIG.head_dim)
+    return apply_rope(q, rope), apply_rope(k, rope), v
 
 
 def full_step(arrays: Arrays) -> Any:

@@ -57,9 +57,9 @@ def own_key_unseen(
     self: Any, layer: Any, q: Any, k: Any, v: Any, *, length: Any, live: Any, **rest: Any
 ) -> Any:
     """The decode mask ends one key early: the row's own key is written, and not attended to."""
-    layer, _ = attend_decode(self, layer, q, k, v, length=length, live=live, **rest)
+    layer, _ = attend_decode(self, layer, qkv, length=length, live=live, **rest)
     nobody = jnp.zeros_like(live)
-    return layer, attend_decode(self, layer, q, k, v, length=length - 1, live=nobody, **rest)[1]
+    return layer, attend_decode(self, layer, qkv, length=length - 1, live=nobody, **rest)[1]
 
 
 def rotates_one_further_after_a_chunk(
@@ -97,7 +97,7 @@ def writes_one_further_after_a_chunk(
     self: Any, layer: Any, q: Any, k: Any, v: Any, *, start: Any, **rest: Any
 ) -> Any:
     """Every chunk but the first is written one position too far, and attends from there."""
-    return attend_prefill(self, layer, q, k, v, start=start + (start > 0), **rest)
+    return attend_prefill(self, layer, qkv, start=start + (start > 0), **rest)
 
 
 def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_verify(
@@ -157,7 +157,7 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
 
 def chunk_length_shows(self: Any, layer: Any, q: Any, k: Any, v: Any, *, count: Any, **rest: Any) -> Any:
     """A machine on which the bits of a position depend on the length of its chunk."""
-    layer, out = attend_prefill(self, layer, q, k, v, count=count, **rest)
+    layer, out = attend_prefill(self, layer, qkv, count=count, **rest)
     return layer, out * (1 + count[:, None, None, None] * 1e-3)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.layers import apply_rope, rope_table
+from graphs.layers import apply_rope, rope_table, split_heads
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
 from xla_engine.checkpoint import Checkpoint
@@ -46,13 +46,15 @@ class Reference:
         model = self._spec.merge(weights)
         count = tokens.shape[0]
         causal = jnp.tril(jnp.ones((count, count), bool))
+        config = self._spec.config
 
-        def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(_: int, qkv: jax.Array) -> jax.Array:
+            q, k, v = split_heads(qkv, config.num_key_value_heads, config.head_dim)
             q, k = apply_rope(q, rope), apply_rope(k, rope)
             groups = q.shape[1] // k.shape[1]
             k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))  # [N, H, Dh]
             scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * q.shape[-1] ** -0.5
             weight = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-            return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest")
+            return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
         return model.logits(model.hidden(tokens, attend, ROWS_LEFT))
