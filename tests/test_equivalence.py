@@ -149,13 +149,11 @@ FAULTY = replace(TINY_ENGINE, max_model_len=64, prefill_lanes=(2,), key_buckets=
 attend_decode, attend_prefill = XlaAttention.attend_decode, XlaAttention.attend_prefill  # without faults
 
 
-def attend_one_key_too_far(
-    self: Any, layer: Any, q: Any, k: Any, v: Any, *, length: Any, live: Any, **rest: Any
-) -> Any:
+def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, *, length: Any, live: Any, **rest: Any) -> Any:
     """The mask shows the position after the row's own: whatever the previous occupant left there."""
-    layer, _ = attend_decode(self, layer, q, k, v, length=length, live=live, **rest)
+    layer, _ = attend_decode(self, layer, qkv, length=length, live=live, **rest)
     nobody = jnp.zeros_like(live)
-    return layer, attend_decode(self, layer, q, k, v, length=length + 1, live=nobody, **rest)[1]
+    return layer, attend_decode(self, layer, qkv, length=length + 1, live=nobody, **rest)[1]
 
 
 def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any) -> Any:
@@ -168,9 +166,9 @@ def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any) -> Any:
     return sampling.sample(logits, replace(rows, top_k=widest), position)
 
 
-def attend_everything_writes(self: Any, layer: Any, q: Any, k: Any, v: Any, *, live: Any, **rest: Any) -> Any:
+def attend_everything_writes(self: Any, layer: Any, qkv: Any, *, live: Any, **rest: Any) -> Any:
     """Inactive rows write too: a row that is between chunks of its prompt loses a key."""
-    return attend_decode(self, layer, q, k, v, live=jnp.ones_like(live), **rest)
+    return attend_decode(self, layer, qkv, live=jnp.ones_like(live), **rest)
 
 
 @pytest.mark.parametrize(

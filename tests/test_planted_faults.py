@@ -53,9 +53,7 @@ def gap_to_reference(engine: XlaBatchEngine, count: int = 12) -> float:
     return largest
 
 
-def own_key_unseen(
-    self: Any, layer: Any, q: Any, k: Any, v: Any, *, length: Any, live: Any, **rest: Any
-) -> Any:
+def own_key_unseen(self: Any, layer: Any, qkv: Any, *, length: Any, live: Any, **rest: Any) -> Any:
     """The decode mask ends one key early: the row's own key is written, and not attended to."""
     layer, _ = attend_decode(self, layer, qkv, length=length, live=live, **rest)
     nobody = jnp.zeros_like(live)
@@ -93,9 +91,7 @@ def test_what_is_wrong_alone_as_well_is_caught_by_the_reference(
     assert gap_to_reference(engine) > 1e-2
 
 
-def writes_one_further_after_a_chunk(
-    self: Any, layer: Any, q: Any, k: Any, v: Any, *, start: Any, **rest: Any
-) -> Any:
+def writes_one_further_after_a_chunk(self: Any, layer: Any, qkv: Any, *, start: Any, **rest: Any) -> Any:
     """Every chunk but the first is written one position too far, and attends from there."""
     return attend_prefill(self, layer, qkv, start=start + (start > 0), **rest)
 
@@ -155,10 +151,10 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     assert report.differing_bits > 0
 
 
-def chunk_length_shows(self: Any, layer: Any, q: Any, k: Any, v: Any, *, count: Any, **rest: Any) -> Any:
+def chunk_length_shows(self: Any, layer: Any, qkv: Any, *, count: Any, **rest: Any) -> Any:
     """A machine on which the bits of a position depend on the length of its chunk."""
     layer, out = attend_prefill(self, layer, qkv, count=count, **rest)
-    return layer, out * (1 + count[:, None, None, None] * 1e-3)
+    return layer, out * (1 + jnp.repeat(count, len(out) // len(count))[:, None] * 1e-3)
 
 
 def cut_shorter_under_load(

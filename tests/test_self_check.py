@@ -67,23 +67,19 @@ def first_check(engine: XlaBatchEngine) -> SelfCheck:
 # -- planted faults ---------------------------------------------------------------------------------------------
 
 
-def bucket_changes_decode(
-    self: Any, layer: Any, q: Any, k: Any, v: Any, *, key_length: int, **rest: Any
-) -> Any:
-    layer, out = attend_decode(self, layer, q, k, v, key_length=key_length, **rest)
+def bucket_changes_decode(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
     return layer, out * (1 + key_length * 1e-4)
 
 
-def bucket_changes_prefill(
-    self: Any, layer: Any, q: Any, k: Any, v: Any, *, key_length: int, **rest: Any
-) -> Any:
-    layer, out = attend_prefill(self, layer, q, k, v, key_length=key_length, **rest)
+def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, key_length=key_length, **rest)
     return layer, out * (1 + key_length * 1e-4)
 
 
-def lane_count_changes_prefill(self: Any, layer: Any, q: Any, k: Any, v: Any, **rest: Any) -> Any:
-    layer, out = attend_prefill(self, layer, q, k, v, **rest)
-    return layer, out * (1 + len(q) * 1e-2)
+def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, *, slot: Any, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, slot=slot, **rest)
+    return layer, out * (1 + len(slot) * 1e-2)
 
 
 def slot_changes_logits(logits: Any, rows: SamplingRows, position: Any) -> Any:

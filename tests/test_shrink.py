@@ -90,10 +90,10 @@ def failing_record(engine: XlaBatchEngine) -> Record:
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("graphs.decode.attend_decode", attend_one_key_too_far),
+        ("graphs.attention_xla.XlaAttention.attend_decode", attend_one_key_too_far),
         ("graphs.decode.sample", noise_keyed_by_slot),
         ("graphs.decode.sample", top_k_of_the_batch),
-        ("graphs.decode.attend_decode", attend_everything_writes),
+        ("graphs.attention_xla.XlaAttention.attend_decode", attend_everything_writes),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
