@@ -1,84 +1,33 @@
 """Run a file of requests through an engine: every input line gives exactly one output line.
 
 Lines are read as slots need them and results are written as they come, so a file of any length runs in
-bounded memory (beside one short hash per line, which finds duplicate ids). A line that cannot run gives an
+bounded memory (beside some 30 bytes per line, which find duplicate ids). A line that cannot run gives an
 error line and harms no other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
-from xla_engine.batch_format import (
-    LineError,
-    LineRequest,
-    error_line,
-    line_error,
-    output_error,
-    parse_line,
-    result_line,
-)
-from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.batch_format import Chat, LineError, LineRequest, line_error
+from xla_engine.batch_lines import Line, LineReader
+from xla_engine.batch_results import Stamp, error_line, line_digest, output_error, record_id, result_line
+from xla_engine.errors import EngineClosedError, InvalidRequestError, XlaEngineError
+from xla_engine.json_line import dump_line
 from xla_engine.outputs import RequestOutput
 from xla_engine.progress import Tally
+from xla_engine.result_files import DoneLines, ResumeError
 from xla_engine.sampling_params import SamplingParams
 
-MAX_LINE_BYTES = 8 * 2**20
-COUNTED_BYTES = 256 * 2**20  # a larger file is not read beforehand for its number of lines
 SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
 ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One input line: its number from 1, its size in bytes, its bytes, or None when it was too long."""
-
-    number: int
-    size: int
-    raw: bytes | None
-
-
-def read_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
-    """Yield the non-blank lines of a file. LF and CRLF end a line; a UTF-8 byte order mark may start it.
-
-    A longer line is skipped while it is read: hardly more than `max_line_bytes` of it are ever held.
-    """
-    number = 0
-    while chunk := source.readline(max_line_bytes + 2):
-        number += 1
-        raw = chunk.removesuffix(b"\n").removesuffix(b"\r")
-        if len(raw) > max_line_bytes:
-            size = len(chunk)
-            while chunk and not chunk.endswith(b"\n"):
-                chunk = source.readline(2**16)
-                size += len(chunk)
-            yield Line(number, size, None)
-            continue
-        if number == 1:
-            raw = raw.removeprefix(b"\xef\xbb\xbf")
-        if raw.strip():
-            yield Line(number, len(raw), raw)
-
-
-def count_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> int | None:
-    """How many lines `read_lines` will yield; None for a pipe or a file too large to read twice."""
-    if not source.seekable():
-        return None
-    start = source.tell()
-    size = source.seek(0, os.SEEK_END) - start
-    source.seek(start)
-    if not 0 < size <= COUNTED_BYTES:
-        return None
-    total = sum(1 for _ in read_lines(source, max_line_bytes))
-    source.seek(start)
-    return total
+Render = Callable[[Chat], Sequence[int]]
 
 
 class Engine(Protocol):
@@ -95,61 +44,78 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> bool: ...
 
 
+class Writer(Protocol):
+    """Takes whole lines and keeps each, so that a killed run leaves every finished line behind."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
+@dataclass(slots=True)
+class _Job:
+    """A line under way: what it asked for, the id of its output line, and the results of its prompts so far."""
+
+    request: LineRequest
+    name: str
+    outputs: list[RequestOutput | None]
+
+
 class BatchRun:
     """One pass of lines through an engine into a file.
 
-    At most `2 * max_num_seqs` requests are unfinished in the engine at any time: enough to refill every slot
-    at once, few enough to read the file as it is needed. With `ordered`, results wait for those of earlier
-    lines, and reading waits while `ORDERED_WINDOW` times as many lines are read and not written.
+    At most `2 * max_num_seqs` lines are under way at any time: enough to refill every slot at once, few
+    enough to read the file as it is needed. With `ordered`, results wait for those of earlier lines, and reading
+    waits while `ORDERED_WINDOW` times as many lines are read and not written.
 
     engine: an `XlaBatchEngine`; requests others gave it are left alone.
     lines: from `read_lines`.
-    sink: open for writing bytes; each line is flushed, so a killed run leaves every finished line behind.
-    model: name written into results whose line named none.
-    created: Unix seconds written into every result.
+    sink: takes output lines. errors: takes those of lines without a result; None puts them into `sink`.
+    stamp: what all results have in common.
+    render: makes token ids of a chat; None where the model has no chat template.
     defaults: sampling fields for lines that do not say otherwise.
-    fingerprint: of the engine, to be written into every result; None for results without.
-    on_turn: called with the tally after every engine step.
+    done: lines that have their output from an earlier run, to be passed over.
+    on_turn: called after every engine step.
     """
 
     def __init__(
         self,
         engine: Engine,
         lines: Iterable[Line],
-        sink: BinaryIO,
+        sink: Writer,
         *,
-        model: str,
-        created: int,
+        stamp: Stamp,
+        errors: Writer | None = None,
+        render: Render | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
-        fingerprint: str | None = None,
-        on_turn: Callable[[Tally], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        done: DoneLines | None = None,
+        on_turn: Callable[[], None] | None = None,
     ) -> None:
         self.tally = Tally()
         self._engine = engine
         self._lines = iter(lines)
         self._sink = sink
-        self._model = model
-        self._created = created
-        self._defaults = dict(defaults or {})
+        self._errors = sink if errors is None else errors
+        self._stamp = stamp
+        self._render = render
+        self._reader = LineReader(defaults)
+        self._salt = blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
         self._ordered = ordered
-        self._fingerprint = fingerprint
+        self._done = DoneLines() if done is None else done
         self._on_turn = on_turn
-        self._clock = clock
         self._max_in_flight = 2 * engine.max_num_seqs
-        self._live: dict[str, LineRequest] = {}  # by engine request id
+        self._live: dict[str, tuple[_Job, int]] = {}  # by engine request id: the job and which of its prompts
+        self._jobs: dict[int, _Job] = {}  # by line
         self._order: deque[int] = deque()  # ordered output: lines read and not yet written
-        self._held: dict[int, bytes] = {}  # ordered output: results waiting for an earlier line
-        self._first_use: dict[bytes, int] = {}  # hash of custom_id -> line
-        self._exhausted = False
+        self._held: dict[int, tuple[Writer, bytes]] = {}  # ordered output: results waiting for an earlier line
+        self._exhausted = self._reading = self._draining = False
 
     def run(self) -> Tally:
         """Run until every line has its output, the user interrupts, or the engine dies.
 
-        However it ends, no request of this run stays in the engine and what finished is in the file. An
-        interrupted request gets no line: it has no result, and a later run may ask for it again. When the
-        engine dies, the requests it held get error lines. Raises OSError when the output cannot be written.
+        However it ends, no request of this run stays in the engine and what finished is in the file (with `ordered`,
+        up to the first line that is not finished). An interrupted request gets no line: it has no result, and a
+        later run may ask for it again. When the engine dies, the requests it held get error lines. Raises OSError
+        when the output cannot be written.
         """
         try:
             while self._fill():
@@ -159,9 +125,23 @@ class BatchRun:
             self.tally.interrupted = True
         finally:
             self._abort_live()
-        for number in sorted(self._held):  # only after an interrupt: earlier lines will not come
-            self._write(self._held.pop(number))
         return self.tally
+
+    def interrupt(self) -> None:
+        """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
+        if self._draining or self._reading:
+            raise KeyboardInterrupt
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        """Whether the run was told to read no more lines."""
+        return self._draining
+
+    def custom_id(self, request_id: str) -> str | None:
+        """The caller's name for an engine request of this run."""
+        job, _ = self._live.get(request_id, (None, 0))
+        return None if job is None else job.request.custom_id
 
     def _fill(self) -> bool:
         """Submit lines until enough are in flight; true while there is more to do.
@@ -169,51 +149,81 @@ class BatchRun:
         One call looks at a bounded number of lines, so that a stretch of bad ones does not hold up live rows.
         """
         for _ in range(self._max_in_flight):
-            if self._exhausted or len(self._live) >= self._max_in_flight:
+            if self._exhausted or len(self._jobs) >= self._max_in_flight:
                 break
             if len(self._order) >= ORDERED_WINDOW * self._max_in_flight:
                 break
-            try:
-                line = next(self._lines, None)
-            except OSError as error:
-                self.tally.failure, line = error, None
-            if line is None:
+            if (line := self._next_line()) is None:
                 self._exhausted = True
             else:
                 self._accept(line)
         return bool(self._live) or not self._exhausted
 
+    def _next_line(self) -> Line | None:
+        try:
+            self._reading = True
+            if self._draining:  # asked here, where an interrupt is caught
+                raise KeyboardInterrupt
+            line = next(self._lines, None)
+        except KeyboardInterrupt:
+            self._draining = self.tally.interrupted = True
+            return None
+        except OSError as error:
+            self.tally.failure = error
+            return None
+        finally:
+            self._reading = False
+        if line is None and self.tally.resumed < len(self._done):
+            self.tally.failure = ResumeError(
+                f"the output has {len(self._done) - self.tally.resumed} lines of an input that was longer"
+            )
+        return line
+
     def _accept(self, line: Line) -> None:
+        digest = line_digest(line.raw, line.size, self._salt)
+        request = self._reader.read(line)
+        if self._is_done(line.number, digest) or self._exhausted:
+            return
         if self._ordered:
             self._order.append(line.number)
-        request = self._read(line)
         if isinstance(request, LineError):
-            self._put_error(request)
+            self._put_error(request, record_id(line.number, digest))
         else:
-            self._submit(request)
+            self._submit(_Job(request, record_id(line.number, digest), [None] * len(request.prompts)))
 
-    def _read(self, line: Line) -> LineRequest | LineError:
-        if line.raw is None:
-            message = f"the line has {line.size} bytes, more than the limit; raise --max-line-bytes"
-            return line_error(line.number, "line_too_long", message)
-        request = parse_line(line.raw, line.number, self._defaults)
-        name = blake2b(request.custom_id.encode("utf-8"), digest_size=16).digest()
-        first = self._first_use.setdefault(name, line.number)
-        if first != line.number and isinstance(request, LineRequest):
-            message = f"custom_id {request.custom_id!r} was already used on line {first}; ids must be unique"
-            return line_error(line.number, "duplicate_custom_id", message, request.custom_id)
-        return request
+    def _is_done(self, number: int, digest: int) -> bool:
+        """Whether an earlier run answered the line; what does not fit to that run ends this one."""
+        known = self._done.digest(number)
+        if known is not None and known != digest:
+            message = f"line {number} or the sampling defaults are not those that the output was made with"
+        elif known is None and self._ordered and number < self._done.ordered_from:
+            message = f"line {number} has no output, but later lines have: it was not made with --ordered"
+        else:
+            self.tally.resumed += known is not None
+            return known is not None
+        self.tally.failure, self._exhausted = ResumeError(message), True
+        return False
 
-    def _submit(self, request: LineRequest) -> None:
-        request_id = f"batch-{request.line}"  # ids are ours; the caller's is data
-        self._live[request_id] = request  # first, so that an interrupt inside submit still aborts it
+    def _submit(self, job: _Job) -> None:
+        request = job.request
+        self._jobs[request.line] = job
         try:
-            self._engine.submit(request.prompt, request.params, request_id=request_id)
+            for index, prompt in enumerate(request.prompts):
+                if isinstance(prompt, Chat):
+                    prompt = self._rendered(prompt)
+                # Ids are ours; the caller's is data. Kept first, so that an interrupt inside submit still aborts it.
+                request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
+                self._live[request_id] = (job, index)
+                self._engine.submit(prompt, request.params, request_id=request_id)
         except EngineClosedError as error:
             self._engine_died(error)
         except Exception as error:  # one bad request harms nobody else
-            self._put_error(line_error(request.line, _code(error), _describe(error), request.custom_id))
-            del self._live[request_id]
+            self._fail(job, line_error(request.line, _code(error), _describe(error), request.custom_id))
+
+    def _rendered(self, chat: Chat) -> Sequence[int]:
+        if self._render is None:
+            raise InvalidRequestError("the model has no chat template; give a prompt in place of messages")
+        return self._render(chat)
 
     def _turn(self) -> None:
         """One engine step and its results."""
@@ -226,67 +236,69 @@ class BatchRun:
             return
         for output in outputs:
             if output.finished and output.request_id in self._live:
-                self._finish(self._live[output.request_id], output)
-                del self._live[output.request_id]
+                self._take(output)
         if self._on_turn is not None:
-            self._on_turn(self.tally)
+            self._on_turn()
 
-    def _finish(self, request: LineRequest, output: RequestOutput) -> None:
-        error = output_error(request, output)
-        if error is not None:
-            self._put_error(error)
+    def _take(self, output: RequestOutput) -> None:
+        """One prompt of a line has ended."""
+        job, index = self._live[output.request_id]
+        if (error := output_error(job.request, output)) is not None:
+            del self._live[output.request_id]
+            self._fail(job, error)
             return
-        line = result_line(
-            request, output, created=self._created, model=self._model, fingerprint=self._fingerprint
-        )
-        self._put(request.line, line)
-        self.tally.ok += 1
-        self.tally.prompt_tokens += len(output.prompt_token_ids)
-        self.tally.generated_tokens += len(output.outputs[0].token_ids)
-        if output.metrics is not None:
-            self._note_first_token(output.metrics.first_token_time)
-            if output.metrics.ttft is not None:
-                self.tally.ttft.add(output.metrics.ttft)
-            for seconds in output.metrics.inter_token_latencies:
-                self.tally.inter_token.add(seconds)
+        job.outputs[index] = output
+        if all(job.outputs):
+            self._finish(job, [done for done in job.outputs if done is not None])
+        del self._live[output.request_id]  # last, so that an interrupt leaves no line half done
 
-    def _note_first_token(self, at: float | None) -> None:
-        earlier = self.tally.first_token_at
-        if at is not None and (earlier is None or at < earlier):
-            self.tally.first_token_at = at
+    def _finish(self, job: _Job, outputs: list[RequestOutput]) -> None:
+        self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._stamp))
+        del self._jobs[job.request.line]
+        self.tally.ok += 1
+        for output in outputs:
+            self.tally.count(output)
+
+    def _fail(self, job: _Job, error: LineError) -> None:
+        """A line ends without a result, and what else it had in the engine with it."""
+        for request_id in [name for name, (other, _) in self._live.items() if other is job]:
+            with contextlib.suppress(Exception):
+                self._engine.abort(request_id)
+            del self._live[request_id]
+        self._put_error(error, job.name)
+        del self._jobs[job.request.line]
 
     def _engine_died(self, error: Exception) -> None:
         """Stop reading; every request the engine held ends with an error line."""
         self.tally.failure = error
         self._exhausted = True
-        for request in self._live.values():
-            self._put_error(line_error(request.line, _code(error), _describe(error), request.custom_id))
         self._live.clear()
+        for job in list(self._jobs.values()):
+            line, custom_id = job.request.line, job.request.custom_id
+            self._fail(job, line_error(line, _code(error), _describe(error), custom_id))
 
-    def _put_error(self, error: LineError) -> None:
-        self._put(error.line, error_line(error))
+    def _put_error(self, error: LineError, name: str) -> None:
+        self._put(error.line, self._errors, error_line(error, name))
         self.tally.failed[error.code] += 1
         if len(self.tally.first_errors) < SHOWN_ERRORS:
             self.tally.first_errors.append(error)
 
-    def _put(self, number: int, data: bytes) -> None:
+    def _put(self, number: int, writer: Writer, data: bytes) -> None:
         if not self._ordered:
-            self._write(data)
+            writer.write(data)
             return
-        self._held[number] = data
+        self._held[number] = (writer, data)
         while self._order and self._order[0] in self._held:
-            self._write(self._held.pop(self._order.popleft()))
-
-    def _write(self, data: bytes) -> None:
-        self._sink.write(data)
-        self._sink.flush()
+            first, line = self._held.pop(self._order.popleft())
+            first.write(line)
 
     def _abort_live(self) -> None:
-        self.tally.unwritten = len(self._live)
+        self.tally.unwritten = len(self._jobs) + len(self._held)
         for request_id in self._live:
             with contextlib.suppress(Exception):  # the run is over already; nothing may hide why
                 self._engine.abort(request_id)
         self._live.clear()
+        self._jobs.clear()
 
 
 def _code(error: Exception) -> str:

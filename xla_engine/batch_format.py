@@ -1,37 +1,37 @@
-"""Batch lines in, batch lines out: pure functions between bytes and requests, results and bytes.
+"""Batch lines in: pure functions from bytes to requests.
 
-Two kinds of input line may be mixed in one file. A plain line holds the prompt and `SamplingParams` fields:
+Three kinds of input line may be mixed in one file. A plain line holds a prompt, or the messages of a chat, and
+`SamplingParams` fields:
 
     {"prompt": "def main(", "max_tokens": 32, "temperature": 0, "custom_id": "a"}
 
-and an OpenAI Batch line (https://platform.openai.com/docs/api-reference/batch) holds a completions request:
+and an OpenAI Batch line (https://platform.openai.com/docs/api-reference/batch) holds a completions or a chat
+completions request, with OpenAI's names for its fields:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions",
      "body": {"model": "any", "prompt": "def main(", "max_tokens": 32, "temperature": 0}}
+    {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
+     "body": {"model": "any", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 32}}
 
-Both give OpenAI Batch output lines. A line must be an I-JSON object (RFC 7493: UTF-8, no duplicate names, no
-NaN or Infinity, no lone surrogates; integers within 64 bits) nested at most `MAX_NESTING` deep: what other
-readers would see differently is refused here rather than guessed at.
+All give OpenAI Batch output lines (`batch_results`).
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from xla_engine.errors import InvalidRequestError
-from xla_engine.fingerprint import result_fingerprint
-from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.json_line import kind, load_object
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
 
-MAX_NESTING = 64  # containers inside one another in one line
 MAX_CUSTOM_ID = 512  # characters
 MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
+MAX_PROMPTS = 128  # in one line
 
 COMPLETIONS_URL = "/v1/completions"
+CHAT_URL = "/v1/chat/completions"
 
 # OpenAI bodies spell out defaults: an unsupported field may be there with the value that asks for nothing.
 NEUTRAL: Mapping[str, Any] = {
@@ -39,11 +39,32 @@ NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
     "echo": False,
     "stream": False,
+    "store": False,
     "stop": [],
+    "tools": [],
     "logit_bias": {},
     "presence_penalty": 0,
     "frequency_penalty": 0,
+    "tool_choice": "none",
+    "service_tier": "auto",
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
 }
+# Labels for the caller's own use, without a meaning here.
+LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+
+_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Messages to be made a prompt by the checkpoint's chat template. options: `render_chat`'s, where given."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | tuple[int, ...] | Chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +73,20 @@ class LineRequest:
 
     line: number in the file, from 1.
     custom_id: the line's own, or `line-<n>`.
-    prompt: text, or token ids.
+    prompts: text, token ids or a chat; more than one only where a completions body lists several.
     model: the name the line asked for, to be echoed; None where it named none.
     """
 
     line: int
     custom_id: str
-    prompt: str | tuple[int, ...]
+    prompts: tuple[Prompt, ...]
     params: SamplingParams
     model: str | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the answer is a chat completion."""
+        return isinstance(self.prompts[0], Chat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,142 +116,29 @@ def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None)
     to check.
     """
     try:
-        record = _load_object(raw)
-    except (ValueError, RecursionError) as error:
-        return line_error(line, "invalid_json_line", _json_message(error))
+        record = load_object(raw)
+    except ValueError as error:
+        return line_error(line, "invalid_json_line", str(error))
+    return parse_record(record, line, defaults)
+
+
+def parse_record(
+    record: Mapping[str, Any], line: int, defaults: Mapping[str, Any] | None = None
+) -> LineRequest | LineError:
+    """`parse_line` of a line that has been read as JSON already."""
     custom_id = None
     try:
         custom_id = _custom_id(record)
-        is_batch_line = not record.keys().isdisjoint(("body", "url", "method"))
-        body = _batch_body(record) if is_batch_line else record
-        prompt = _prompt(body)
-        sampling = {name: value for name, value in body.items() if name not in ("prompt", "custom_id", "id")}
-        model = sampling.pop("model", None) if is_batch_line else None
-        if model is not None and not isinstance(model, str):
-            raise InvalidRequestError(f"model must be a string, not {model!r}")
-        if is_batch_line:
-            sampling = _without_neutral(sampling)
+        if record.keys().isdisjoint(("body", "url", "method")):
+            body = {name: value for name, value in record.items() if name not in ("custom_id", "id")}
+            prompts, model, sampling = _plain(body)
+        else:
+            prompts, model, sampling = _openai(record)
         params = SamplingParams.from_mapping({**(defaults or {}), **sampling})
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
     name = custom_id or f"line-{line}"
-    return LineRequest(line=line, custom_id=name, prompt=prompt, params=params, model=model)
-
-
-def output_error(request: LineRequest, output: RequestOutput) -> LineError | None:
-    """Why a finished request has no result; None when it has one, having ended by "stop" or "length"."""
-    reason = output.outputs[0].finish_reason if output.outputs else "error"
-    if reason in ("stop", "length"):
-        return None
-    code = "aborted" if reason == "abort" else "engine_error"
-    message = output.error or f"the request ended with finish_reason {reason!r}"
-    return line_error(request.line, code, message, request.custom_id)
-
-
-def result_line(
-    request: LineRequest, output: RequestOutput, *, created: int, model: str, fingerprint: str | None = None
-) -> bytes:
-    """The output line of a request that ended by "stop" or "length".
-
-    created: Unix seconds, one value for the whole run, so that it is the only field two runs can differ in.
-    model: the name of the loaded model, for lines that named none.
-    fingerprint: of the engine; given, the body says it in `xla_engine`, with hashes of tokens and logprob bits.
-
-    Ids are made of the line number. `logprobs` follows the completions API with one number per token and
-    `token_ids` beside them; a number that is not finite becomes null.
-    """
-    completion = output.outputs[0]
-    prompt_tokens, completion_tokens = len(output.prompt_token_ids), len(completion.token_ids)
-    choice = {
-        "index": completion.index,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "logprobs": _logprobs(completion),
-    }
-    body: dict[str, Any] = {
-        "id": f"cmpl-{request.line}",
-        "object": "text_completion",
-        "created": created,
-        "model": request.model or model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
-    }
-    if fingerprint is not None:
-        body["xla_engine"] = result_fingerprint(fingerprint, completion.token_ids, completion.logprobs)
-    response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
-    return _output_line(request.line, request.custom_id, response=response, error=None)
-
-
-def error_line(error: LineError) -> bytes:
-    """The output line of an input line without a result; `error.line` is ours, the rest OpenAI's."""
-    detail = {"code": error.code, "message": error.message, "line": error.line}
-    return _output_line(error.line, error.custom_id, response=None, error=detail)
-
-
-def _load_object(raw: bytes) -> dict[str, Any]:
-    value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique_names)
-    if not isinstance(value, dict):
-        raise ValueError(f"a line must be a JSON object, not {_kind(value)}")
-    _check_values(value)
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the name {name!r} stands twice in one object")
-            seen.add(name)
-    return record
-
-
-def _check_values(value: object) -> None:
-    """Walk level by level, so that depth costs no stack."""
-    level = [value]
-    for _ in range(MAX_NESTING + 1):
-        below: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                below += item.keys()
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
-            elif isinstance(item, str):
-                try:
-                    item.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    raise ValueError(
-                        "a string holds half of a surrogate pair; write the whole character"
-                    ) from error
-            elif isinstance(item, float):
-                if not math.isfinite(item):
-                    raise ValueError("a number is too large for a 64-bit float")
-            elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-                raise ValueError("an integer does not fit into 64 bits")
-        if not below:
-            return
-        level = below
-    raise ValueError(f"nested more than {MAX_NESTING} deep")
-
-
-def _json_message(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg} at character {error.pos + 1}"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8: {error.reason} at byte {error.start + 1}"
-    if isinstance(error, RecursionError):
-        return f"nested more than {MAX_NESTING} deep"
-    return str(error)
+    return LineRequest(line=line, custom_id=name, prompts=prompts, params=params, model=model)
 
 
 def _custom_id(record: Mapping[str, Any]) -> str | None:
@@ -241,7 +154,18 @@ def _custom_id(record: Mapping[str, Any]) -> str | None:
     return value
 
 
-def _batch_body(record: Mapping[str, Any]) -> Mapping[str, Any]:
+_Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any]]  # prompts, model, sampling fields
+
+
+def _plain(body: dict[str, Any]) -> _Parts:
+    if "messages" not in body:
+        return (_prompt(body.pop("prompt", ...)),), None, body
+    if "prompt" in body:
+        raise InvalidRequestError('both "prompt" and "messages" given; keep one')
+    return (_take_chat(body),), None, body
+
+
+def _openai(record: Mapping[str, Any]) -> _Parts:
     for name in record:
         if name not in ("custom_id", "id", "method", "url", "body"):
             raise InvalidRequestError(
@@ -250,41 +174,83 @@ def _batch_body(record: Mapping[str, Any]) -> Mapping[str, Any]:
     method, url, body = record.get("method", "POST"), record.get("url"), record.get("body")
     if method != "POST":
         raise InvalidRequestError(f'method must be "POST", not {method!r}')
-    if url != COMPLETIONS_URL:
-        if url is None:
-            raise InvalidRequestError(f'no "url"; write "url": "{COMPLETIONS_URL}"')
-        raise InvalidRequestError(f"url {url!r} is not supported by this version; only {COMPLETIONS_URL} is")
+    if url is None:
+        raise InvalidRequestError(f'no "url"; write "url": "{COMPLETIONS_URL}" or "{CHAT_URL}"')
+    if url not in (COMPLETIONS_URL, CHAT_URL):
+        raise InvalidRequestError(f"url {url!r} is not supported; {COMPLETIONS_URL} and {CHAT_URL} are")
     if not isinstance(body, dict):
-        raise InvalidRequestError(f'"body" must be an object, not {_kind(body)}')
+        raise InvalidRequestError(f'"body" must be an object, not {kind(body)}')
     for name in ("custom_id", "id"):
         if name in body:
             raise InvalidRequestError(f"field {name!r} belongs beside the body, not into it")
+    body = dict(body)
+    model = body.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequestError(f"model must be a string, not {model!r}")
+    if url == COMPLETIONS_URL:
+        return _prompts(body.pop("prompt", ...)), model, _without_neutral(body)
+    chat = _take_chat(body)
+    return (chat,), model, _without_neutral(_chat_sampling(body))
+
+
+def _take_chat(body: dict[str, Any]) -> Chat:
+    """Remove what belongs to the template from `body`; its form is `render_chat`'s to check."""
+    messages = body.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError('"messages" must be a list of at least one {"role": ..., "content": ...}')
+    options = {name: body.pop(name) for name in _TEMPLATE_FIELDS if body.get(name) is not None}
+    for name in _TEMPLATE_FIELDS[:2]:
+        if not isinstance(options.get(name, False), bool):
+            raise InvalidRequestError(f"{name} must be true or false, not {options[name]!r}")
+    if not isinstance(options.get("chat_template_kwargs", {}), dict):
+        raise InvalidRequestError(f"chat_template_kwargs must be an object, not {options[_TEMPLATE_FIELDS[2]]!r}")
+    return Chat(messages=tuple(messages), options=options)
+
+
+def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """The chat API's names for `logprobs` and `max_tokens` as `SamplingParams` has them."""
+    wanted, top = body.pop("logprobs", None), body.pop("top_logprobs", None)
+    if not isinstance(wanted, (bool, type(None))):
+        raise InvalidRequestError(f"logprobs of a chat must be true or false, not {wanted!r}")
+    if top is not None and not wanted:
+        raise InvalidRequestError("top_logprobs needs logprobs: true")
+    if wanted:
+        body["logprobs"] = 0 if top is None else top
+    most = body.pop("max_completion_tokens", None)
+    if most is not None:
+        if body.get("max_tokens") is not None:
+            raise InvalidRequestError("both max_tokens and max_completion_tokens given; keep one")
+        body["max_tokens"] = most
     return body
 
 
-def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
-    if "prompt" not in body:
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    """OpenAI's `prompt`: one prompt, or a list of prompts."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
+        return (_prompt(value),)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequestError(f"{len(value)} prompts in one line; at most {MAX_PROMPTS}: use more lines")
+    return tuple(_prompt(prompt) for prompt in value)
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    if value is ...:
         raise InvalidRequestError('no "prompt"; it must be a string or a list of token ids')
-    prompt = body["prompt"]
-    if not isinstance(prompt, (str, list)):
-        raise InvalidRequestError(f"prompt must be a string or a list of token ids, not {_kind(prompt)}")
-    if not prompt:
+    if not isinstance(value, (str, list)):
+        raise InvalidRequestError(f"prompt must be a string or a list of token ids, not {kind(value)}")
+    if not value:
         raise InvalidRequestError("the prompt is empty; give at least one token")
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt[0], (str, list)):
-        raise InvalidRequestError(
-            "prompt is a list of prompts, not supported by this version; give each its own line"
-        )
-    for position, token_id in enumerate(prompt):
+    if isinstance(value, str):
+        return value
+    for position, token_id in enumerate(value):
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
             raise InvalidRequestError(f"prompt[{position}] must be a token id, not {token_id!r}")
-    return tuple(prompt)
+    return tuple(value)
 
 
 def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's null means "as if absent"; a default spelled out for an unsupported field asks for nothing."""
-    known = {field.name for field in fields(SamplingParams)} | UNSUPPORTED
+    known = {field.name for field in fields(SamplingParams)} | UNSUPPORTED | NEUTRAL.keys() | LABELS
 
     def asks_for_nothing(name: str, value: object) -> bool:
         if value is None:
@@ -292,24 +258,8 @@ def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:
         neutral = NEUTRAL.get(name)
         return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
-    return {name: value for name, value in sampling.items() if not asks_for_nothing(name, value)}
-
-
-def _logprobs(choice: CompletionOutput) -> dict[str, Any] | None:
-    if choice.logprobs is None:
-        return None
-    finite = [value if math.isfinite(value) else None for value in choice.logprobs]
-    return {"token_logprobs": finite, "token_ids": list(choice.token_ids)}
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value), "a number")
-
-
-def _output_line(line: int, custom_id: str, *, response: object, error: object) -> bytes:
-    record = {"id": f"batch_req_{line}", "custom_id": custom_id, "response": response, "error": error}
-    # ASCII only: U+2028 and the like in generated text would end a line for some readers.
-    return json.dumps(record, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
+    return {
+        name: value
+        for name, value in sampling.items()
+        if name not in LABELS and not asks_for_nothing(name, value)
+    }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import struct
@@ -243,7 +244,8 @@ def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]
 
 
 def _lines(path: Path | str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    with open(path, "rb") as source:
+    packed = str(path).endswith(".gz")
+    with gzip.open(path) if packed else open(path, "rb") as source:
         for number, raw in enumerate(source, 1):
             if not raw.strip():
                 continue
@@ -259,14 +261,13 @@ def _lines(path: Path | str) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 def _result(record: Mapping[str, Any]) -> _Result:
     body = record["response"]["body"]
-    choice = body["choices"][0]
+    choices = body["choices"]
     stamp: Mapping[str, Any] = body.get("xla_engine") or {}
-    listed: Mapping[str, Any] = choice.get("logprobs") or {}
-    text = json.dumps([choice["text"], choice["finish_reason"]])
+    text = json.dumps([[_content(choice), choice["finish_reason"]] for choice in choices])
     tokens, bits, engine = map(stamp.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
     if not all(value is None or isinstance(value, str) for value in (tokens, bits, engine)):
         raise TypeError("a hash must be a string")
-    token_ids, logprobs = listed.get("token_ids"), listed.get("token_logprobs")
+    token_ids, logprobs = _listed(choices)
     if tokens is None and token_ids is not None:
         tokens = tokens_sha256(token_ids)
     if bits is None and logprobs is not None and None not in logprobs:  # null: the bits are not in the file
@@ -277,3 +278,23 @@ def _result(record: Mapping[str, Any]) -> _Result:
         bits=bits,
         fingerprint=engine,
     )
+
+
+def _content(choice: Mapping[str, Any]) -> str:
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def _listed(choices: Sequence[Mapping[str, Any]]) -> tuple[list[int] | None, list[float] | None]:
+    """Token ids and logprobs of all choices one after the other; None where a choice does not tell."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    for choice in choices:
+        block = choice.get("logprobs") or {}
+        values = block.get("token_logprobs")
+        if values is None and block.get("content") is not None:
+            values = [token["logprob"] for token in block["content"]]
+        if values is None or block.get("token_ids") is None:
+            return None, None
+        token_ids += block["token_ids"]
+        logprobs += values
+    return token_ids, logprobs

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from xla_engine.batch_format import LineError
 from xla_engine.metrics import EngineStats
+from xla_engine.outputs import RequestOutput
 
 BAR_SECONDS = 0.1  # between redraws on a terminal
 LINE_SECONDS = 5.0  # between lines anywhere else
@@ -48,7 +49,9 @@ class Tally:
     ok, failed: lines with a result, and lines without one by error code. first_errors: a few of these.
     prompt_tokens, generated_tokens: of the lines with a result. ttft, inter_token: of the same, in seconds.
     first_token_at: on the run's clock; None before the first token.
-    interrupted: the user stopped the run. failure: the engine died or the input could not be read on.
+    resumed: lines passed over because an earlier run had answered them.
+    interrupted: the user stopped the run. failure: the engine died, the input could not be read on, or the output
+        was that of another run.
     unwritten: lines read that have no output line after an interrupt; lines not yet read come on top.
     """
 
@@ -60,14 +63,29 @@ class Tally:
     ttft: Latencies = field(default_factory=Latencies)
     inter_token: Latencies = field(default_factory=Latencies)
     first_token_at: float | None = None
+    resumed: int = 0
     interrupted: bool = False
     failure: Exception | None = None
     unwritten: int = 0
 
     @property
     def done(self) -> int:
-        """Lines that have their output."""
+        """Lines that came to their end in this run."""
         return self.ok + self.failed.total()
+
+    def count(self, output: RequestOutput) -> None:
+        """Add the tokens and times of a finished request."""
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if (metrics := output.metrics) is None:
+            return
+        at = metrics.first_token_time
+        if at is not None and (self.first_token_at is None or at < self.first_token_at):
+            self.first_token_at = at
+        if metrics.ttft is not None:
+            self.ttft.add(metrics.ttft)
+        for seconds in metrics.inter_token_latencies:
+            self.inter_token.add(seconds)
 
 
 class Progress:
@@ -148,10 +166,11 @@ def summary_lines(tally: Tally, stats: EngineStats, *, wall: float, cold_start: 
     """
     rate = tally.generated_tokens / max(wall, 1e-9)
     codes = ", ".join(f"{code} {count}" for code, count in sorted(tally.failed.items()))
+    before = f"; {tally.resumed} done before" if tally.resumed else ""
     rows = [
         (
             "requests",
-            f"{tally.done}: {tally.ok} ok, {tally.failed.total()} failed" + (codes and f" ({codes})"),
+            f"{tally.done}: {tally.ok} ok, {tally.failed.total()} failed" + (codes and f" ({codes})") + before,
         ),
         ("wall time", f"{wall:.2f} s"),
         ("tokens", f"{tally.prompt_tokens} prompt, {tally.generated_tokens} generated, {rate:.1f} tok/s"),

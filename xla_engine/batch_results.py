@@ -1,0 +1,176 @@
+"""Batch lines out: pure functions from results to bytes, in the OpenAI Batch format.
+
+The `id` of an output line is made of the input line's number and a hash of its bytes, so an output file tells by
+itself which lines of which input are done (`result_files` reads it back).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from xla_engine.batch_format import LineError, LineRequest, line_error
+from xla_engine.fingerprint import result_fingerprint
+from xla_engine.json_line import dump_line
+from xla_engine.outputs import CompletionOutput, RequestOutput
+
+_ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
+
+
+def line_digest(raw: bytes | None, size: int, salt: bytes = b"") -> int:
+    """64 bits that stand for an input line, or for its size where it was too long to hold.
+
+    salt: at most 16 bytes that change them all; a hash of whatever else the results depend on.
+    """
+    data = b"%d" % size if raw is None else raw
+    return int.from_bytes(blake2b(data, digest_size=8, salt=salt).digest(), "big")
+
+
+def record_id(line: int, digest: int) -> str:
+    """The `id` of an output line."""
+    return f"batch_req_{line}_{digest:016x}"
+
+
+def parse_record_id(value: object) -> tuple[int, int] | None:
+    """Line number and digest of a `record_id`; None for anything else."""
+    match = _ID.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else (int(match[1]), int(match[2], 16))
+
+
+class Speller(Protocol):
+    """What the text of single tokens is asked of."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """What all results of a run have in common.
+
+    created: Unix seconds, one value for the whole run, so that it is the only field two runs can differ in.
+    model: the name of the loaded model, for lines that named none.
+    system_fingerprint: digest of the engine's identity.
+    hashes: bodies also say it in `xla_engine`, with hashes of tokens and logprob bits.
+    speller: the tokenizer, for the text of tokens beside their logprobs; None writes `token_id:<id>`.
+    """
+
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    hashes: bool = False
+    speller: Speller | None = None
+
+
+def output_error(request: LineRequest, output: RequestOutput) -> LineError | None:
+    """Why a finished request has no result; None when it has one, having ended by "stop" or "length"."""
+    reasons = [completion.finish_reason for completion in output.outputs] or ["error"]
+    reason = next((reason for reason in reasons if reason not in ("stop", "length")), None)
+    if reason is None:
+        return None
+    code = "aborted" if reason == "abort" else "engine_error"
+    message = output.error or f"the request ended with finish_reason {reason!r}"
+    return line_error(request.line, code, message, request.custom_id)
+
+
+def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: str, stamp: Stamp) -> bytes:
+    """The output line of a request whose prompts all ended by "stop" or "length".
+
+    outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite
+    becomes null.
+    """
+    completions = [completion for output in outputs for completion in output.outputs]
+    per_prompt = len(outputs[0].outputs)
+    choice = _chat_choice if request.is_chat else _text_choice
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.line}",
+        "object": "chat.completion" if request.is_chat else "text_completion",
+        "created": stamp.created,
+        "model": request.model or stamp.model,
+        "system_fingerprint": stamp.system_fingerprint,
+        "choices": [
+            choice(number // per_prompt * per_prompt + completion.index, completion, stamp.speller)
+            for number, completion in enumerate(completions)
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+    if stamp.hashes and stamp.system_fingerprint is not None:
+        body["xla_engine"] = _hashes(stamp.system_fingerprint, completions)
+    response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
+    return dump_line({"id": name, "custom_id": request.custom_id, "response": response, "error": None})
+
+
+def error_line(error: LineError, name: str) -> bytes:
+    """The output line of an input line without a result; `error.line` is ours, the rest OpenAI's."""
+    detail = {"code": error.code, "message": error.message, "line": error.line}
+    return dump_line({"id": name, "custom_id": error.custom_id, "response": None, "error": detail})
+
+
+def _text_choice(index: int, completion: CompletionOutput, speller: Speller | None) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "logprobs": _text_logprobs(completion, speller),
+    }
+
+
+def _chat_choice(index: int, completion: CompletionOutput, speller: Speller | None) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "finish_reason": completion.finish_reason,
+        "logprobs": _chat_logprobs(completion, speller),
+    }
+
+
+def _text_logprobs(completion: CompletionOutput, speller: Speller | None) -> dict[str, Any] | None:
+    """The completions API's block of parallel lists, and `token_ids` beside them."""
+    if completion.logprobs is None:
+        return None
+    return {
+        "tokens": [_spell(token_id, speller) for token_id in completion.token_ids],
+        "token_logprobs": [_finite(value) for value in completion.logprobs],
+        "token_ids": list(completion.token_ids),
+    }
+
+
+def _chat_logprobs(completion: CompletionOutput, speller: Speller | None) -> dict[str, Any] | None:
+    """The chat API's block of one record per token, and `token_ids` beside it."""
+    if completion.logprobs is None:
+        return None
+    content = [
+        {**_token(token_id, value, speller), "top_logprobs": []}
+        for token_id, value in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
+
+
+def _token(token_id: int, logprob: float, speller: Speller | None) -> dict[str, Any]:
+    text = _spell(token_id, speller)
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _spell(token_id: int, speller: Speller | None) -> str:
+    return f"token_id:{token_id}" if speller is None else speller.decode([token_id], skip_special_tokens=False)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _hashes(fingerprint: str, completions: Sequence[CompletionOutput]) -> Mapping[str, str | None]:
+    """Of all choices together, in order."""
+    token_ids = [token_id for completion in completions for token_id in completion.token_ids]
+    logprobs = [value for completion in completions for value in completion.logprobs or ()]
+    wanted = completions[0].logprobs is not None
+    return result_fingerprint(fingerprint, token_ids, logprobs if wanted else None)
