@@ -7,14 +7,16 @@ import itertools
 import json
 import random
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from xla_engine.batch import ORDERED_WINDOW, BatchRun, Line, count_lines, read_lines
+from xla_engine.batch import ORDERED_WINDOW, BatchRun
+from xla_engine.batch_lines import Line, count_lines, read_lines
+from xla_engine.batch_results import Stamp, parse_record_id
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.metrics import EngineStats
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -22,6 +24,7 @@ from xla_engine.progress import Latencies, Progress, Tally, summary_lines
 from xla_engine.sampling_params import SamplingParams
 
 LIMIT = 200  # bytes of a line in these tests
+STAMP = Stamp(created=1, model="fake", system_fingerprint="f" * 16)
 
 
 class FakeEngine:
@@ -32,6 +35,7 @@ class FakeEngine:
 
     def __init__(self, *, max_num_seqs: int = 3, seed: int = 0, on_step: Any = None) -> None:
         self.max_num_seqs = max_num_seqs
+        self.tokenizer = None
         self.live: dict[str, tuple[str | Sequence[int], SamplingParams]] = {}
         self.submitted: list[str] = []
         self.aborted: list[str] = []
@@ -48,8 +52,18 @@ class FakeEngine:
     def num_running(self) -> int:
         return min(len(self.live), self.max_num_seqs)
 
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        if any("content" not in message for message in messages):
+            raise InvalidRequestError("a message has no content")
+        return "|".join(message["content"] for message in messages)
+
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
     ) -> str:
         assert request_id is not None and request_id not in self.submitted
         if "!" in prompt:
@@ -98,12 +112,14 @@ class FakeEngine:
 def run(data: bytes, engine: FakeEngine | None = None, **options: Any) -> tuple[list[dict[str, Any]], Tally]:
     sink = io.BytesIO()
     lines = read_lines(io.BytesIO(data), LIMIT)
-    tally = BatchRun(engine or FakeEngine(), lines, sink, model="fake", created=1, **options).run()
+    tally = BatchRun(engine or FakeEngine(), lines, sink, stamp=STAMP, **options).run()
     return [json.loads(line) for line in sink.getvalue().splitlines()], tally
 
 
 def line_of(record: dict[str, Any]) -> int:
-    return int(record["id"].removeprefix("batch_req_"))
+    identity = parse_record_id(record["id"])
+    assert identity is not None
+    return identity[0]
 
 
 def by_line(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -180,6 +196,10 @@ LINES = {
     "zero": b'{"prompt": "text", "max_tokens": 0}',
     "empty": b'{"prompt": ""}',
     "chat": b'{"method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}',
+    "chat without content": b'{"messages": [{"role": "user"}]}',
+    "talk": b'{"messages": [{"role": "user", "content": "te"}, {"role": "user", "content": "xt"}]}',
+    "several": b'{"url": "/v1/completions", "body": {"prompt": ["text", [1, 2], "text"]}}',
+    "one of several": b'{"url": "/v1/completions", "body": {"prompt": ["text", "not this!", "text"]}}',
     "over": b'{"prompt": "text", "max_tokens": 97}',
     "refused": b'{"prompt": "not this!"}',
 }
@@ -192,6 +212,8 @@ CODES = {
     "zero": "invalid_request",
     "empty": "invalid_request",
     "chat": "invalid_request",
+    "chat without content": "invalid_request",
+    "one of several": "invalid_request",
     "over": "token_limit_exceeded",
     "refused": "invalid_request",
 }
@@ -220,22 +242,30 @@ def test_every_line_gives_exactly_one_line(
         assert record["custom_id"] == ("same" if kind == "named" else f"line-{number}")
         if code is None:
             assert record["error"] is None
-            prompt = (1, 2) if kind == "ids" else "text"
-            assert record["response"]["body"]["choices"][0]["text"] == f"<{prompt}>"
+            body = record["response"]["body"]
+            texts = [
+                choice.get("text", choice.get("message", {}).get("content")) for choice in body["choices"]
+            ]
+            wanted = {"ids": ["<(1, 2)>"], "talk": ["<te|xt>"], "several": ["<text>", "<(1, 2)>", "<text>"]}
+            assert texts == wanted.get(kind, ["<text>"])
+            assert [choice["index"] for choice in body["choices"]] == list(range(len(texts)))
+            assert body["object"] == ("chat.completion" if kind == "talk" else "text_completion")
         else:
             assert record["response"] is None
             assert (record["error"]["code"], record["error"]["line"]) == (code, number)
     if ordered:
         assert [line_of(record) for record in records] == sorted(expected)
     assert tally.done == len(expected) and tally.unwritten == 0
-    assert engine.peak <= 2 * slots and not engine.live and not engine.aborted
+    several = sum("several" in kind for kind in kinds)
+    assert engine.peak <= 2 * slots + 2 * several and not engine.live
+    assert len(engine.aborted) == kinds.count("one of several")  # its first prompt was in the engine already
 
 
 def test_two_ordered_runs_are_equal_byte_for_byte() -> None:
     def output(seed: int) -> bytes:
         sink = io.BytesIO()
         engine = FakeEngine(seed=seed)
-        BatchRun(engine, read_lines(io.BytesIO(prompts(50))), sink, model="m", created=1, ordered=True).run()
+        BatchRun(engine, read_lines(io.BytesIO(prompts(50))), sink, stamp=STAMP, ordered=True).run()
         return sink.getvalue()
 
     assert output(1) == output(2)
@@ -284,7 +314,7 @@ def interrupt_at(step: int) -> Any:
 def test_lines_are_read_as_slots_need_them() -> None:
     engine, read = FakeEngine(max_num_seqs=3, on_step=interrupt_at(20)), [0]
     sink = io.BytesIO()
-    batch = BatchRun(engine, counted(endless(b'{"prompt": "a"}'), read), sink, model="m", created=1)
+    batch = BatchRun(engine, counted(endless(b'{"prompt": "a"}'), read), sink, stamp=STAMP)
     tally = batch.run()
     assert tally.interrupted and read[0] <= tally.done + 6
 
@@ -302,18 +332,19 @@ def test_ordered_output_holds_a_bounded_number_of_results() -> None:
     engine, read = HeadLast(max_num_seqs=3, on_step=interrupt_at(2000)), [0]
     sink = io.BytesIO()
     lines = counted(endless(b'{"prompt": "a"}'), read)
-    tally = BatchRun(engine, lines, sink, model="m", created=1, ordered=True).run()
+    tally = BatchRun(engine, lines, sink, stamp=STAMP, ordered=True).run()
     assert read[0] == ORDERED_WINDOW * 6
-    numbers = [line_of(json.loads(line)) for line in sink.getvalue().splitlines()]
-    assert numbers == list(range(2, read[0] + 1))  # what is done is written all the same, in order
-    assert (tally.done, tally.unwritten) == (len(numbers), 1)
+    assert sink.getvalue() == b"" and (tally.written, tally.unwritten) == (
+        0,
+        read[0],
+    )  # no line before the first
 
 
 def test_bad_lines_do_not_hold_up_live_requests() -> None:
     bad = (Line(number, 1, b"{") for number in range(2, 1000))
     lines = itertools.chain([Line(1, 15, b'{"prompt": "a"}')], bad)
     sink = io.BytesIO()
-    BatchRun(FakeEngine(), lines, sink, model="m", created=1).run()
+    BatchRun(FakeEngine(), lines, sink, stamp=STAMP).run()
     numbers = [line_of(json.loads(line)) for line in sink.getvalue().splitlines()]
     assert numbers.index(1) < 200
 
@@ -326,7 +357,7 @@ def test_memory_does_not_grow_with_the_file() -> None:
     def peak(count: int) -> int:
         lines = (Line(number, 15, b'{"prompt": "a"}') for number in range(count))
         tracemalloc.start()
-        BatchRun(FakeEngine(max_num_seqs=16), lines, Sink(), model="m", created=1).run()  # type: ignore[arg-type]
+        BatchRun(FakeEngine(max_num_seqs=16), lines, Sink(), stamp=STAMP).run()  # type: ignore[arg-type]
         top = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return top
@@ -338,13 +369,53 @@ def test_memory_does_not_grow_with_the_file() -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_ctrl_c_keeps_what_is_done_and_aborts_the_rest(ordered: bool) -> None:
+def test_a_hard_stop_keeps_what_is_written_and_aborts_the_rest(ordered: bool) -> None:
     engine = FakeEngine(on_step=interrupt_at(5))
     records, tally = run(prompts(100), engine, ordered=ordered)
-    assert tally.interrupted and tally.ok == len(records) > 0
-    assert not engine.live and len(engine.aborted) == tally.unwritten > 0
+    assert tally.interrupted and tally.written == len(records) > 0
+    assert not engine.live and len(engine.aborted) > 0
     assert {f"batch-{line_of(record)}" for record in records}.isdisjoint(engine.aborted)
-    assert len(engine.submitted) == tally.ok + tally.unwritten
+    assert len(engine.submitted) == tally.written + tally.unwritten
+    if ordered:
+        assert [line_of(record) for record in records] == list(range(1, len(records) + 1))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_first_interrupt_finishes_what_is_under_way(ordered: bool) -> None:
+    def on_step(step: int) -> None:
+        if step == 5:
+            batch.interrupt()
+
+    engine, sink = FakeEngine(on_step=on_step), io.BytesIO()
+    batch = BatchRun(engine, read_lines(io.BytesIO(prompts(100))), sink, stamp=STAMP, ordered=ordered)
+    tally = batch.run()
+    assert batch.draining and tally.interrupted and not engine.aborted and not engine.live
+    assert 0 < len(engine.submitted) == tally.ok == tally.written < 100 and tally.unwritten == 0
+    assert len(sink.getvalue().splitlines()) == tally.ok
+
+
+def test_the_second_interrupt_stops_at_once() -> None:
+    def on_step(step: int) -> None:
+        if step in (5, 6):
+            batch.interrupt()
+
+    engine = FakeEngine(on_step=on_step)
+    batch = BatchRun(engine, read_lines(io.BytesIO(prompts(100))), io.BytesIO(), stamp=STAMP)
+    tally = batch.run()
+    assert tally.interrupted and tally.unwritten == len(engine.aborted) > 0 and not engine.live
+
+
+def test_an_interrupt_after_the_last_line_was_read_loses_nothing() -> None:
+    def on_step(step: int) -> None:
+        if step == 1:
+            assert next(lines, None) is None
+            batch.interrupt()
+
+    lines = read_lines(io.BytesIO(prompts(3)))
+    engine = FakeEngine(max_num_seqs=4, on_step=on_step)
+    batch = BatchRun(engine, lines, io.BytesIO(), stamp=STAMP)
+    tally = batch.run()
+    assert tally.ok == 3 and not tally.interrupted
 
 
 def test_ctrl_c_while_reading() -> None:
@@ -353,8 +424,8 @@ def test_ctrl_c_while_reading() -> None:
         raise KeyboardInterrupt
 
     engine, sink = FakeEngine(), io.BytesIO()
-    tally = BatchRun(engine, lines(), sink, model="m", created=1).run()
-    assert tally.interrupted and tally.unwritten == 4 and not engine.live
+    tally = BatchRun(engine, lines(), sink, stamp=STAMP).run()
+    assert tally.interrupted and (tally.ok, tally.unwritten) == (4, 0) and not engine.live
 
 
 def test_a_dead_engine_ends_the_run_with_an_error_line_for_each_request_it_held() -> None:
@@ -411,7 +482,7 @@ def test_an_input_that_cannot_be_read_on_finishes_what_was_read() -> None:
         raise OSError(5, "Input/output error")
 
     sink = io.BytesIO()
-    tally = BatchRun(FakeEngine(), lines(), sink, model="m", created=1).run()
+    tally = BatchRun(FakeEngine(), lines(), sink, stamp=STAMP).run()
     assert tally.ok == 4 and isinstance(tally.failure, OSError)
 
 
@@ -424,21 +495,8 @@ def test_an_output_that_cannot_be_written_aborts_and_raises() -> None:
 
     engine = FakeEngine()
     with pytest.raises(OSError, match="No space"):
-        BatchRun(engine, read_lines(io.BytesIO(prompts(100))), Full(), model="m", created=1).run()
+        BatchRun(engine, read_lines(io.BytesIO(prompts(100))), Full(), stamp=STAMP).run()
     assert engine.aborted and not engine.live
-
-
-def test_each_line_is_flushed() -> None:
-    class Buffered(io.BytesIO):
-        flushed = 0
-
-        def flush(self) -> None:
-            assert self.getvalue().endswith(b"\n")
-            self.flushed += 1
-
-    sink = Buffered()
-    BatchRun(FakeEngine(), read_lines(io.BytesIO(prompts(9))), sink, model="m", created=1).run()
-    assert sink.flushed == 9
 
 
 # -- what a person sees --------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import fields
 from typing import Any
 
@@ -14,15 +13,14 @@ from hypothesis import strategies as st
 from xla_engine.batch_format import (
     MAX_CUSTOM_ID,
     MAX_MESSAGE,
-    MAX_NESTING,
+    MAX_PROMPTS,
+    Chat,
     LineError,
     LineRequest,
-    error_line,
-    line_error,
-    output_error,
     parse_line,
-    result_line,
 )
+from xla_engine.batch_results import Stamp, error_line, record_id, result_line
+from xla_engine.json_line import MAX_NESTING
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
@@ -36,6 +34,9 @@ def parsed(raw: bytes, line: int = 7, **defaults: Any) -> LineRequest:
     request = parse_line(raw, line, defaults)
     assert isinstance(request, LineRequest), request
     return request
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def finished(text: str = "ab", **changes: Any) -> RequestOutput:
@@ -57,18 +58,49 @@ def test_plain_line() -> None:
         b'{"prompt": "def f(", "max_tokens": 3, "temperature": 0, "custom_id": "a", "logprobs": 0}'
     )
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=0)
-    assert request == LineRequest(line=7, custom_id="a", prompt="def f(", params=params)
+    assert request == LineRequest(line=7, custom_id="a", prompts=("def f(",), params=params)
 
 
 def test_batch_line() -> None:
     request = parsed(batch({"model": "any", "prompt": "def f(", "max_tokens": 3, "logprobs": 0}))
     params = SamplingParams(max_tokens=3, logprobs=0)
-    assert request == LineRequest(line=7, custom_id="c", prompt="def f(", params=params, model="any")
+    assert request == LineRequest(line=7, custom_id="c", prompts=("def f(",), params=params, model="any")
+
+
+def test_chat_line() -> None:
+    request = parsed(
+        talk(
+            max_completion_tokens=3,
+            logprobs=True,
+            top_logprobs=0,
+            user="u",
+            metadata={"a": "b"},
+            service_tier="auto",
+            tool_choice="none",
+            response_format={"type": "text"},
+            chat_template_kwargs={"enable_thinking": False},
+        )
+    )
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert request.prompts == (Chat(messages=tuple(MESSAGES), options=options),)
+    assert request.params == SamplingParams(max_tokens=3, logprobs=0) and request.model == "m"
+    assert request.is_chat and parsed(talk(logprobs=False)).params.logprobs is None
+
+
+def test_plain_chat_line() -> None:
+    raw = json.dumps({"messages": MESSAGES, "max_tokens": 3, "add_generation_prompt": False}).encode()
+    request = parsed(raw)
+    assert request.prompts == (Chat(messages=tuple(MESSAGES), options={"add_generation_prompt": False}),)
+    assert request.params == SamplingParams(max_tokens=3)
+
+
+def test_a_completions_body_may_list_prompts() -> None:
+    assert parsed(batch({"prompt": ["a", [1, 2], "b"]})).prompts == ("a", (1, 2), "b")
 
 
 def test_prompt_of_token_ids() -> None:
-    assert parsed(b'{"prompt": [1, 2, 3]}').prompt == (1, 2, 3)
-    assert parsed(batch({"prompt": [0]})).prompt == (0,)
+    assert parsed(b'{"prompt": [1, 2, 3]}').prompts == ((1, 2, 3),)
+    assert parsed(batch({"prompt": [0]})).prompts == ((0,),)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +120,7 @@ def test_defaults_apply_where_the_line_is_silent() -> None:
 
 
 def test_crlf_and_spaces_around_a_line() -> None:
-    assert parsed(b' \t{"prompt": "x"} \r').prompt == "x"
+    assert parsed(b' \t{"prompt": "x"} \r').prompts == ("x",)
 
 
 def test_openai_bodies_may_spell_out_that_they_want_nothing() -> None:
@@ -180,9 +212,15 @@ def test_invalid_plain_request(name: str) -> None:
     assert error.code == "invalid_request" and message in error.message
 
 
+def talk(**changes: Any) -> bytes:
+    body = {"model": "m", "messages": MESSAGES} | changes
+    return batch(
+        {name: value for name, value in body.items() if value is not ...}, url="/v1/chat/completions"
+    )
+
+
 BATCH_REFUSED = {
-    "chat": (batch({"messages": []}, url="/v1/chat/completions"), "not supported by this version"),
-    "embeddings": (batch({"input": "x"}, url="/v1/embeddings"), "not supported by this version"),
+    "embeddings": (batch({"input": "x"}, url="/v1/embeddings"), "not supported"),
     "no url": (batch({"prompt": "x"}, url=...), 'no "url"'),
     "url of another type": (batch({"prompt": "x"}, url=["/v1/completions"]), "not supported"),
     "GET": (batch({"prompt": "x"}, method="GET"), "POST"),
@@ -195,7 +233,24 @@ BATCH_REFUSED = {
     "true is not 1": (batch({"prompt": "x", "n": True}), "'n'"),
     "false is not 0": (batch({"prompt": "x", "presence_penalty": False}), "'presence_penalty'"),
     "unknown null": (batch({"prompt": "x", "temprature": None}), "'temprature'"),
-    "several prompts": (batch({"prompt": ["a", "b"]}), "list of prompts"),
+    "an empty prompt of several": (batch({"prompt": ["a", ""]}), "empty"),
+    "several prompts of two kinds": (batch({"prompt": ["a", 3]}), "not a number"),
+    "lists in a prompt of several": (batch({"prompt": [[1], [[2]]]}), "list of prompts"),
+    "too many prompts": (batch({"prompt": ["a"] * (MAX_PROMPTS + 1)}), "at most 128"),
+    "no messages": (talk(messages=...), "messages"),
+    "empty messages": (talk(messages=[]), "at least one"),
+    "messages as text": (talk(messages="hello"), "messages"),
+    "prompt in a chat": (talk(prompt="x"), "'prompt'"),
+    "messages in a completion": (batch({"prompt": "x", "messages": []}), "'messages'"),
+    "tools": (talk(tools=[{"type": "function"}]), "'tools'"),
+    "logprobs of a chat as number": (talk(logprobs=1), "true or false"),
+    "top_logprobs alone": (talk(top_logprobs=1), "needs logprobs"),
+    "top_logprobs of a completion": (batch({"prompt": "x", "top_logprobs": 1}), "'top_logprobs'"),
+    "two caps": (talk(max_tokens=1, max_completion_tokens=2), "keep one"),
+    "cap of a chat": (talk(max_completion_tokens=0), "max_tokens"),
+    "generation prompt as text": (talk(add_generation_prompt="yes"), "add_generation_prompt"),
+    "template variables as list": (talk(chat_template_kwargs=[1]), "chat_template_kwargs"),
+    "a stream": (talk(stream=True), "'stream'"),
 }
 
 
@@ -266,90 +321,12 @@ def test_any_line_is_a_request_or_an_error_that_can_be_written(raw: bytes, line:
     result = parse_line(raw, line)
     assert result.line == line and result.custom_id
     if isinstance(result, LineError):
-        record = json.loads(error_line(result))
+        record = json.loads(error_line(result, record_id(line, 0)))
         assert record["response"] is None
         assert record["error"] == {"code": result.code, "message": result.message, "line": line}
         assert result.code in ("invalid_json_line", "invalid_request") and result.message
     else:
-        record = json.loads(result_line(result, finished(), created=1, model="m"))
-        assert result.prompt and record["error"] is None
+        outputs = [finished()] * len(result.prompts)
+        record = json.loads(result_line(result, outputs, record_id(line, 0), Stamp(created=1, model="m")))
+        assert result.prompts and record["error"] is None
     assert record["custom_id"] == result.custom_id
-
-
-# -- output lines --------------------------------------------------------------------------------------------
-
-
-def test_result_line_is_openai_batch_output() -> None:
-    request = parsed(batch({"model": "mine", "prompt": "x", "logprobs": 0}))
-    output = finished(logprobs=(-0.5, -1.25), finish_reason="stop")
-    line = result_line(request, output, created=1700000000, model="theirs")
-    assert line.endswith(b"\n") and line.count(b"\n") == 1
-    assert json.loads(line) == {
-        "id": "batch_req_7",
-        "custom_id": "c",
-        "response": {
-            "status_code": 200,
-            "request_id": "req_7",
-            "body": {
-                "id": "cmpl-7",
-                "object": "text_completion",
-                "created": 1700000000,
-                "model": "mine",
-                "choices": [
-                    {
-                        "index": 0,
-                        "text": "ab",
-                        "finish_reason": "stop",
-                        "logprobs": {"token_logprobs": [-0.5, -1.25], "token_ids": [5, 6]},
-                    }
-                ],
-                "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
-            },
-        },
-        "error": None,
-    }
-
-
-def test_lines_that_named_no_model_get_the_loaded_one() -> None:
-    line = result_line(parsed(b'{"prompt": "x"}'), finished(), created=1, model="theirs")
-    assert json.loads(line)["response"]["body"]["model"] == "theirs"
-
-
-def test_logprobs_keep_every_bit() -> None:
-    values = (-0.10000000149011612, -1e-30, -87.33654475055310898657124730373)
-    line = result_line(parsed(b'{"prompt": "x"}'), finished(logprobs=values), created=1, model="m")
-    assert tuple(json.loads(line)["response"]["body"]["choices"][0]["logprobs"]["token_logprobs"]) == values
-
-
-def test_output_is_strict_json_even_for_numbers_that_are_not() -> None:
-    line = result_line(
-        parsed(b'{"prompt": "x"}'), finished(logprobs=(math.nan, -math.inf)), created=1, model="m"
-    )
-    assert json.loads(line)["response"]["body"]["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
-
-
-@given(text=st.text(st.characters(codec="utf-8")))
-@example(text="a\u2028b\u2029c\x85d\ne")
-def test_a_result_is_one_line_for_every_reader(text: str) -> None:
-    line = result_line(parsed(b'{"prompt": "x"}'), finished(text), created=1, model="m")
-    assert line.isascii() and len(line.decode("ascii").splitlines()) == 1
-    assert json.loads(line)["response"]["body"]["choices"][0]["text"] == text
-
-
-@pytest.mark.parametrize(
-    ("reason", "code"), [("stop", None), ("length", None), ("abort", "aborted"), ("error", "engine_error")]
-)
-def test_only_stop_and_length_are_results(reason: str, code: str | None) -> None:
-    error = output_error(parsed(b'{"prompt": "x", "custom_id": "a"}'), finished(finish_reason=reason))
-    assert (error and error.code) == code
-    assert error is None or (error.line, error.custom_id) == (7, "a")
-
-
-def test_error_line_is_openai_batch_output() -> None:
-    line = error_line(line_error(3, "invalid_request", "no", "a"))
-    assert json.loads(line) == {
-        "id": "batch_req_3",
-        "custom_id": "a",
-        "response": None,
-        "error": {"code": "invalid_request", "message": "no", "line": 3},
-    }

@@ -19,9 +19,10 @@ from click.testing import CliRunner, Result
 
 from tests.test_batch import FakeEngine, by_line, interrupt_at, prompts
 from xla_engine import cli
-from xla_engine.batch import read_lines
 from xla_engine.batch_format import LineRequest, parse_line
+from xla_engine.batch_lines import read_lines
 from xla_engine.errors import CheckpointError
+from xla_engine.fingerprint import EngineIdentity
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """A fake engine in the place of the real one."""
     fake = FakeEngine()
+    identity = EngineIdentity(model="fake", dtype="none", config={}, platform={})
+    monkeypatch.setattr(EngineIdentity, "of", lambda engine: identity)
 
     @contextlib.contextmanager
     def load(options: dict[str, Any], *, show: bool) -> Iterator[FakeEngine]:
@@ -84,7 +87,8 @@ def test_interrupt_is_130_and_says_what_is_done(tmp_path: Path, engine: FakeEngi
     engine._on_step = interrupt_at(5)
     result, records = run_file(tmp_path, prompts(100))
     assert result.exit_code == 130 and not engine.live
-    assert f"interrupted: {len(records)} results are in" in result.stderr
+    assert f"interrupted: {len(records)} results are written" in result.stderr
+    assert "--resume" in result.stderr
 
 
 def test_a_dead_engine_is_1_and_shows_where(tmp_path: Path, engine: FakeEngine) -> None:
@@ -101,7 +105,7 @@ def test_ordered_with_created_repeats_byte_for_byte(tmp_path: Path, engine: Fake
     outputs = []
     for _ in range(2):
         engine.submitted.clear()
-        result, _ = run_file(tmp_path, prompts(20), "--ordered", "--created", "17")
+        result, _ = run_file(tmp_path, prompts(20), "--ordered", "--created", "17", "--overwrite")
         assert result.exit_code == 0
         outputs.append((tmp_path / "out.jsonl").read_bytes())
     assert outputs[0] == outputs[1] and b'"created": 17' in outputs[0]
@@ -127,7 +131,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "float32",
     ]
     result, records = run_file(
-        tmp_path, prompts(1), *options, "--lag", "0", "--seed", "5", "--max-tokens", "101"
+        tmp_path, prompts(1), *options, "--lag", "0", "--seed", "5", "--max-tokens", "101", "--created", "1"
     )
     assert engine.options == {  # type: ignore[attr-defined]
         "model": str(tmp_path / "mine"),
@@ -138,16 +142,19 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "seed": 5,
     }
     assert result.exit_code == 1 and records[0]["error"]["code"] == "token_limit_exceeded"
-    _, records = run_file(tmp_path, b'{"prompt": "x"}', *options)
+    _, records = run_file(tmp_path, b'{"prompt": "x"}', *options, "--overwrite")
     assert records[0]["response"]["body"]["model"] == "mine"
 
 
-def test_an_existing_output_is_overwritten_and_a_longer_one_leaves_nothing(
-    tmp_path: Path, engine: FakeEngine
-) -> None:
-    (tmp_path / "out.jsonl").write_bytes(b"x" * 10**5)
-    result, records = run_file(tmp_path, prompts(2))
-    assert result.exit_code == 0 and len(records) == 2
+def test_results_are_never_replaced_unasked(tmp_path: Path, engine: FakeEngine) -> None:
+    (tmp_path / "out.jsonl").write_bytes(b"{}\n" * 10**5)
+    result, _ = run_file(tmp_path, prompts(2))
+    assert_not_started(
+        result, "out.jsonl has results already; --resume goes on with them, --overwrite replaces"
+    )
+    assert (tmp_path / "out.jsonl").stat().st_size == 3 * 10**5
+    result, records = run_file(tmp_path, prompts(2), "--overwrite")
+    assert result.exit_code == 0 and len(records) == 2  # and nothing of the longer file
 
 
 def test_no_progress_prints_only_the_summary(tmp_path: Path, engine: FakeEngine) -> None:
@@ -213,7 +220,7 @@ def test_a_bad_model_leaves_old_results_alone(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "out.jsonl").write_bytes(b"precious")
     source = tmp_path / "in.jsonl"
     source.write_bytes(prompts(1))
-    result = invoke("run", source, "-o", tmp_path / "out.jsonl")
+    result = invoke("run", source, "-o", tmp_path / "out.jsonl", "--overwrite")
     assert_not_started(result, "invalid_checkpoint: config.json: no such file")
     assert (tmp_path / "out.jsonl").read_bytes() == b"precious"
     assert_not_started(invoke("run", source, "-o", tmp_path / "new.jsonl"), "invalid_checkpoint")
@@ -397,8 +404,9 @@ def test_a_real_ctrl_c(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr.decode()
-    assert b"Traceback" not in stderr and b"interrupted: " in stderr
+    assert b"Traceback" not in stderr and b"interrupted: " in stderr and b"once more to stop" in stderr
     assert 0 < len(by_line(records_of(out))) < 2000
+    assert b" 0 requests under way" in stderr  # the first interrupt let them finish
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
@@ -425,9 +433,7 @@ def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
         with open(ROOT / "examples" / name, "rb") as source:
             requests = [parse_line(line.raw or b"", line.number) for line in read_lines(source)]
         assert all(isinstance(request, LineRequest) for request in requests) and len(requests) >= least
-        lengths = [
-            len(tokenizer.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt) for r in requests
-        ]
+        lengths = [len(tokenizer.encode(p) if isinstance(p, str) else p) for r in requests for p in r.prompts]
         assert max(n + r.params.max_tokens for n, r in zip(lengths, requests, strict=True)) < 512
         assert len({r.custom_id for r in requests}) == len(requests)
         assert len(set(lengths)) > least // 4 and len({r.params.max_tokens for r in requests}) > least // 4

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_engine import cli
-from xla_engine.batch_format import LineRequest, error_line, line_error, result_line
+from xla_engine.batch_format import LineRequest, line_error
+from xla_engine.batch_results import Stamp, error_line, record_id, result_line
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.fingerprint import (
     CompareError,
@@ -43,7 +44,7 @@ def line(
     text: str | None = None,
     number: int = 1,
 ) -> bytes:
-    request = LineRequest(line=number, custom_id=custom_id, prompt="p", params=SamplingParams())
+    request = LineRequest(line=number, custom_id=custom_id, prompts=("p",), params=SamplingParams())
     choice = CompletionOutput(
         index=0,
         text=f"<{tokens}>" if text is None else text,
@@ -54,11 +55,12 @@ def line(
     output = RequestOutput(
         request_id="r", prompt="p", prompt_token_ids=(1,), outputs=(choice,), finished=True
     )
-    return result_line(request, output, created=number, model="m", fingerprint=fingerprint)
+    stamp = Stamp(created=number, model="m", system_fingerprint=fingerprint, hashes=fingerprint is not None)
+    return result_line(request, [output], record_id(number, 0), stamp)
 
 
 def failed(custom_id: str) -> bytes:
-    return error_line(line_error(1, "invalid_request", "no", custom_id))
+    return error_line(line_error(1, "invalid_request", "no", custom_id), record_id(1, 0))
 
 
 @pytest.fixture

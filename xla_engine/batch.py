@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from xla_engine.batch_format import Chat, LineError, LineRequest, line_error
+from xla_engine.batch_format import Chat, LineError, LineRequest, explain, line_error
 from xla_engine.batch_lines import Line, LineReader
 from xla_engine.batch_results import Stamp, error_line, line_digest, output_error, record_id, result_line
-from xla_engine.errors import EngineClosedError, InvalidRequestError, XlaEngineError
+from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.json_line import dump_line
 from xla_engine.outputs import RequestOutput
 from xla_engine.progress import Tally
@@ -27,8 +27,6 @@ from xla_engine.sampling_params import SamplingParams
 SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
 ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
 
-Render = Callable[[Chat], Sequence[int]]
-
 
 class Engine(Protocol):
     """What a batch run needs of `XlaBatchEngine`."""
@@ -37,8 +35,14 @@ class Engine(Protocol):
     def max_num_seqs(self) -> int: ...
     @property
     def has_unfinished(self) -> bool: ...
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
     ) -> str: ...
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
     def abort(self, request_id: str) -> bool: ...
@@ -70,7 +74,6 @@ class BatchRun:
     lines: from `read_lines`.
     sink: takes output lines. errors: takes those of lines without a result; None puts them into `sink`.
     stamp: what all results have in common.
-    render: makes token ids of a chat; None where the model has no chat template.
     defaults: sampling fields for lines that do not say otherwise.
     done: lines that have their output from an earlier run, to be passed over.
     on_turn: called after every engine step.
@@ -84,7 +87,6 @@ class BatchRun:
         *,
         stamp: Stamp,
         errors: Writer | None = None,
-        render: Render | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
         done: DoneLines | None = None,
@@ -96,7 +98,6 @@ class BatchRun:
         self._sink = sink
         self._errors = sink if errors is None else errors
         self._stamp = stamp
-        self._render = render
         self._reader = LineReader(defaults)
         self._salt = blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
         self._ordered = ordered
@@ -106,7 +107,9 @@ class BatchRun:
         self._live: dict[str, tuple[_Job, int]] = {}  # by engine request id: the job and which of its prompts
         self._jobs: dict[int, _Job] = {}  # by line
         self._order: deque[int] = deque()  # ordered output: lines read and not yet written
-        self._held: dict[int, tuple[Writer, bytes]] = {}  # ordered output: results waiting for an earlier line
+        self._held: dict[
+            int, tuple[Writer, bytes]
+        ] = {}  # ordered output: results waiting for an earlier line
         self._exhausted = self._reading = self._draining = False
 
     def run(self) -> Tally:
@@ -209,21 +212,19 @@ class BatchRun:
         self._jobs[request.line] = job
         try:
             for index, prompt in enumerate(request.prompts):
-                if isinstance(prompt, Chat):
-                    prompt = self._rendered(prompt)
                 # Ids are ours; the caller's is data. Kept first, so that an interrupt inside submit still aborts it.
                 request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
                 self._live[request_id] = (job, index)
-                self._engine.submit(prompt, request.params, request_id=request_id)
+                if isinstance(prompt, Chat):  # the template writes the special tokens itself
+                    text = self._engine.render_chat(prompt.messages, **prompt.options)
+                    self._engine.submit(text, request.params, request_id=request_id, add_special_tokens=False)
+                else:
+                    self._engine.submit(prompt, request.params, request_id=request_id)
         except EngineClosedError as error:
             self._engine_died(error)
         except Exception as error:  # one bad request harms nobody else
-            self._fail(job, line_error(request.line, _code(error), _describe(error), request.custom_id))
-
-    def _rendered(self, chat: Chat) -> Sequence[int]:
-        if self._render is None:
-            raise InvalidRequestError("the model has no chat template; give a prompt in place of messages")
-        return self._render(chat)
+            self._live.pop(request_id)  # the engine has not got it
+            self._fail(job, line_error(request.line, *explain(error), request.custom_id))
 
     def _turn(self) -> None:
         """One engine step and its results."""
@@ -275,7 +276,7 @@ class BatchRun:
         self._live.clear()
         for job in list(self._jobs.values()):
             line, custom_id = job.request.line, job.request.custom_id
-            self._fail(job, line_error(line, _code(error), _describe(error), custom_id))
+            self._fail(job, line_error(line, *explain(error), custom_id))
 
     def _put_error(self, error: LineError, name: str) -> None:
         self._put(error.line, self._errors, error_line(error, name))
@@ -285,12 +286,15 @@ class BatchRun:
 
     def _put(self, number: int, writer: Writer, data: bytes) -> None:
         if not self._ordered:
-            writer.write(data)
+            self._write(writer, data)
             return
         self._held[number] = (writer, data)
         while self._order and self._order[0] in self._held:
-            first, line = self._held.pop(self._order.popleft())
-            first.write(line)
+            self._write(*self._held.pop(self._order.popleft()))
+
+    def _write(self, writer: Writer, data: bytes) -> None:
+        writer.write(data)
+        self.tally.written += 1
 
     def _abort_live(self) -> None:
         self.tally.unwritten = len(self._jobs) + len(self._held)
@@ -299,11 +303,3 @@ class BatchRun:
                 self._engine.abort(request_id)
         self._live.clear()
         self._jobs.clear()
-
-
-def _code(error: Exception) -> str:
-    return error.code if isinstance(error, XlaEngineError) else "engine_error"
-
-
-def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, XlaEngineError) else f"{type(error).__name__}: {error}"

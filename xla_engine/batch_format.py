@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from xla_engine.errors import InvalidRequestError
+from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.json_line import kind, load_object
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
 
@@ -104,6 +104,13 @@ def line_error(line: int, code: str, message: str, custom_id: str | None = None)
     if len(message) > MAX_MESSAGE:
         message = message[: MAX_MESSAGE - 4] + " ..."
     return LineError(line=line, custom_id=custom_id or f"line-{line}", code=code, message=message)
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """Code and message of what went wrong with a request."""
+    if isinstance(error, XlaEngineError):
+        return error.code, str(error)
+    return XlaEngineError.code, f"{type(error).__name__}: {error}"
 
 
 def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> LineRequest | LineError:
@@ -203,7 +210,9 @@ def _take_chat(body: dict[str, Any]) -> Chat:
         if not isinstance(options.get(name, False), bool):
             raise InvalidRequestError(f"{name} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("chat_template_kwargs", {}), dict):
-        raise InvalidRequestError(f"chat_template_kwargs must be an object, not {options[_TEMPLATE_FIELDS[2]]!r}")
+        raise InvalidRequestError(
+            f"chat_template_kwargs must be an object, not {options[_TEMPLATE_FIELDS[2]]!r}"
+        )
     return Chat(messages=tuple(messages), options=options)
 
 
@@ -242,6 +251,8 @@ def _prompt(value: object) -> str | tuple[int, ...]:
         raise InvalidRequestError("the prompt is empty; give at least one token")
     if isinstance(value, str):
         return value
+    if isinstance(value[0], (str, list)):
+        raise InvalidRequestError("prompt is a list of prompts; give each its own line")
     for position, token_id in enumerate(value):
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
             raise InvalidRequestError(f"prompt[{position}] must be a token id, not {token_id!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -161,7 +161,9 @@ def _token(token_id: int, logprob: float, speller: Speller | None) -> dict[str, 
 
 
 def _spell(token_id: int, speller: Speller | None) -> str:
-    return f"token_id:{token_id}" if speller is None else speller.decode([token_id], skip_special_tokens=False)
+    return (
+        f"token_id:{token_id}" if speller is None else speller.decode([token_id], skip_special_tokens=False)
+    )
 
 
 def _finite(value: float) -> float | None:

@@ -262,6 +262,8 @@ def _lines(path: Path | str) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def _result(record: Mapping[str, Any]) -> _Result:
     body = record["response"]["body"]
     choices = body["choices"]
+    if not choices:
+        raise ValueError("no choices")
     stamp: Mapping[str, Any] = body.get("xla_engine") or {}
     text = json.dumps([[_content(choice), choice["finish_reason"]] for choice in choices])
     tokens, bits, engine = map(stamp.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))

@@ -52,7 +52,8 @@ class Tally:
     resumed: lines passed over because an earlier run had answered them.
     interrupted: the user stopped the run. failure: the engine died, the input could not be read on, or the output
         was that of another run.
-    unwritten: lines read that have no output line after an interrupt; lines not yet read come on top.
+    written: output lines, errors too. unwritten: lines read that have none after an interrupt; lines not yet read
+        come on top.
     """
 
     ok: int = 0
@@ -66,6 +67,7 @@ class Tally:
     resumed: int = 0
     interrupted: bool = False
     failure: Exception | None = None
+    written: int = 0
     unwritten: int = 0
 
     @property
@@ -170,7 +172,9 @@ def summary_lines(tally: Tally, stats: EngineStats, *, wall: float, cold_start: 
     rows = [
         (
             "requests",
-            f"{tally.done}: {tally.ok} ok, {tally.failed.total()} failed" + (codes and f" ({codes})") + before,
+            f"{tally.done}: {tally.ok} ok, {tally.failed.total()} failed"
+            + (codes and f" ({codes})")
+            + before,
         ),
         ("wall time", f"{wall:.2f} s"),
         ("tokens", f"{tally.prompt_tokens} prompt, {tally.generated_tokens} generated, {rate:.1f} tok/s"),

@@ -149,7 +149,9 @@ class DoneLines:
         if failed and skip_errors:
             return number
         if self._digests.setdefault(number, digest) != digest:
-            raise ResumeError(f"{path}: line {number} of two different inputs; the files do not belong together")
+            raise ResumeError(
+                f"{path}: line {number} of two different inputs; the files do not belong together"
+            )
         self.errors += failed
         self.results += not failed
         if not failed and self.created is None:
@@ -205,7 +207,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(record, dict):
                 raise ValueError("no object")
         except (ValueError, RecursionError) as error:
-            raise ResumeError(f"{path} line {number} is no result line ({error}); use another file") from error
+            raise ResumeError(
+                f"{path} line {number} is no result line ({error}); use another file"
+            ) from error
         yield record
 
 

@@ -1,0 +1,163 @@
+"""Result and error lines: what OpenAI's own client reads, one line for every reader, ids that can be read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.test_batch_format import batch, finished, parsed, talk
+from xla_engine.batch_format import line_error
+from xla_engine.batch_results import (
+    Stamp,
+    error_line,
+    line_digest,
+    output_error,
+    parse_record_id,
+    record_id,
+    result_line,
+)
+
+STAMP = Stamp(created=1700000000, model="theirs", system_fingerprint="f" * 16)
+CHAT = talk(logprobs=True)
+TEXT = batch({"model": "mine", "prompt": "x", "logprobs": 0})
+
+
+def body_of(raw: bytes, *outputs: Any, stamp: Stamp = STAMP) -> dict[str, Any]:
+    line = result_line(parsed(raw), list(outputs), record_id(7, 1), stamp)
+    body: dict[str, Any] = json.loads(line)["response"]["body"]
+    return body
+
+
+def test_result_line_is_openai_batch_output() -> None:
+    output = finished(logprobs=(-0.5, -1.25), finish_reason="stop")
+    line = result_line(parsed(TEXT), [output], record_id(7, 0xAB), STAMP)
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert json.loads(line) == {
+        "id": "batch_req_7_00000000000000ab",
+        "custom_id": "c",
+        "response": {
+            "status_code": 200,
+            "request_id": "req_7",
+            "body": {
+                "id": "cmpl-7",
+                "object": "text_completion",
+                "created": 1700000000,
+                "model": "mine",
+                "system_fingerprint": "f" * 16,
+                "choices": [
+                    {
+                        "index": 0,
+                        "text": "ab",
+                        "finish_reason": "stop",
+                        "logprobs": {
+                            "tokens": ["token_id:5", "token_id:6"],
+                            "token_logprobs": [-0.5, -1.25],
+                            "token_ids": [5, 6],
+                        },
+                    }
+                ],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+            },
+        },
+        "error": None,
+    }
+
+
+def test_chat_result() -> None:
+    body = body_of(CHAT, finished(logprobs=(-0.5, -1.25), finish_reason="stop"))
+    assert (body["id"], body["object"]) == ("chatcmpl-7", "chat.completion")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "ab", "refusal": None}
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == [-0.5, -1.25]
+
+
+def test_choices_of_several_prompts_are_numbered_through() -> None:
+    body = body_of(batch({"prompt": ["a", "b"]}), finished("a"), finished("b"))
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "a"), (1, "b")]
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
+
+
+def test_the_openai_client_reads_our_bodies() -> None:
+    types = pytest.importorskip("openai.types", reason="needs the OpenAI client")
+    chat = pytest.importorskip("openai.types.chat", reason="needs the OpenAI client")
+    logprobs = {"logprobs": (-0.5, -1.25)}
+    completion = types.Completion.model_validate(
+        body_of(batch({"prompt": ["a", "b"], "logprobs": 0}), finished(**logprobs), finished(**logprobs)),
+        strict=True,
+    )
+    assert completion.choices[1].logprobs.token_logprobs == [-0.5, -1.25]
+    assert (completion.usage.total_tokens, completion.system_fingerprint) == (10, "f" * 16)
+    answer = chat.ChatCompletion.model_validate(body_of(CHAT, finished(**logprobs)), strict=True)
+    assert answer.choices[0].message.content == "ab" and answer.choices[0].finish_reason == "length"
+    assert [token.logprob for token in answer.choices[0].logprobs.content] == [-0.5, -1.25]
+    assert types.Completion.model_validate(body_of(TEXT, finished()), strict=True).choices[0].logprobs is None
+
+
+def test_lines_that_named_no_model_get_the_loaded_one() -> None:
+    assert body_of(b'{"prompt": "x"}', finished())["model"] == "theirs"
+
+
+def test_logprobs_keep_every_bit() -> None:
+    values = (-0.10000000149011612, -1e-30)
+    block = body_of(TEXT, finished(logprobs=values))["choices"][0]["logprobs"]
+    assert tuple(block["token_logprobs"]) == values
+
+
+def test_output_is_strict_json_even_for_numbers_that_are_not() -> None:
+    broken = finished(logprobs=(math.nan, -math.inf))
+    assert body_of(TEXT, broken)["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
+    content = body_of(CHAT, broken)["choices"][0]["logprobs"]["content"]
+    assert [token["logprob"] for token in content] == [None, None]
+
+
+@given(text=st.text(st.characters(codec="utf-8")))
+@example(text="a\u2028b\u2029c\x85d\ne")
+def test_a_result_is_one_line_for_every_reader(text: str) -> None:
+    line = result_line(parsed(TEXT), [finished(text)], record_id(7, 1), STAMP)
+    assert line.isascii() and len(line.decode("ascii").splitlines()) == 1
+    assert json.loads(line)["response"]["body"]["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [("stop", None), ("length", None), ("abort", "aborted"), ("error", "engine_error")]
+)
+def test_only_stop_and_length_are_results(reason: str, code: str | None) -> None:
+    error = output_error(parsed(b'{"prompt": "x", "custom_id": "a"}'), finished(finish_reason=reason))
+    assert (error and error.code) == code
+    assert error is None or (error.line, error.custom_id) == (7, "a")
+
+
+def test_error_line_is_openai_batch_output() -> None:
+    line = error_line(line_error(3, "invalid_request", "no", "a"), record_id(3, 2))
+    assert json.loads(line) == {
+        "id": "batch_req_3_0000000000000002",
+        "custom_id": "a",
+        "response": None,
+        "error": {"code": "invalid_request", "message": "no", "line": 3},
+    }
+
+
+@given(st.integers(1, 10**18 - 1), st.integers(0, 2**64 - 1))
+def test_a_record_id_can_be_read_back(line: int, digest: int) -> None:
+    assert parse_record_id(record_id(line, digest)) == (line, digest)
+
+
+@pytest.mark.parametrize("value", [None, 7, "", "batch_req_7", "batch_req_0_" + "0" * 16, "x" * 10**5])
+def test_another_id_is_none_of_ours(value: object) -> None:
+    assert parse_record_id(value) is None
+
+
+def test_a_digest_depends_on_bytes_size_and_salt() -> None:
+    digests = {
+        line_digest(b"a", 1),
+        line_digest(b"b", 1),
+        line_digest(None, 9),
+        line_digest(None, 8),
+        line_digest(b"a", 1, b"s"),
+    }
+    assert len(digests) == 5

@@ -1,0 +1,224 @@
+"""`xla-engine run` from an input file to an output file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from xla_engine.batch import BatchRun
+from xla_engine.batch_lines import count_lines, read_lines
+from xla_engine.batch_results import Stamp
+from xla_engine.cli import _common, _files, _signals
+from xla_engine.errors import XlaEngineError
+from xla_engine.fingerprint import EngineIdentity
+from xla_engine.output_file import Mode, OutputError, OutputFile, same_file
+from xla_engine.progress import Progress, Tally, summary_lines
+from xla_engine.result_files import DoneLines
+from xla_engine.status_file import StatusFile
+
+if TYPE_CHECKING:
+    from xla_engine.engine import XlaBatchEngine
+
+_imported_at = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """What `run` reads and writes. errors, status: None where not asked for."""
+
+    source: str
+    output: str
+    errors: str | None
+    status: str | None
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Options of `run` beside files and engine."""
+
+    defaults: dict[str, Any]
+    ordered: bool
+    max_line_bytes: int
+    created: int | None
+    fingerprint: bool
+    progress: bool
+
+
+def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -> None:
+    """Complete every line and exit with the command's status."""
+    try:
+        tally, summary = _run(files, settings, engine_options)
+    except OSError as error:
+        _output_failed(files, error)
+    _explain(tally, files)
+    for text in summary:
+        click.echo(text, err=True)
+    if tally.interrupted:
+        sys.exit(_common.INTERRUPTED)
+    if tally.failed or tally.failure is not None:
+        sys.exit(_common.SOME_FAILED)
+
+
+def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tuple[Tally, list[str]]:
+    with contextlib.ExitStack() as stack:
+        with _common.starting():
+            source = stack.enter_context(_files.open_input(files.source))
+            total = count_lines(source, settings.max_line_bytes) if settings.progress else None
+            lines = read_lines(source, settings.max_line_bytes)
+            first = next(lines, None)
+            if first is None:
+                raise _common.NotStarted(f"empty_file: {files.source} holds no request")
+            done = DoneLines()
+            outputs = [
+                stack.enter_context(OutputFile(path, files.mode))
+                for path in (files.output, files.errors)
+                if path is not None
+            ]
+            _check_distinct([source, *(output.file for output in outputs)], files)
+            for output in outputs:
+                output.claim(done)
+            engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
+            stamp = _stamp(engine, settings, done, engine_options["model"])
+            sinks = [output.begin() for output in outputs]
+        began = time.monotonic()
+        screen = sys.stderr if settings.progress else None
+        progress = Progress(total, slots=engine.max_num_seqs, stream=screen)
+        batch = BatchRun(
+            engine,
+            itertools.chain([first], lines),
+            sinks[0],
+            errors=sinks[-1],
+            stamp=stamp,
+            defaults=settings.defaults,
+            ordered=settings.ordered,
+            done=done,
+            on_turn=lambda: show(),
+        )
+        status = _status_file(files, engine, batch)
+        show = functools.partial(_show, progress, engine, batch.tally, status)
+        with progress, _signals.interrupts(batch.interrupt, "finishing the requests under way"):
+            tally = batch.run()
+        show(last=True)
+        if status is not None and status.failure is not None:
+            click.echo(f"the status file could not be written: {status.failure}", err=True)
+        ended = time.monotonic()
+        stats = engine.stats()
+    cold_start = None if tally.first_token_at is None else tally.first_token_at - _process_start()
+    return tally, summary_lines(tally, stats, wall=ended - began, cold_start=cold_start)
+
+
+def _check_distinct(opened: list[Any], files: Files) -> None:
+    names = [files.source, files.output, files.errors]
+    for (first, one), (second, other) in itertools.combinations(zip(names, opened, strict=False), 2):
+        if same_file(one, other):
+            raise OutputError(f"{first} and {second} are the same file; results need one of their own")
+
+
+def _stamp(engine: XlaBatchEngine, settings: Settings, done: DoneLines, model: str | None) -> Stamp:
+    """What all results say. A resumed run says what the first one said."""
+    digest = EngineIdentity.of(engine).digest()
+    if done.system_fingerprint not in (None, digest):
+        raise OutputError(
+            f"the output was made with engine {done.system_fingerprint}, this one is {digest}: another model, "
+            "option, version or device. Resume with the same, or use another file"
+        )
+    created = next(time for time in (settings.created, done.created, int(time.time())) if time is not None)
+    return Stamp(
+        created=created,
+        model="embedded" if model is None else Path(model).resolve().name,
+        system_fingerprint=digest,
+        hashes=settings.fingerprint,
+        speller=engine.tokenizer,
+    )
+
+
+def _status_file(files: Files, engine: XlaBatchEngine, batch: BatchRun) -> StatusFile | None:
+    if files.status is None:
+        return None
+
+    def run() -> dict[str, Any]:
+        return {"draining": batch.draining, **run_state(batch.tally)}
+
+    status = StatusFile(files.status, engine, names=batch.custom_id, run=run)
+    with _common.starting():
+        status.write()
+    return status
+
+
+def run_state(tally: Tally) -> dict[str, Any]:
+    """What a run has done, as JSON values."""
+    state = {name: getattr(tally, name) for name in ("ok", "resumed", "prompt_tokens", "generated_tokens")}
+    return {**state, "failed": dict(tally.failed), "interrupted": tally.interrupted}
+
+
+def _show(
+    progress: Progress,
+    engine: XlaBatchEngine,
+    tally: Tally,
+    status: StatusFile | None,
+    *,
+    last: bool = False,
+) -> None:
+    if last or progress.due:
+        done = tally.done + tally.resumed
+        progress.show(done=done, tokens=engine.stats().generation_tokens, busy=engine.num_running)
+    if status is not None:
+        status.update(force=last)
+
+
+def _explain(tally: Tally, files: Files) -> None:
+    """Say what went wrong, before the summary."""
+    where = files.errors or files.output
+    for error in tally.first_errors:
+        click.echo(f"line {error.line}: {error.code}: {error.message}", err=True)
+    if (more := tally.failed.total() - len(tally.first_errors)) > 0:
+        click.echo(f"... and {more} more lines with an error in {where}", err=True)
+    explain_failure(tally.failure)
+    if tally.interrupted:
+        click.echo(
+            f"interrupted: {tally.written} results are written; {tally.unwritten} requests under way "
+            "and the lines not read yet have none",
+            err=True,
+        )
+    if (tally.interrupted or tally.failure is not None) and files.output != "-":
+        click.echo("to go on, run the same command with --resume", err=True)
+
+
+def explain_failure(failure: Exception | None) -> None:
+    """Why a run ended early, with a traceback where this program did not expect it."""
+    if failure is None:
+        return
+    if not isinstance(failure, (XlaEngineError, OSError)):
+        click.echo("".join(traceback.format_exception(failure)), err=True, nl=False)
+    click.echo(f"stopped early: {type(failure).__name__}: {failure}", err=True)
+
+
+def _output_failed(files: Files, error: OSError) -> NoReturn:
+    if "-" in (files.output, files.errors):
+        _files.silence_stdout()
+    again = "" if files.output == "-" else ", --resume goes on after them"
+    message = f"cannot write {_common.os_message(error, files.output)}; the lines before are complete{again}"
+    click.echo(f"Error: {message}", err=True)
+    sys.exit(_common.SOME_FAILED)
+
+
+def _process_start() -> float:
+    """When this process began, on the monotonic clock; if the system does not say, when this was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError, IndexError):
+        return _imported_at
+    began = time.monotonic() - age
+    return began if 0 <= _imported_at - began < 60 else _imported_at

@@ -1,0 +1,36 @@
+"""`xla-engine run --dry-run`: every line is checked, nothing is run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xla_engine.batch_format import LineError
+from xla_engine.batch_lines import read_lines
+from xla_engine.cli import _common, _files
+
+
+def dry_run(source: str, defaults: dict[str, Any], max_line_bytes: int, options: dict[str, Any]) -> None:
+    """Print line-numbered codes and a token estimate; exit with the command's status."""
+    with _common.starting():
+        from xla_engine.config import EngineConfig, embedded_model_directory
+        from xla_engine.dry_run import DryRun
+
+        fields = {name: value for name, value in options.items() if name != "model"}
+        directory = embedded_model_directory() if options["model"] is None else Path(options["model"])
+        checks = DryRun(directory, EngineConfig(**fields))
+        with _files.open_input(source) as file:
+            report = checks.run(read_lines(file, max_line_bytes), defaults=defaults, on_error=_print)
+    for text in report.lines():
+        click.echo(text)
+    if not report.ok and not report.failed:
+        raise _common.NotStarted(f"empty_file: {source} holds no request")
+    if report.failed:
+        sys.exit(_common.SOME_FAILED)
+
+
+def _print(error: LineError) -> None:
+    click.echo(f"line {error.line}: {error.code}: {error.message}")

@@ -1,0 +1,56 @@
+"""`xla-engine run --stream`: requests and control lines in, interleaved events out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import click
+
+from xla_engine.cli import _common, _files, _signals
+from xla_engine.cli._batch_run import explain_failure, run_state
+from xla_engine.status_file import StatusFile
+from xla_engine.tagged_stream import TaggedStream
+
+
+def run_stream(
+    source: str,
+    status_path: str | None,
+    defaults: dict[str, Any],
+    max_line_bytes: int,
+    options: dict[str, Any],
+) -> None:
+    """Serve until the input ends; exit with the command's status."""
+    with contextlib.ExitStack() as stack:
+        with _common.starting():
+            file = stack.enter_context(_files.open_input(source))
+            engine = stack.enter_context(_common.load_engine(options, show=True))
+        stream = TaggedStream(
+            engine,
+            file,
+            sys.stdout.buffer,
+            defaults=defaults,
+            max_line_bytes=max_line_bytes,
+            on_turn=lambda: None if status is None else status.update(),
+        )
+        status = None
+        if status_path is not None:
+            status = StatusFile(
+                status_path, engine, names=stream.custom_id, run=lambda: run_state(stream.tally)
+            )
+            with _common.starting():
+                status.write()
+        with _signals.interrupts(stream.interrupt, "finishing the requests under way"):
+            tally = stream.run()
+        if status is not None:
+            status.update(force=True)
+    if isinstance(tally.failure, BrokenPipeError):
+        _files.silence_stdout()
+        click.echo(f"the reader is gone; {tally.unwritten} requests were aborted", err=True)
+    else:
+        explain_failure(tally.failure)
+    if tally.interrupted:
+        sys.exit(_common.INTERRUPTED)
+    if tally.failed or tally.failure is not None:
+        sys.exit(_common.SOME_FAILED)

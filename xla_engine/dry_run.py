@@ -1,0 +1,96 @@
+"""Check every line of a batch file as the engine would, without weights and without a device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xla_engine.admission import Admission
+from xla_engine.batch_format import Chat, LineError, LineRequest, explain, line_error
+from xla_engine.batch_lines import Line, LineReader
+from xla_engine.chat import ChatTemplate, render_chat
+from xla_engine.checkpoint_config import read_config, read_special_tokens
+from xla_engine.config import EngineConfig
+from xla_engine.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, kw_only=True)
+class DryReport:
+    """What a file asks for.
+
+    ok, failed: lines that can run, and by error code those that cannot. prompt_tokens: of the former, as the
+    model will see them. new_tokens: at most, if nothing stops early. longest: prompt and new tokens of the longest
+    request.
+    """
+
+    ok: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    longest: int = 0
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        codes = ", ".join(f"{code} {count}" for code, count in sorted(self.failed.items()))
+        rows = [
+            ("lines", f"{self.ok + self.failed.total()}: {self.ok} ok, {self.failed.total()} would fail"),
+            ("codes", codes or "none"),
+            ("prompt tokens", f"{self.prompt_tokens}"),
+            ("new tokens", f"{self.new_tokens} at most"),
+            ("longest request", f"{self.longest} tokens, prompt and new"),
+        ]
+        return [f"{name:<20} {text}" for name, text in rows]
+
+
+class DryRun:
+    """The checks of one model directory under one configuration. Raises CheckpointError and ConfigError."""
+
+    def __init__(self, directory: Path, config: EngineConfig) -> None:
+        model = read_config(directory)
+        has_tokenizer = (directory / "tokenizer.json").exists()
+        self._template = ChatTemplate.from_directory(directory)
+        self._admission = Admission(
+            vocab_size=model.vocab_size,
+            eos_token_ids=read_special_tokens(directory, model).eos_token_ids,
+            max_model_len=config.context_length(model.max_position_embeddings),
+            tokenizer=Tokenizer.from_directory(directory) if has_tokenizer else None,
+        )
+
+    def run(
+        self,
+        lines: Iterable[Line],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        on_error: Callable[[LineError], None],
+    ) -> DryReport:
+        """Check all lines; `on_error` sees each line that would fail, in order."""
+        report, reader = DryReport(), LineReader(defaults)
+        for line in lines:
+            request = reader.read(line)
+            error = request if isinstance(request, LineError) else self._check(request, report)
+            if error is not None:
+                report.failed[error.code] += 1
+                on_error(error)
+        return report
+
+    def _check(self, request: LineRequest, report: DryReport) -> LineError | None:
+        params = request.params
+        try:
+            lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
+            self._admission.stop_token_ids(params)
+        except Exception as error:  # as in a run: one bad request harms nobody else
+            return line_error(request.line, *explain(error), request.custom_id)
+        report.ok += 1
+        report.prompt_tokens += sum(lengths)
+        report.new_tokens += params.max_tokens * len(lengths)
+        report.longest = max(report.longest, max(lengths) + params.max_tokens)
+        return None
+
+    def _token_ids(self, prompt: str | tuple[int, ...] | Chat, request: LineRequest) -> tuple[int, ...]:
+        if not isinstance(prompt, Chat):
+            return self._admission.token_ids(prompt, request.params)
+        text = render_chat(prompt.messages, self._template, **prompt.options)
+        return self._admission.token_ids(text, request.params, add_special_tokens=False)

@@ -1,0 +1,396 @@
+"""Many requests over one pair of pipes: lines of JSON in, interleaved events out, each tagged with its request's id.
+
+In, one object per line: a request as in a batch file (`"op": "submit"` may stand in it), or
+
+    {"op": "cancel", "id": "a"}
+    {"op": "list"}
+
+Out, one object per line, for each id in strict order:
+
+    {"event": "delta", "id": "a", "index": 0, "token_ids": [17], "text": "de"}
+    {"event": "finish", "id": "a", "finish_reasons": ["length"], "usage": {...}}
+
+Every request ends with exactly one `finish`, or with one `error` when it could not start. The pieces of text of a
+choice add up to its text; a character that spans tokens comes with its last one. `cancel` and `list` are answered by
+an event of their name. When input ends, what is under way is finished, then comes `{"event": "end"}`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+from scheduler import Snapshot
+from xla_engine.batch_format import Chat, LineError, LineRequest, explain, line_error, parse_record
+from xla_engine.batch_lines import MAX_LINE_BYTES, Line, read_lines
+from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.json_line import dump_line, load_object
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.progress import Tally
+from xla_engine.sampling_params import SamplingParams
+
+MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
+MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
+_IDLE_SECONDS = 0.2  # between looks at the signals while nothing is under way
+
+
+class StreamEngine(Protocol):
+    """What a stream needs of `XlaBatchEngine`."""
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> str: ...
+    def step(self) -> list[RequestOutput]: ...
+    def abort(self, request_id: str) -> bool: ...
+    def snapshot(self) -> Snapshot: ...
+
+
+class Outbox:
+    """Writes lines in a thread of its own, so that a slow reader does not hold up the engine; loses none.
+
+    failure: why the pipe is gone, once it is.
+    """
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self._lines: deque[bytes] = deque()
+        self._unsent = 0
+        self._open = True
+        self._changed = threading.Condition()
+        self.failure: OSError | None = None
+        self._thread = threading.Thread(target=self._write_all, name="xla-engine-stream-out", daemon=True)
+        self._thread.start()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes handed over and not yet taken by the pipe."""
+        return self._unsent
+
+    def put(self, line: bytes) -> None:
+        with self._changed:
+            self._lines.append(line)
+            self._unsent += len(line)
+            self._changed.notify_all()
+
+    def wait_until_below(self, size: int) -> None:
+        """Wait until less than `size` bytes are unsent or the pipe is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent < size or self.failure is not None)
+
+    def close(self) -> None:
+        """Wait until all is written or the pipe is gone."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or not self._open)
+                if not self._lines:
+                    return
+                lines, self._lines = self._lines, deque()
+            data = b"".join(lines)
+            try:
+                self._sink.write(data)
+                self._sink.flush()
+            except (OSError, ValueError) as error:  # ValueError: the file was closed under us
+                with self._changed:
+                    self.failure = error if isinstance(error, OSError) else OSError(str(error))
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._unsent -= len(data)
+                self._changed.notify_all()
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request under way: the caller's id, and tokens and characters sent of each choice."""
+
+    name: str
+    tokens: dict[int, int] = field(default_factory=dict)
+    characters: dict[int, int] = field(default_factory=dict)
+
+
+class TaggedStream:
+    """Serves one input and one output until the input ends.
+
+    source, sink: open for reading and for writing bytes.
+    defaults: sampling fields for requests that do not say otherwise.
+    on_turn: called after every engine step.
+    max_unfinished, max_unsent: where reading of further lines stops.
+    """
+
+    def __init__(
+        self,
+        engine: StreamEngine,
+        source: BinaryIO,
+        sink: BinaryIO,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        max_unfinished: int = MAX_UNFINISHED,
+        max_unsent: int = MAX_UNSENT,
+        on_turn: Callable[[], None] | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self._engine = engine
+        self._source = source
+        self._outbox = Outbox(sink)
+        self._defaults = dict(defaults or {})
+        self._max_line_bytes = max_line_bytes
+        self._max_unfinished = max_unfinished
+        self._max_unsent = max_unsent
+        self._on_turn = on_turn
+        self._inbox: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
+        self._live: dict[str, _Live] = {}  # by engine request id
+        self._by_name: dict[str, str] = {}  # the caller's id -> the engine's
+        self._ended = self._draining = False
+
+    def run(self) -> Tally:
+        """Serve until the input has ended and every request with it, the reader is gone, or the engine dies."""
+        threading.Thread(target=self._read, name="xla-engine-stream-in", daemon=True).start()
+        try:
+            while self._outbox.failure is None:
+                self._take_lines()
+                if self._live:
+                    self._turn()
+                elif self._ended:
+                    break
+        except KeyboardInterrupt:
+            self.tally.interrupted = True
+        finally:
+            self.tally.unwritten = len(self._live)
+            for request_id in list(self._live):
+                self._engine.abort(request_id)
+        if self.tally.interrupted:
+            for live in self._live.values():
+                self._finish_without_result(live, "abort")
+        self._put({"event": "end", "requests": self.tally.done, "interrupted": self.tally.interrupted})
+        self._outbox.close()
+        self.tally.failure = self.tally.failure or self._outbox.failure
+        return self.tally
+
+    def interrupt(self) -> None:
+        """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
+        if self._draining:
+            raise KeyboardInterrupt
+        self._draining = self._ended = True
+
+    def custom_id(self, request_id: str) -> str | None:
+        """The caller's name for an engine request of this stream."""
+        live = self._live.get(request_id)
+        return None if live is None else live.name
+
+    def _read(self) -> None:
+        """The reading thread: lines until the input ends, then None or why it cannot be read on."""
+        try:
+            for line in read_lines(self._source, self._max_line_bytes):
+                self._inbox.put(line)
+            self._inbox.put(None)
+        except (OSError, ValueError) as error:
+            self._inbox.put(error if isinstance(error, OSError) else OSError(str(error)))
+
+    def _take_lines(self) -> None:
+        """Take the lines that are there; with nothing under way, wait for one."""
+        while not self._ended and len(self._live) < self._max_unfinished:
+            if self._outbox.unsent >= self._max_unsent:
+                if self._live:
+                    return
+                self._outbox.wait_until_below(self._max_unsent)
+            line = self._next_line()
+            if isinstance(line, queue.Empty):
+                return
+            if isinstance(line, Line):
+                self._accept(line)
+            else:
+                self._ended, self.tally.failure = True, line
+
+    def _next_line(self) -> Line | OSError | queue.Empty | None:
+        try:
+            return self._inbox.get_nowait() if self._live else self._inbox.get(timeout=_IDLE_SECONDS)
+        except queue.Empty as empty:
+            return empty
+
+    def _accept(self, line: Line) -> None:
+        try:
+            if line.raw is None:
+                raise _Refused("line_too_long", f"the line has {line.size} bytes; raise --max-line-bytes")
+            try:
+                record = load_object(line.raw)
+            except ValueError as error:
+                raise _Refused("invalid_json_line", str(error)) from error
+            match record.pop("op", "submit"):
+                case "submit":
+                    self._submit(parse_record(record, line.number, self._defaults))
+                case "cancel":
+                    self._cancel(record)
+                case "list":
+                    self._list(record)
+                case op:
+                    raise _Refused("invalid_request", f'op must be "submit", "cancel" or "list", not {op!r}')
+        except _Refused as refused:
+            self._error(line_error(line.number, refused.code, refused.message))
+
+    def _submit(self, request: LineRequest | LineError) -> None:
+        if request.custom_id in self._by_name:
+            message = (
+                f"id {request.custom_id!r} is in use by a request under way; cancel it or choose another"
+            )
+            raise _Refused("duplicate_custom_id", message)
+        if isinstance(request, LineError):
+            self._error(request)
+            return
+        if len(request.prompts) > 1:
+            raise _Refused("invalid_request", "a stream takes one prompt per line; give each its own")
+        request_id = f"batch-{request.line}"  # as in a batch file, so that the same line gets the same noise
+        self._live[request_id] = _Live(request.custom_id)
+        self._by_name[request.custom_id] = request_id
+        (prompt,) = request.prompts
+        try:
+            if isinstance(prompt, Chat):
+                text = self._engine.render_chat(prompt.messages, **prompt.options)
+                self._engine.submit(text, request.params, request_id=request_id, add_special_tokens=False)
+            else:
+                self._engine.submit(prompt, request.params, request_id=request_id)
+        except Exception as error:  # one bad request harms nobody else
+            self._forget(request_id)
+            code, message = explain(error)
+            self._error(line_error(request.line, code, message, request.custom_id))
+            if isinstance(error, EngineClosedError):
+                self._engine_died(error)
+
+    def _cancel(self, record: Mapping[str, Any]) -> None:
+        name = record.get("id", record.get("custom_id"))
+        if not isinstance(name, str) or len(record) != 1:
+            raise _Refused("invalid_request", 'write {"op": "cancel", "id": ID}')
+        request_id = self._by_name.get(name)
+        found = request_id is not None and self._engine.abort(
+            request_id
+        )  # its finish comes with the next turn
+        self._put({"event": "cancel", "id": name, "found": found})
+
+    def _list(self, record: Mapping[str, Any]) -> None:
+        if record:
+            raise _Refused("invalid_request", 'write {"op": "list"}')
+        snapshot = self._engine.snapshot()
+        running = [slot.request for slot in snapshot.slots if slot.request is not None]
+        requests = [
+            {
+                "id": self.custom_id(view.request_id),
+                "status": str(view.status),
+                "prompt_tokens": view.prompt_tokens,
+                "max_tokens": view.max_tokens,
+                "generated": view.credited,
+                "reason": None if view.decision is None else view.decision.reason,
+            }
+            for view in (*snapshot.draining, *running, *snapshot.waiting)
+        ]
+        self._put({"event": "list", "requests": requests})
+
+    def _turn(self) -> None:
+        try:
+            outputs = self._engine.step()
+            if not outputs and not self._engine.has_unfinished:
+                raise XlaEngineError("the engine ended without a result for every request")
+        except Exception as error:
+            self._engine_died(error)
+            return
+        for output in outputs:
+            if (live := self._live.get(output.request_id)) is not None:
+                self._send(live, output)
+        if self._on_turn is not None:
+            self._on_turn()
+
+    def _send(self, live: _Live, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            self._send_delta(live, completion)
+        if not output.finished:
+            return
+        self._forget(output.request_id)
+        usage = {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": sum(len(completion.token_ids) for completion in output.outputs),
+        }
+        reasons = [completion.finish_reason for completion in output.outputs]
+        event = {"event": "finish", "id": live.name, "finish_reasons": reasons, "usage": usage}
+        if output.error is not None:
+            event["error"] = output.error
+        self._put(event)
+        if "error" in reasons:
+            self.tally.failed["engine_error"] += 1
+        else:
+            self.tally.ok += 1
+            self.tally.count(output)
+
+    def _send_delta(self, live: _Live, completion: CompletionOutput) -> None:
+        index = completion.index
+        tokens, characters = live.tokens.get(index, 0), live.characters.get(index, 0)
+        token_ids, text = completion.token_ids[tokens:], completion.text[characters:]
+        if not token_ids and not text:
+            return
+        live.tokens[index], live.characters[index] = len(completion.token_ids), len(completion.text)
+        event = {
+            "event": "delta",
+            "id": live.name,
+            "index": index,
+            "token_ids": list(token_ids),
+            "text": text,
+        }
+        if completion.logprobs is not None:
+            event["logprobs"] = list(completion.logprobs[tokens:])
+        self._put(event)
+
+    def _engine_died(self, error: Exception) -> None:
+        """Every request that was under way ends here."""
+        self.tally.failure, self._ended = error, True
+        _, message = explain(error)
+        for live in self._live.values():
+            self._finish_without_result(live, "error", message)
+        self._live.clear()
+        self._by_name.clear()
+
+    def _finish_without_result(self, live: _Live, reason: str, message: str | None = None) -> None:
+        event = {"event": "finish", "id": live.name, "finish_reasons": [reason], "usage": None}
+        self._put(event if message is None else {**event, "error": message})
+        self.tally.failed["aborted" if reason == "abort" else "engine_error"] += 1
+
+    def _error(self, error: LineError) -> None:
+        self._put(
+            {
+                "event": "error",
+                "id": error.custom_id,
+                "line": error.line,
+                "code": error.code,
+                "message": error.message,
+            }
+        )
+        self.tally.failed[error.code] += 1
+
+    def _forget(self, request_id: str) -> None:
+        del self._by_name[self._live.pop(request_id).name]
+
+    def _put(self, event: Mapping[str, Any]) -> None:
+        self._outbox.put(dump_line(event))
+
+
+class _Refused(Exception):
+    """A line that is no request: the code and message of its error event."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
