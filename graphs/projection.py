@@ -42,9 +42,14 @@ def weight_left(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def weight_left_mlp(gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
-    """The hidden features stay feature-major between the two products: nothing of size F is transposed."""
-    gate, up = jnp.split(lax.optimization_barrier(feature_major(gate_up, x)), 2)  # [F, N]
-    hidden = (jax.nn.silu(gate) * up).astype(down.dtype)
+    """The hidden features stay feature-major between the two products: nothing of size F is transposed.
+
+    Between them they are flat: an exponential over rows of no more than 8 entries is rounded otherwise (findings/011).
+    """
+    gate, up = lax.optimization_barrier(feature_major(gate_up, x).reshape(2, -1))  # [F N]
+    hidden = lax.optimization_barrier((jax.nn.silu(gate) * up).astype(down.dtype)).reshape(
+        -1, len(x)
+    )  # [F, N]
     return lax.optimization_barrier(_product(down, hidden, right_axis=0)).T
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,6 +66,22 @@ def test_both_projection_forms_are_the_product(dtype: jnp.dtype, count: int) -> 
     for form in (WEIGHT_LEFT, ROWS_LEFT):
         np.testing.assert_allclose(np.asarray(form.linear(weight, x)), expected, atol=2e-4)
     np.testing.assert_allclose(np.asarray(feature_major(weight, x)).T, expected, atol=2e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="level B is promised on CPUs")
+def test_the_number_of_rows_changes_no_bit_of_the_gated_mlp() -> None:
+    """With unit weights the products are exact, and what is left is silu(x) * x."""
+    unit = jnp.eye(128)
+    x = np.random.default_rng(0).standard_normal((768, 128)).astype(np.float32) * 3
+    gated_mlp = jax.jit(WEIGHT_LEFT.gated_mlp)
+
+    def by(count: int) -> np.ndarray:
+        parts = np.split(x, len(x) // count)
+        return np.concatenate([np.asarray(gated_mlp(jnp.tile(unit, (2, 1)), unit, part)) for part in parts])
+
+    expected = by(16)
+    for count in (8, 12, 32):
+        np.testing.assert_array_equal(by(count).view(np.int32), expected.view(np.int32))
 
 
 def test_parameters_are_named_once_and_flatten_checks_them() -> None:

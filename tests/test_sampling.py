@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import sampling
+from graphs.projection import feature_major
 from graphs.rows import SamplingRows
 
 ROWS = 8
@@ -103,6 +104,26 @@ def test_logprob_is_raw_whatever_the_temperature() -> None:
     shifted = logits.astype(np.float64)
     expected = shifted - np.log(np.exp(shifted).sum(axis=0))
     np.testing.assert_allclose(np.asarray(logprob), expected[np.asarray(token), np.arange(ROWS)], atol=1e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="level B is promised on CPUs")
+def test_the_number_of_columns_changes_no_bit_of_a_logprob() -> None:
+    """Pins an exponential over 8 columns, whose unrolled loop was compiled without fused multiply-adds."""
+    draw = np.random.default_rng(0)
+    head = jnp.asarray(draw.standard_normal((4096, 32)), jnp.bfloat16)
+    hidden = draw.standard_normal((4096, 32)).astype(np.float32)
+
+    @jax.jit
+    def logprobs(hidden: jax.Array) -> jax.Array:
+        logits = feature_major(head, hidden)
+        return sampling.token_logprob(logits, sampling.argmax(logits))
+
+    def by(count: int) -> np.ndarray:
+        return np.concatenate([np.asarray(logprobs(part)) for part in np.split(hidden, len(hidden) // count)])
+
+    expected = by(16)
+    for count in (8, 32):
+        np.testing.assert_array_equal(by(count).view(np.int32), expected.view(np.int32))
 
 
 def test_top_k_one_is_greedy_for_sampled_rows() -> None:
