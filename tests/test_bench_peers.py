@@ -66,8 +66,10 @@ def fake_workers(folder: Path, ours: str = "", theirs: str = "", *, arrivals: bo
     """The real `worker.py` among fake engines with the faults named."""
     worker = folder / "worker.py"
     shutil.copy(Path(peers.__file__).parent / "workers" / "worker.py", worker)
-    for kind, fault in (("xla", ours), ("torch_static", theirs)):
-        (folder / f"{kind}.py").write_text(f"FAULT, ARRIVALS = {fault!r}, {arrivals}\n{FAKE}")
+    for kind, fault in (("xla", ours), ("hf", theirs)):
+        (folder / f"{kind}.py").write_text(
+            f"FAULT, ARRIVALS = {fault!r}, {arrivals}\n{FAKE}\nStatic = Engine\n"
+        )
     return worker
 
 
@@ -143,7 +145,10 @@ def test_what_verify_finds_voids_our_rates(run: Any) -> None:
     assert found["uniform", "transformers"]["void"] is None
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("dies", "died at run"), ("fails", "ValueError: no more")])
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("dies", "died at run with status 0: it said nothing"), ("fails", "ValueError: no more")],
+)
 def test_a_peer_that_fails_is_void_and_harms_nobody(run: Any, fault: str, reason: str) -> None:
     found, _ = run(theirs=fault, workloads=("uniform", "prefill"))
     assert reason in found["uniform", "transformers"]["void"]
@@ -185,7 +190,7 @@ def test_a_silent_process_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_the_reason_given() -> None:
-    process = Process(sys.executable, "no_such_engine", 1)
+    process = Process(sys.executable, "no_such_engine:Engine", 1)
     with pytest.raises(PeerFailed, match="No module named 'no_such_engine'"):
         process.ask("load")
     process.close()

@@ -159,7 +159,7 @@ def _start(
     if name in record["skipped"]:
         return
     options.say(f"B = {batch}: loading {name}")
-    kind = "xla" if name == OURS else PEERS[name].kind
+    kind = "xla:Engine" if name == OURS else PEERS[name].kind
     began = time.monotonic()
     process = None
     try:

@@ -20,7 +20,7 @@ _LOG_TAIL = 2000
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine that can be measured: file of its worker, precisions it knows besides, and what it is."""
+    """An engine that can be measured: FILE:CLASS of its worker, and what it is."""
 
     kind: str
     about: str
@@ -31,7 +31,14 @@ BARE = "bare step"  # ours, with nothing around it
 STOPS = "xla-engine, ended by stop ids"
 JUDGE = "transformers"
 PEERS = {
-    "transformers": Peer("torch_static", "transformers generate, static batch"),
+    "transformers": Peer("hf:Static", "transformers generate, static batch"),
+    "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
+    "openvino": Peer(
+        "openvino_cb:U8Cache", "OpenVINO GenAI ContinuousBatchingPipeline, its default u8 cache"
+    ),
+    "openvino-kv": Peer("openvino_cb:FullCache", "OpenVINO GenAI, cache in the precision of the model"),
+    "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
+    "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),
 }
 
 
@@ -71,7 +78,9 @@ class Process:
                 raise PeerFailed(f"no answer to {do} within {limit:g} s")
             answer = self._process.stdout.readline()
         if not answer:
-            raise PeerFailed(f"the process died at {do}: {self.log_tail()}")
+            raise PeerFailed(
+                f"the process died at {do} with status {self._process.wait()}: {self.log_tail()}"
+            )
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise PeerFailed(found["error"])

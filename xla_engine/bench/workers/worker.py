@@ -1,8 +1,8 @@
-"""Every engine's process: `python worker.py KIND THREADS [ROOT]`, one JSON object per line in and out.
+"""Every engine's process: `python worker.py FILE:CLASS THREADS [ROOT]`, one JSON object per line in and out.
 
-Runs in the interpreter of the engine it serves, so it needs the standard library only. KIND names a file beside
-this one with a class `Engine`; ROOT is a folder to import from besides. A question {"do": name, ...} calls its
-method with the other fields. What every engine can be asked:
+Runs in the interpreter of the engine it serves, so it needs the standard library only. FILE.py is beside this one;
+ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS) with the
+other fields. What every engine can be asked:
 
     load(model, dtype, max_num_seqs, max_model_len, cache) -> {"versions": str, "notes": str, "arrivals": bool}
     run(prompts, max_tokens, arrivals) -> {"seconds": s, "times": [[s, ...], ...], "streams": [[id, ...], ...]}
@@ -39,7 +39,8 @@ def main() -> None:
         do = request.pop("do")
         try:
             if engine is None:
-                engine = importlib.import_module(kind).Engine(threads)
+                module, _, name = kind.partition(":")
+                engine = getattr(importlib.import_module(module), name)(threads)
             answer = {"peak_mib": peak_mib()} if do == "memory" else getattr(engine, do)(**request)
         except Exception as error:
             traceback.print_exc()

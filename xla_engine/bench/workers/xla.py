@@ -185,7 +185,7 @@ class Engine:
         }
 
     def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
-        """As in `torch_static.py`, judged by our own forward pass without cache."""
+        """As in `hf.py`, judged by our own forward pass without cache."""
         reference = Reference(load_checkpoint(self._model, dtype="float32"))
         regrets = []
         for prompt, stream in zip(prompts, streams, strict=True):

@@ -1,7 +1,4 @@
-"""transformers `generate`: a static batch, padded on the left, run until its longest request is done.
-
-Also the judge of greedy streams, in float32.
-"""
+"""transformers: `generate` on static batches, its continuous batching, and the judge of greedy streams."""
 
 from __future__ import annotations
 
@@ -13,9 +10,12 @@ import transformers
 
 Ids = list[list[int]]
 
+PAGE = 256  # positions per page of the paged cache, the default
+PROMPT_TOKENS = 512  # prompt tokens a step may take beside the decoding rows
 
-class Engine:
-    """transformers' side of the protocol in `worker.py`."""
+
+class Static:
+    """`generate`: a batch padded on the left, run until its longest request is done."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -75,6 +75,62 @@ class Engine:
             torch.mm(square, square)
             seconds.append(time.perf_counter() - began)
         return {"gflops": 2e-9 * size**3 / min(seconds)}
+
+
+class Continuous(Static):
+    """The machinery of `generate_batch`, kept alive between runs and fed request by request."""
+
+    def load(
+        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+    ) -> dict[str, Any]:
+        loaded = super().load(model, dtype, max_num_seqs, max_model_len, cache)
+        options = transformers.generation.ContinuousBatchingConfig(
+            max_requests_per_batch=max_num_seqs,
+            page_size=PAGE,
+            num_blocks=max_num_seqs * -(-max_model_len // PAGE),
+            max_batch_tokens=max_num_seqs + PROMPT_TOKENS,
+            allow_block_sharing=False,
+        )
+        greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self._manager = self._model.init_continuous_batching(
+            generation_config=greedy, continuous_batching_config=options
+        )
+        self._manager.warmup()
+        self._manager.start()
+        return loaded | {"notes": f"pages of {PAGE}, {PROMPT_TOKENS} prompt tokens a step", "arrivals": True}
+
+    def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        manager = self._manager
+        order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+        names: dict[str, int] = {}
+        outputs: dict[int, Any] = {}
+        began = time.perf_counter()
+        while len(outputs) < len(prompts):
+            now = time.perf_counter() - began
+            while len(names) < len(order) and arrivals[order[len(names)]] <= now:
+                index = order[len(names)]
+                name = manager.add_request(
+                    prompts[index], max_new_tokens=max_tokens[index], record_timestamps=True
+                )
+                names[name] = index
+            due = arrivals[order[len(names)]] - now if len(names) < len(order) else 1.0
+            result = manager.get_result(timeout=max(due, 0.001))
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(result.error)
+                outputs[names[result.request_id]] = result
+            elif not manager.is_running():
+                raise RuntimeError("the generation thread ended")
+        seconds = time.perf_counter() - began
+        finished = [outputs[index] for index in range(len(prompts))]
+        return {
+            "seconds": seconds,
+            "times": [[at - began for at in output.timestamps] for output in finished],
+            "streams": [output.generated_tokens for output in finished],
+        }
+
+    def close(self) -> None:
+        self._manager.stop(block=True)
 
 
 class Clock(transformers.StoppingCriteria):  # type: ignore[misc]

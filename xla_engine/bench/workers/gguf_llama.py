@@ -1,0 +1,208 @@
+"""llama.cpp through the C interface of llama-cpp-python, on a GGUF file written once from the checkpoint.
+
+The loop does what llama.cpp's server does: one batch per step with the next token of every decoding sequence and as
+many prompt tokens as fit beside them; a sequence that ends makes room for the next request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file
+
+Ids = list[list[int]]
+
+BATCH = 2048  # tokens per call, the server's default
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request in a slot. `todo` holds tokens the model has not seen; `seen` counts those it has."""
+
+    index: int
+    todo: list[int]
+    left: int
+    seen: int = 0
+
+
+class Plain:
+    """llama.cpp's side of the protocol in `worker.py`, weights as in the checkpoint."""
+
+    quantized = ""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def load(
+        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+    ) -> dict[str, Any]:
+        kind = self.quantized or {"bfloat16": "BF16", "float32": "F32"}[dtype]
+        path = Path(cache) / "gguf" / f"{Path(model).resolve().name}-{kind}.gguf"
+        if not path.exists():
+            convert(Path(model), path, gguf.GGMLQuantizationType[kind])
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(
+            str(path).encode(), llama_cpp.llama_model_default_params()
+        )
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {path}")
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = max_num_seqs * -(-max_model_len // 256) * 256
+        options.n_seq_max = self._slots = max_num_seqs
+        options.n_batch = BATCH
+        options.n_threads = options.n_threads_batch = self._threads
+        self._context = llama_cpp.llama_init_from_model(self._model, options)
+        if not self._context:
+            raise RuntimeError("llama.cpp made no context")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+        system = llama_cpp.llama_print_system_info().decode()
+        units = [word for word in ("AVX512_BF16", "AMX_INT8") if f"{word} = 1" in system]
+        return {
+            "versions": f"llama-cpp-python {llama_cpp.__version__} ({', '.join(units)})",
+            "notes": f"{kind}, cache f16, flash attention auto",
+            "arrivals": True,
+        }
+
+    def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+        streams: Ids = [[] for _ in prompts]
+        times: list[list[float]] = [[] for _ in prompts]
+        slots: dict[int, Sequence] = {}
+        submitted = 0
+        began = time.perf_counter()
+        while submitted < len(order) or slots:
+            now = time.perf_counter() - began
+            while submitted < len(order) and len(slots) < self._slots and arrivals[order[submitted]] <= now:
+                index = order[submitted]
+                free = next(slot for slot in range(self._slots) if slot not in slots)
+                slots[free] = Sequence(index, list(prompts[index]), max_tokens[index])
+                submitted += 1
+            if not slots:
+                time.sleep(max(arrivals[order[submitted]] - now, 0.0))
+                continue
+            sampled = self._step(slots)
+            now = time.perf_counter() - began
+            for slot, token in sampled:
+                sequence = slots[slot]
+                streams[sequence.index].append(token)
+                times[sequence.index].append(now)
+                sequence.todo, sequence.left = [token], sequence.left - 1
+                if not sequence.left:
+                    llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
+                    del slots[slot]
+        return {"seconds": time.perf_counter() - began, "times": times, "streams": streams}
+
+    def _step(self, slots: dict[int, Sequence]) -> list[tuple[int, int]]:
+        """One call for all slots, decoding ones first; (slot, greedy token) of those whose prompt is complete."""
+        batch, count = self._batch, 0
+        asked = []
+        for slot, sequence in sorted(slots.items(), key=lambda item: len(item[1].todo)):
+            part, sequence.todo = sequence.todo[: BATCH - count], sequence.todo[BATCH - count :]
+            for token in part:
+                batch.token[count], batch.pos[count] = token, sequence.seen
+                batch.n_seq_id[count], batch.seq_id[count][0], batch.logits[count] = 1, slot, 0
+                sequence.seen += 1
+                count += 1
+            if part and not sequence.todo:
+                batch.logits[count - 1] = 1
+                asked.append((count, slot))
+        batch.n_tokens = count
+        if status := llama_cpp.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode failed with status {status}")
+        if not asked:
+            return []
+        # Rows of logits lie in the order in which they were asked for.
+        logits = np.ctypeslib.as_array(
+            ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float)),
+            (len(asked), self._vocab_size),
+        )
+        return [(slot, int(token)) for (_, slot), token in zip(asked, logits.argmax(1), strict=True)]
+
+
+class Q8(Plain):
+    """The same with weights in blocks of 32 eight-bit integers."""
+
+    quantized = "Q8_0"
+
+
+def convert(model: Path, path: Path, kind: Any) -> None:
+    """Write a Llama checkpoint as GGUF without a vocabulary; matrices in `kind`, norms in float32."""
+    config = json.loads((model / "config.json").read_text())
+    heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    writer = gguf.GGUFWriter(str(unfinished), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(key_heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    if config.get("rope_scaling"):
+        writer.add_tensor("rope_freqs.weight", stretched(config))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for file in sorted(model.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            values = tensor.astype(np.float32)
+            if name.endswith("q_proj.weight"):
+                values = interleaved(values, heads)
+            elif name.endswith("k_proj.weight"):
+                values = interleaved(values, key_heads)
+            target = names.get_name(name, (".weight",))
+            add_matrix(writer, target, values, kind) if values.ndim > 1 else writer.add_tensor(target, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(unfinished, path)
+
+
+def add_matrix(writer: Any, name: str, values: Any, kind: Any) -> None:
+    """Add `values` [rows, columns] stored as `kind`."""
+    if kind == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, values)
+    elif kind == gguf.GGMLQuantizationType.BF16:
+        writer.add_tensor(name, values.astype(ml_dtypes.bfloat16).view(np.uint8), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+def interleaved(weight: Any, heads: int) -> Any:
+    """Rows in llama.cpp's order of rotary pairs (2i, 2i + 1) instead of (i, i + half), head by head."""
+    rows, columns = weight.shape
+    paired = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return np.ascontiguousarray(paired.swapaxes(1, 2).reshape(rows, columns))
+
+
+def stretched(config: dict[str, Any]) -> Any:
+    """llama.cpp's divisors of the rotary frequencies for Llama 3's scaling, [head_dim / 2] float32."""
+    scaling, dim = config["rope_scaling"], config["head_dim"]
+    low, high, factor = (scaling[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    divisors = []
+    for pair in range(dim // 2):
+        wavelength = 2 * math.pi * config["rope_theta"] ** (2 * pair / dim)
+        turns = scaling["original_max_position_embeddings"] / wavelength
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)  # 1: the frequency stays
+        divisors.append(1 / (kept + (1 - kept) / factor))
+    return np.array(divisors, np.float32)

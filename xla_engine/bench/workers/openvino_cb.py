@@ -1,0 +1,111 @@
+"""OpenVINO GenAI's ContinuousBatchingPipeline, on a model converted once by optimum-intel."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+
+Ids = list[list[int]]
+
+PROMPT_TOKENS = 2048  # prompt tokens a step may take beside the decoding rows
+
+
+class U8Cache:
+    """OpenVINO's side of the protocol in `worker.py`, with the cache it chooses itself on CPUs: u8."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def load(
+        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+    ) -> dict[str, Any]:
+        directory = Path(cache) / "openvino" / Path(model).resolve().name
+        if not directory.exists():
+            convert(model, directory)
+        short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+        options = openvino_genai.SchedulerConfig()
+        options.max_num_seqs = max_num_seqs
+        options.max_num_batched_tokens = max_num_seqs + PROMPT_TOKENS
+        options.cache_size = 2  # GiB; more than any workload fills
+        options.enable_prefix_caching = False
+        properties = {"INFERENCE_PRECISION_HINT": short, "INFERENCE_NUM_THREADS": self._threads}
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            str(directory), options, "CPU", properties | self.cache_properties(short)
+        )
+        self._requests = 0
+        return {
+            "versions": f"openvino-genai {openvino_genai.__version__}",
+            "notes": f"{PROMPT_TOKENS} prompt tokens a step",
+            "arrivals": True,
+        }
+
+    def cache_properties(self, short: str) -> dict[str, str]:
+        return {}
+
+    def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        pipeline = self._pipeline
+        order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+        streams: Ids = [[] for _ in prompts]
+        times: list[list[float]] = [[] for _ in prompts]
+        running: dict[int, Any] = {}
+        submitted = 0
+        began = time.perf_counter()
+        while submitted < len(order) or pipeline.has_non_finished_requests():
+            now = time.perf_counter() - began
+            while submitted < len(order) and arrivals[order[submitted]] <= now:
+                index = order[submitted]
+                running[index] = self._add(prompts[index], max_tokens[index])
+                submitted += 1
+            if not pipeline.has_non_finished_requests():
+                time.sleep(max(arrivals[order[submitted]] - now, 0.0))
+                continue
+            pipeline.step()
+            now = time.perf_counter() - began
+            for index, handle in list(running.items()):
+                while handle.can_read():
+                    (output,) = handle.read().values()
+                    streams[index] += output.generated_ids
+                    times[index] += [now] * len(output.generated_ids)
+                if len(streams[index]) == max_tokens[index]:
+                    del running[index]
+        return {"seconds": time.perf_counter() - began, "times": times, "streams": streams}
+
+    def _add(self, prompt: list[int], count: int) -> Any:
+        greedy = openvino_genai.GenerationConfig()
+        greedy.max_new_tokens = greedy.min_new_tokens = count
+        greedy.ignore_eos, greedy.do_sample = True, False
+        self._requests += 1
+        ids = openvino.Tensor(np.array([prompt], np.int64))
+        return self._pipeline.add_request(self._requests, ids, greedy)
+
+
+class FullCache(U8Cache):
+    """The same with keys and values in the precision of the model."""
+
+    def cache_properties(self, short: str) -> dict[str, str]:
+        return {"KV_CACHE_PRECISION": short}
+
+
+def convert(model: str, directory: Path) -> None:
+    """Write OpenVINO's form of a Hugging Face directory, weights in the type they are stored in."""
+    from optimum.exporters.openvino import main_export
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        main_export(
+            model,
+            output=f"{folder}/ir",
+            task="text-generation-with-past",
+            library_name="transformers",
+            stateful=True,
+            convert_tokenizer=False,
+            local_files_only=True,
+        )
+        os.replace(f"{folder}/ir", directory)
