@@ -147,7 +147,8 @@ def _closing_lines(record: dict[str, Any]) -> list[str]:
     for name, engine in record["engines"].items():
         peaks = ", ".join(f"{mib} MiB at B = {batch}" for batch, mib in engine.get("peak_mib", {}).items())
         seconds = ", ".join(f"{s:g} s" for s in engine.get("compile_seconds", {}).values())
-        lines.append(f"{name}: peak memory {peaks}" + (f"; compiled in {seconds}" if seconds else ""))
+        if peaks:
+            lines.append(f"{name}: peak memory {peaks}" + (f"; compiled in {seconds}" if seconds else ""))
     for found in record["verify"]:
         lines.append(
             f"verify at B = {found['batch']}: {found['requests']} requests, {found['tokens']} tokens alone and "

@@ -177,7 +177,7 @@ def _start(
             process.close()
         if name == OURS:
             raise
-        record["skipped"][name] = str(error).splitlines()[-1]
+        record["skipped"][name] = str(error)
         return
     side = Side(name, process, loaded, time.monotonic() - began)
     sides.append(side)

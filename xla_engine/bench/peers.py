@@ -15,7 +15,7 @@ from typing import Any
 
 _WORKER = Path(__file__).parent / "workers" / "worker.py"
 _ROOT = Path(__file__).parents[2]
-_LOG_TAIL = 2000
+_LOG_TAIL = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,10 @@ PEERS = {
 
 
 class PeerFailed(RuntimeError):
-    """The process died, answered with an error, or did not answer in time."""
+    """The process died, answered with an error, or did not answer in time. The message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split())[-_LOG_TAIL:])
 
 
 class Process:
