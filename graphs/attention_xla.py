@@ -1,7 +1,8 @@
 """Attention backend `xla`: pure JAX, on any platform.
 
-One K and one V buffer per layer, `[B, KV, S, Dh]`, donated and written in place. A write that must not happen
-goes to a position beyond S and is dropped. Keys a query must not see are masked before the softmax, and stale
+One K and one V buffer per layer, `[J, B, KV, block, Dh]` for J blocks of keys, donated and written in place: a shorter
+`key_length` is the front of the buffer (findings/001). A write that must not happen goes to a position beyond the last
+block and is dropped. Keys a query must not see are masked before the softmax, and stale
 values are never NaN inside an owned slot, because `clear_values` zeroes V when a slot is handed over: 0 * NaN would
 otherwise survive the masked probabilities.
 
@@ -35,7 +36,7 @@ class XlaAttention:
 
     def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
         assert length == whole_blocks(length), length
-        shape = (rows, config.num_key_value_heads, length, config.head_dim)
+        shape = (length // KEY_BLOCK, rows, config.num_key_value_heads, KEY_BLOCK, config.head_dim)
         stored = self.cache_dtype or dtype
         return [
             LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
@@ -43,10 +44,10 @@ class XlaAttention:
         ]
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
-        rows = layer.values.shape[0]
+        blocks, rows, *shape = layer.values.shape
         target = jnp.where(fresh, slot, rows + jnp.arange(slot.shape[0], dtype=slot.dtype))
-        empty = jnp.zeros((slot.shape[0], *layer.values.shape[1:]), layer.values.dtype)
-        return layer._replace(values=layer.values.at[target].set(empty, mode="drop", unique_indices=True))
+        empty = jnp.zeros((blocks, slot.shape[0], *shape), layer.values.dtype)
+        return layer._replace(values=layer.values.at[:, target].set(empty, mode="drop", unique_indices=True))
 
     def attend_decode(
         self,
@@ -59,20 +60,19 @@ class XlaAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
-        rows, kv_heads, positions, head_dim = layer.keys.shape
+        blocks, rows, kv_heads, _, head_dim = layer.keys.shape
         q, k, v = split_heads(qkv, kv_heads, head_dim)
         row = jnp.arange(rows, dtype=jnp.int32)
-        position = jnp.where(live, length, positions)  # out of bounds: dropped
+        position = jnp.where(live, length, blocks * KEY_BLOCK)  # out of bounds: dropped
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         layer = LayerCache(
             _scatter(layer.keys, k.astype(compute_dtype), row, position),
             _scatter(layer.values, v.astype(compute_dtype), row, position),
         )
-        keys = layer.keys[:, :, :key_length].astype(compute_dtype)
-        values = layer.values[:, :, :key_length].astype(compute_dtype)
+        keys, values = (leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer)
         visible = jnp.arange(key_length, dtype=jnp.int32) <= length[:, None]  # [B, S]
         grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
-        out = _attention(grouped, keys, values, visible[:, None, None], keys_left=True)
+        out = _attention(grouped, keys, values, visible[:, None], keys_left=True)
         return layer, out.reshape(rows, -1)
 
     def attend_prefill(
@@ -88,22 +88,21 @@ class XlaAttention:
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
         lanes, width = rope.shape[:2]
-        _, kv_heads, positions, head_dim = layer.keys.shape
+        blocks, _, kv_heads, _, head_dim = layer.keys.shape
         by_row = split_heads(qkv, kv_heads, head_dim)
         q, k, v = (x.reshape(lanes, width, -1, head_dim) for x in by_row)
-        heads = q.shape[2]
         offset = jnp.arange(width, dtype=jnp.int32)
         position = start[:, None] + offset  # [P, T]
         # Padding goes out of bounds; indices stay unique as the scatter promises.
         lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
-        target = jnp.where(offset < count[:, None], position, positions + lane * width + offset)
+        target = jnp.where(offset < count[:, None], position, blocks * KEY_BLOCK + lane * width + offset)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         layer = LayerCache(
             _scatter(layer.keys, k.astype(compute_dtype), slot[:, None], target),
             _scatter(layer.values, v.astype(compute_dtype), slot[:, None], target),
         )
-        keys = layer.keys[slot, :, :key_length].astype(compute_dtype)  # [P, KV, S, Dh]
-        values = layer.values[slot, :, :key_length].astype(compute_dtype)
+        # [J, P, KV, block, Dh]
+        keys, values = (leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer)
         visible = jnp.arange(key_length, dtype=jnp.int32) <= position[:, :, None]  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
@@ -111,53 +110,48 @@ class XlaAttention:
             grouped.reshape(lanes, kv_heads, -1, head_dim),
             keys,
             values,
-            _per_group(visible, heads // kv_heads),
+            jnp.repeat(visible, q.shape[2] // kv_heads, axis=1),  # [P, T * G, S]
             keys_left=False,
         )
         by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
         return layer, by_token.reshape(lanes * width, -1)
 
     def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
-        return np.asarray(layer.keys), np.asarray(layer.values)
+        keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, block, Dh]
+        shape = (*keys.shape[:2], -1, keys.shape[4])
+        return keys.reshape(shape), values.reshape(shape)
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        return LayerCache(jax.device_put(keys), jax.device_put(values))
-
-
-def _per_group(visible: jax.Array, groups: int) -> jax.Array:
-    """`[P, T, S] -> [P, 1, T * G, S]`."""
-    return jnp.repeat(visible, groups, axis=1)[:, None]
+        by_block = (*keys.shape[:2], -1, KEY_BLOCK, keys.shape[3])
+        return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_block), 2, 0)) for x in (keys, values)))
 
 
 def _attention(
     q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, keys_left: bool
 ) -> jax.Array:
-    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[N, KV, S, Dh]`, visible `[N, 1, R|1, S]`.
+    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[J, N, KV, block, Dh]`, visible `[N, R|1, S]`.
 
     `keys_left` makes the keys the left operand of the first product, which XLA:CPU does not re-pack: for few rows R.
     """
-    count, kv_heads, rows, head_dim = q.shape
-    blocks = keys.shape[2] // KEY_BLOCK  # J
-    by_block = (count, kv_heads, blocks, KEY_BLOCK, head_dim)
-    queries = jnp.broadcast_to(q[:, :, None].astype(keys.dtype), (count, kv_heads, blocks, rows, head_dim))
-    keys = keys.reshape(by_block)
+    blocks, count = keys.shape[:2]
+    queries = jnp.broadcast_to(q.astype(keys.dtype), (blocks, *q.shape))
     if keys_left:
         scores = lax.optimization_barrier(_product(keys, queries, 4)).swapaxes(3, 4)
     else:
         scores = _product(queries, keys, 4)
-    scores = scores * (head_dim**-0.5)  # [N, KV, J, R, block]
-    seen = visible.reshape(count, 1, -1, blocks, KEY_BLOCK).swapaxes(2, 3)  # [N, 1, J, R|1, block]
-    scores = jnp.where(seen, scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.max(scores, axis=(2, 4), keepdims=True))
-    weighted = _product(weights.astype(values.dtype), values.reshape(by_block), 3)  # [N, KV, J, R, Dh]
+    scores = scores * (q.shape[-1] ** -0.5)  # [J, N, KV, R, block]
+    seen = jnp.moveaxis(visible.reshape(count, -1, blocks, KEY_BLOCK), 2, 0)  # [J, N, R|1, block]
+    scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+    weights = jnp.exp(scores - jnp.max(scores, axis=(0, 4), keepdims=True))
+    weighted = _product(weights.astype(values.dtype), values, 3)  # [J, N, KV, R, Dh]
     return _in_order(weighted) / _in_order(sum_last(weights))
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
-    """Sum `parts [N, KV, J, ...]` over J from the first block to the last."""
-    total = parts[:, :, 0]
-    for block in range(1, parts.shape[2]):
-        total = total + parts[:, :, block]
+    """Sum `parts [J, ...]` from the first block to the last."""
+    total = parts[0]
+    for block in range(1, parts.shape[0]):
+        total = total + parts[block]
     return total
 
 
@@ -174,5 +168,6 @@ def _product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
 
 
 def _scatter(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
-    """Set `cache[slot, :, position]` to `new [..., KV, Dh]`; positions beyond the cache are dropped."""
-    return cache.at[slot, :, position].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+    """Set `position` of `slot` to `new [..., KV, Dh]`; positions beyond the cache are dropped."""
+    at = cache.at[position // KEY_BLOCK, slot, :, position % KEY_BLOCK]
+    return at.set(new.astype(cache.dtype), mode="drop", unique_indices=True)

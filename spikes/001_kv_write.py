@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from graphs import attention_xla
-from graphs.attention import KVCache
+from graphs.attention import KEY_BLOCK, KVCache
 from graphs.inventory import Inventory, Program
 from graphs.model import ModelSpec
 from spikes.timing import (
@@ -42,41 +42,49 @@ spec = ModelSpec(dataclasses.replace(SMOLLM2_135M, num_hidden_layers=layers), jn
 weights = random_weights(spec)
 print(describe_machine())
 
-# %% Forms of the write: (cache [B, KV, S, Dh], new [B, KV, Dh], slot [B], position [B], S = drop) -> cache
+# %% Forms of the write: (cache [J, B, KV, block, Dh], new [B, KV, Dh], slot [B], position [B], S = drop) -> cache
 Write = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def scatter(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """A scatter that may meet the same index twice."""
-    return cache.at[slot, :, position].set(new.astype(cache.dtype), mode="drop")
+    return cache.at[position // KEY_BLOCK, slot, :, position % KEY_BLOCK].set(
+        new.astype(cache.dtype), mode="drop"
+    )
 
 
 def _write_row(row: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
-    """One row `[KV, S, Dh]`. dynamic_update_slice clamps, so a dropped write must put back what was there."""
-    old = lax.dynamic_slice_in_dim(row, position, 1, axis=1)
-    kept = jnp.where(position < row.shape[1], new.astype(row.dtype)[:, None], old)
-    return lax.dynamic_update_slice_in_dim(row, kept, position, axis=1)
+    """One row `[J, KV, block, Dh]`. dynamic_update_slice clamps: a dropped write must put back what was there."""
+    blocks, kv_heads, _, head_dim = row.shape
+    at = (position // KEY_BLOCK, 0, position % KEY_BLOCK, 0)
+    old = lax.dynamic_slice(row, at, (1, kv_heads, 1, head_dim))
+    kept = jnp.where(position < blocks * KEY_BLOCK, new.astype(row.dtype)[None, :, None], old)
+    return lax.dynamic_update_slice(row, kept, at)
 
 
 def vmap_update(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """vmap of dynamic_update_slice over rows."""
-    return jax.vmap(_write_row)(cache, new, position)
+    return jax.vmap(_write_row, in_axes=(1, 0, 0), out_axes=1)(cache, new, position)
 
 
 def loop_update(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """One dynamic_update_slice per row."""
-    for row in range(cache.shape[0]):
-        at = (row, 0, position[row], 0)
-        old = lax.dynamic_slice(cache, at, (1, cache.shape[1], 1, cache.shape[3]))
-        kept = jnp.where(position[row] < cache.shape[2], new[row][None, :, None].astype(cache.dtype), old)
+    blocks, rows, kv_heads, _, head_dim = cache.shape
+    for row in range(rows):
+        at = (position[row] // KEY_BLOCK, row, 0, position[row] % KEY_BLOCK, 0)
+        old = lax.dynamic_slice(cache, at, (1, 1, kv_heads, 1, head_dim))
+        kept = jnp.where(
+            position[row] < blocks * KEY_BLOCK, new[row][None, None, :, None].astype(cache.dtype), old
+        )
         cache = lax.dynamic_update_slice(cache, kept, at)
     return cache
 
 
 def one_hot(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """A select over the whole cache."""
-    here = jnp.arange(cache.shape[2]) == position[:, None]  # [B, S]
-    return jnp.where(here[:, None, :, None], new[:, :, None].astype(cache.dtype), cache)
+    here = jnp.arange(cache.shape[0] * KEY_BLOCK) == position[:, None]  # [B, S]
+    here = here.reshape(len(position), -1, KEY_BLOCK).swapaxes(0, 1)  # [J, B, block]
+    return jnp.where(here[:, :, None, :, None], new[:, :, None].astype(cache.dtype), cache)
 
 
 FORMS: dict[str, Write] = {
@@ -142,8 +150,9 @@ plain_attention = attention_xla._attention
 def guarded_attention(
     q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, keys_left: bool
 ) -> jax.Array:
-    """`_attention` that masks V as well: visible `[B, 1, 1, S]`."""
-    guarded = jnp.where(visible[:, 0, 0, None, :, None], values, 0)
+    """`_attention` that masks V as well: visible `[B, 1, S]`."""
+    seen = visible.reshape(len(visible), -1, KEY_BLOCK).swapaxes(0, 1)  # [J, B, block]
+    guarded = jnp.where(seen[:, :, None, :, None], values, 0)
     return plain_attention(q, keys, guarded, visible, keys_left=keys_left)
 
 
@@ -189,7 +198,8 @@ for rows in (8, 32):
     # Does it matter? NaN behind the keys of every row:
     for name, step in (("no select", plain), ("select", guarded)):
         step.cache = [
-            layer._replace(values=layer.values.at[:, :, LENGTH + 1 :].set(jnp.nan)) for layer in step.cache
+            layer._replace(values=layer.values.at[0, :, :, LENGTH + 1 :].set(jnp.nan).at[1:].set(jnp.nan))
+            for layer in step.cache
         ]
         logprob = np.asarray(step())[1].view(np.float32)
         print(f"NaN behind the keys, {name}: {np.isnan(logprob).sum()} of {rows} log-probabilities are NaN")

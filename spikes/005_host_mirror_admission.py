@@ -73,12 +73,12 @@ def admit_by_mirror(cache: Cache, new: list[tuple[np.ndarray, np.ndarray]]) -> N
     down = [(np.array(keys), np.array(values)) for keys, values in jax.device_get(cache.device)]
     for mirror, fresh in zip(down, new, strict=True):
         for buffer, part in zip(mirror, fresh, strict=True):
-            buffer[slot, :, :PROMPT] = part
+            buffer[0, slot, :, :PROMPT] = part
     cache.device = jax.block_until_ready([LayerCache(*map(jax.device_put, layer)) for layer in down])
 
 
 def _write_slot(cache: KVCache, new: KVCache, slot: jax.Array) -> KVCache:
-    return jax.tree.map(lambda buffer, part: buffer.at[slot, :, :PROMPT].set(part), cache, new)
+    return jax.tree.map(lambda buffer, part: buffer.at[0, slot, :, :PROMPT].set(part), cache, new)
 
 
 def admit_on_device(write: Any, cache: Cache, new: KVCache) -> None:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as barrier
 
-from graphs import sampling
+from graphs import attention_xla, sampling
 from graphs.attention import KVCache, LayerCache
 from graphs.decode import decode_step
 from graphs.layers import apply_rope, rope_table, split_heads
@@ -72,7 +72,7 @@ def _write_only(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> 
     row, length = jnp.arange(q.shape[0]), jnp.full(q.shape[0], LENGTH, jnp.int32)
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        return buffer.at[row, :, length].set(new.astype(buffer.dtype), mode="drop", unique_indices=True)
+        return attention_xla._scatter(buffer, new, row, length)
 
     cache[index] = LayerCache(put(cache[index].keys, k), put(cache[index].values, v))
     return q.reshape(q.shape[0], -1)

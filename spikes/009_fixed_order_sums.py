@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -102,7 +101,13 @@ HEADS = {  # H, KV, Dh
 }
 LENGTHS = {100: (256, 512, 1024), 400: (512, 1024, 2048)}  # most keys seen: buckets
 Attention = Callable[..., jax.Array]
-blocks = functools.partial(attention_xla._attention, keys_left=True)  # as in decode
+
+
+def blocks(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool) -> jax.Array:
+    """The code, as in decode, for keys and values `[N, KV, S, Dh]` and visible `[N, 1, R|1, S]`."""
+    by_block = (*keys.shape[:2], -1, KEY_BLOCK, keys.shape[3])
+    keys, values = (jnp.moveaxis(each.reshape(by_block), 2, 0) for each in (keys, values))
+    return attention_xla._attention(q, keys, values, visible[:, 0], keys_left=True)
 
 
 def plain(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool) -> jax.Array:
@@ -125,6 +130,15 @@ def blocks_plain_sum(
 ) -> jax.Array:
     with mock.patch.object(attention_xla, "sum_last", plain_sum_last):
         return blocks(q, keys, values, visible)
+
+
+def plain_by_block(
+    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool
+) -> jax.Array:
+    """`plain` for keys and values as the cache has them."""
+    count, kv_heads, _, head_dim = q.shape
+    keys, values = (jnp.moveaxis(x, 0, 2).reshape(count, kv_heads, -1, head_dim) for x in (keys, values))
+    return plain(q, keys, values, visible[:, None])
 
 
 CODE = f"blocks of {KEY_BLOCK}, sum_last (the code)"
@@ -305,7 +319,7 @@ STEPS = {
     "fixed orders, blocks of keys (the code)": (),
     "jnp.sum in the norms": NORMS,
     "jnp.sum in norms, softmax and log-probabilities": SUMMED,
-    "the same, and one softmax over the bucket": (*SUMMED, (attention_xla, "_attention", plain)),
+    "the same, and one softmax over the bucket": (*SUMMED, (attention_xla, "_attention", plain_by_block)),
 }
 spec = ModelSpec(SMOLLM2_135M, jnp.dtype(jnp.bfloat16))
 weights = random_weights(spec)

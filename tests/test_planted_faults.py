@@ -131,10 +131,10 @@ def test_noise_keyed_by_the_step_is_caught_by_verify(
 
 def in_sixteen_parts(weights: jax.Array) -> jax.Array:
     """`sum_last` over all keys at once, in sixteen parts whatever the bucket: a longer one groups otherwise."""
-    count, kv_heads, blocks, rows, _ = weights.shape  # [N, KV, J, R, block]
-    parts = weights.swapaxes(2, 3).reshape(count, kv_heads, rows, 16, -1)
-    total = sum_last(sum_last(parts)[..., 0])[:, :, None]  # [N, KV, 1, R, 1]
-    return jnp.pad(total, ((0, 0), (0, 0), (0, blocks - 1), (0, 0), (0, 0)))
+    blocks, *rows, _ = weights.shape  # [J, N, KV, R, block]
+    parts = jnp.moveaxis(weights, 0, 3).reshape(*rows, 16, -1)
+    total = sum_last(sum_last(parts)[..., 0])[None]  # [1, N, KV, R, 1]
+    return jnp.pad(total, ((0, blocks - 1), *((0, 0),) * 4))
 
 
 def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_start_up(
