@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scheduler import Plan, TokenEvent
 from xla_engine import cli
 from xla_engine.engine import XlaBatchEngine
-from xla_engine.errors import ConfigError, EngineClosedError
+from xla_engine.errors import ConfigError, EngineFaultError
 from xla_engine.record import (
     Record,
     RecordError,
@@ -420,5 +420,5 @@ def test_a_dead_engine_ends_a_replay_with_an_error(
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(engine.runner, "wait", fails)
-    with pytest.raises(EngineClosedError, match="the device is gone"):
+    with pytest.raises(EngineFaultError, match="the device is gone"):
         replay(engine, honest)

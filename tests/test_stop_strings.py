@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler import FinishReason, Sample
 from xla_engine.detokenizer import IncrementalDetokenizer
 from xla_engine.engine import XlaBatchEngine
+from xla_engine.inbox import Inbox
 from xla_engine.live import LiveRequest
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.stop_strings import GeneratedText, StopStrings
@@ -156,6 +157,7 @@ def test_what_ends_a_request_goes_before_what_would_have(
         Pieces(TEXTS),
         stop_ids=frozenset({EOS, STOP_ID}),
         eos_ids=frozenset({EOS}),
+        inbox=Inbox(),
         now=0.0,
     )
     assert not request.add(Sample(PLAIN), 0.0)

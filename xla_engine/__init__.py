@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xla_engine.async_llm import AsyncLLM as AsyncLLM
     from xla_engine.config import EngineConfig as EngineConfig
     from xla_engine.engine import XlaBatchEngine as XlaBatchEngine
     from xla_engine.errors import XlaEngineError as XlaEngineError
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "XlaBatchEngine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
@@ -27,6 +29,7 @@ _HOME = {
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",

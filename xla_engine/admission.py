@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scheduler import PRIORITIES
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.tokenizer import Tokenizer
 
+LONGEST_PATIENCE_S = 10**9
 _NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this
 
 
@@ -54,6 +56,24 @@ class Admission:
                 )
         self._check_length(len(token_ids), params)
         return token_ids
+
+    def check_patience(
+        self, priority: object, deadline_s: float | None, queue_timeout_s: float | None
+    ) -> None:
+        """Raise InvalidRequestError for what is no priority or no time in seconds."""
+        if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
+            raise InvalidRequestError(
+                f"priority must be an integer from {PRIORITIES[0]} (soonest) to {PRIORITIES[-1]}, not {priority!r}"
+            )
+        for name, seconds in (("deadline_s", deadline_s), ("queue_timeout_s", queue_timeout_s)):
+            if seconds is not None and (
+                isinstance(seconds, bool)
+                or not isinstance(seconds, int | float)
+                or not 0 < seconds <= LONGEST_PATIENCE_S
+            ):
+                raise InvalidRequestError(
+                    f"{name} must be seconds above 0 and at most {LONGEST_PATIENCE_S}, not {seconds!r}"
+                )
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Every id that ends the request, the model's eos ids first. Raises InvalidRequestError."""

@@ -34,6 +34,7 @@ class EngineConfig:
         of two from 256.
     attention_backend: "auto" takes what is fastest on this platform; "xla" is pure JAX and runs anywhere.
     max_waiting: queued requests at most; None is unbounded.
+    priority_aging: later arrivals that one class of priority may go before.
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     """
@@ -49,12 +50,14 @@ class EngineConfig:
     key_buckets: tuple[int, ...] | None = None
     attention_backend: str = "auto"
     max_waiting: int | None = None
+    priority_aging: int = 64
     compile_cache: bool = True
     self_check: bool = True
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("lag", self.lag, 0)
+        _at_least("priority_aging", self.priority_aging, 1)
         _at_least("chunk_size", self.chunk_size, 8)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)

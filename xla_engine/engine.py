@@ -6,20 +6,34 @@ is a value, the queue of steps in flight; there are no threads. An engine belong
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from graphs.inventory import GraphReport
-from scheduler import FinishReason, Plan, Request, Scheduler, SchedulerConfig, Snapshot, TokenEvent
+from scheduler import (
+    NO_CHOICE,
+    Chunk,
+    FinishReason,
+    Plan,
+    Request,
+    Row,
+    Scheduler,
+    SchedulerConfig,
+    Snapshot,
+    StepResult,
+    TokenEvent,
+)
 from xla_engine.admission import Admission
 from xla_engine.chat import ChatTemplate, Message, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.inbox import Inbox
 from xla_engine.live import LiveRequest
 from xla_engine.metrics import EngineStats
 from xla_engine.outputs import RequestOutput
@@ -27,6 +41,9 @@ from xla_engine.runner import InFlight, RowSettings, Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.self_check import SelfCheck, run_self_check
 from xla_engine.tokenizer import Tokenizer
+
+FAULTS_SURVIVED = 1  # failed steps after which a request is run again; one more ends it
+FAULTS_IN_A_ROW = 4  # failed steps without a good one between them; then the device is given up
 
 
 class XlaBatchEngine:
@@ -69,6 +86,7 @@ class XlaBatchEngine:
                 chunk_size=self.config.chunk_size,
                 max_num_batched_tokens=self.config.token_budget,
                 max_waiting=self.config.max_waiting,
+                priority_aging=self.config.priority_aging,
             )
         )
         self.admission = Admission(
@@ -80,7 +98,14 @@ class XlaBatchEngine:
         self._live: dict[str, LiveRequest] = {}
         self._settings: dict[str, RowSettings] = {}
         self._in_flight: deque[InFlight] = deque()
-        self._ended: list[LiveRequest] = []  # ended outside a commit, to be delivered by the next turn
+        self._inbox = Inbox()  # of requests that were submitted without one; `step` reads it
+        self._turning = False  # inside a turn, perhaps while somebody else waits for its step
+        self._unsettled = False  # a turn did not come to its end
+        self._current: Plan | None = None  # what the device is asked for or about right now
+        self._faults_in_a_row = 0
+        self._recoveries = 0
+        self.last_fault: str | None = None
+        self._finished = dict.fromkeys(FinishReason, 0)
         self._submitted = 0
         self._steps = 0
         self._prompt_tokens = 0
@@ -114,14 +139,24 @@ class XlaBatchEngine:
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        inbox: Inbox | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
         add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
+        priority: -10 (soonest) to 10, for a place in the queue; `scheduler.policy.place` states the rule and how long
+            anybody can be kept waiting by it.
+        deadline_s: after so many seconds the request ends with reason "deadline" and what it has.
+        queue_timeout_s: if it has no slot after so many seconds it ends with reason "queue_timeout".
+        inbox: who reads its outputs; without one `step` returns them. Times are looked at once a turn.
 
         Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit) and changes nothing then;
         QueueFullError when the queue is bounded and full; EngineClosedError when the engine is gone.
         """
+        self._settle()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         params = params or SamplingParams()
@@ -130,17 +165,19 @@ class XlaBatchEngine:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
+        self.admission.check_patience(priority, deadline_s, queue_timeout_s)
         token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         stop_ids = self.admission.stop_token_ids(params)
-        self.scheduler.submit(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=token_ids,
-                max_tokens=params.max_tokens,
-                stop_token_ids=frozenset(stop_ids),
-            )
+        now = time.monotonic()
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            max_tokens=params.max_tokens,
+            stop_token_ids=frozenset(stop_ids),
+            priority=priority,
+            deadline=None if deadline_s is None else now + deadline_s,
+            queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
         )
-        self._submitted += 1
         self._settings[request_id] = RowSettings(
             max_tokens=params.max_tokens,
             stop_token_ids=stop_ids,
@@ -155,8 +192,15 @@ class XlaBatchEngine:
             None if self.tokenizer is None else self.tokenizer.incremental(params.skip_special_tokens),
             stop_ids=frozenset(stop_ids),
             eos_ids=frozenset(self.admission.eos_token_ids),
-            now=time.monotonic(),
+            inbox=self._inbox if inbox is None else inbox,
+            now=now,
         )
+        try:
+            self.scheduler.submit(request)
+        except BaseException:
+            self._forget(request_id)
+            raise
+        self._submitted += 1
         return request_id
 
     def render_chat(
@@ -170,62 +214,114 @@ class XlaBatchEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over."""
+        self._settle()
         if not self.scheduler.abort(request_id):
             return False
         self._end(request_id, FinishReason.ABORT)
         return True
 
+    def abort_all(self) -> None:
+        """End every live request now."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        """One turn. Returns the cumulative output of every request that got a token or ended in it.
+        """One turn. Returns the cumulative output of every request that has news, unless another inbox has them.
 
         `only_finished` leaves out the running ones, whose outputs cost a copy of all their tokens each turn.
         """
-        return [request.output() for request in self._turn() if request.finished or not only_finished]
+        if self._closed is None or not self._inbox:
+            self.advance()
+        return [request.output() for request in self._inbox.take() if request.finished or not only_finished]
 
     def drain(self) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion."""
-        outputs: list[RequestOutput] = []
-        while self.has_unfinished:
-            outputs += self.step(only_finished=True)
-        return outputs
+        ended: list[LiveRequest] = []
+        try:
+            while self.has_unfinished:
+                if self._closed is None or not self._inbox:
+                    self.advance()
+                ended += (request for request in self._inbox.take() if request.finished)
+        except BaseException:
+            for request in ended:  # what was not delivered is still there
+                self._inbox.put(request)
+            raise
+        return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:
         """Run until nothing is left, yielding cumulative outputs as tokens arrive."""
         while self.has_unfinished:
             yield from self.step()
 
-    def _turn(self) -> list[LiveRequest]:
-        if self._closed is not None and not self._ended:
-            raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
-        touched: dict[str, LiveRequest] = {}
+    def advance(self) -> None:
+        """One turn, whose news are left in the inboxes. Raises EngineClosedError."""
+        turn = self.turn()
+        resume: Callable[[Any], Callable[[], StepResult]] = turn.send
+        answer: Any = None
         try:
-            if self._closed is None:
-                started = self._start_next()
-                while len(self._in_flight) > (self.lag if started else 0):
-                    self._deliver(self._read_oldest(), touched)
-                    started = True  # with nothing to start, read one step and plan again
+            while True:
+                fetch = resume(answer)
+                try:
+                    resume, answer = turn.send, fetch()
+                except Exception as error:
+                    resume, answer = turn.throw, error
+        except StopIteration:
+            pass
+
+    def turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
+        """One turn for a driver that has something else to do while the device works.
+
+        Yields functions that block until a step is done; the driver calls them, in any thread, and sends back what
+        they return or throws in what they raise. It may submit and abort meanwhile. Raises EngineClosedError.
+        """
+        if self._closed is not None:
+            raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
+        if self._turning:
+            raise RuntimeError("two callers drive this engine at once; let one of them run it")
+        self._settle()
+        if self._closed is not None:
+            return  # everybody has been told
+        self._turning = self._unsettled = True
+        try:
+            yield from self._turn()
+            self._unsettled = False
         except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
-        ended, self._ended = self._ended, []
-        # By identity: an id may have been aborted and submitted again within one turn.
-        return [
-            *touched.values(),
-            *(request for request in ended if touched.get(request.request_id) is not request),
-        ]
+            self._recover(f"{type(error).__name__}: {error}")
+        finally:
+            self._turning = False
+
+    def _turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
+        for request_id, reason in self.scheduler.expire(time.monotonic()):
+            self._end(request_id, reason)
+        started = self._start_next()
+        while len(self._in_flight) > (self.lag if started else 0):
+            step = self._in_flight.popleft()
+            self._current = step.plan
+            result = yield functools.partial(self.runner.wait, step)
+            events = self.scheduler.commit(step.plan, result)
+            self._current, self._faults_in_a_row = None, 0
+            if self.on_step is not None:
+                self.on_step(step.plan, events)
+            self._deliver(events)
+            started = True  # with nothing to start, read one step and plan again
 
     def _start_next(self) -> bool:
         """Plan and dispatch one step; False when there is nothing to dispatch."""
         plan = self.scheduler.plan()
         if plan.is_empty:
+            if self._live and not self._in_flight:
+                raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
+        self._current = plan
         self._in_flight.append(self.runner.start(plan, self._settings))
+        self._current = None
         if self.on_step is not None:
             self.on_step(plan, None)
         now = time.monotonic()
         for request_id in plan.admitted:
-            self._live[request_id].admitted_time = now
+            self._live[request_id].admit(now)
         self._steps += 1
         self._prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
         if plan.decode:
@@ -233,21 +329,20 @@ class XlaBatchEngine:
             self._slot_steps_busy += len(plan.decode)
         return True
 
-    def _read_oldest(self) -> list[TokenEvent]:
-        step = self._in_flight.popleft()
-        events = self.scheduler.commit(step.plan, self.runner.wait(step))
-        if self.on_step is not None:
-            self.on_step(step.plan, events)
-        return events
-
-    def _deliver(self, events: list[TokenEvent], touched: dict[str, LiveRequest]) -> None:
+    def _deliver(self, events: list[TokenEvent]) -> None:
         now = time.monotonic()
         for event in events:
             request = self._live.get(event.request_id)
             if request is None:  # an earlier token of this step completed a stop string
                 continue
-            touched[event.request_id] = request
-            self._generation_tokens += 1
+            if event.sample.token_id == NO_CHOICE:
+                self._end(
+                    event.request_id,
+                    FinishReason.ERROR,
+                    "no token could be chosen: the logits were not numbers",
+                )
+                continue
+            is_new = not request.is_repeating
             reason, error = event.finish_reason, None
             try:
                 if request.add(event.sample, now):
@@ -257,32 +352,88 @@ class XlaBatchEngine:
             if reason is not None:
                 if event.finish_reason is None:
                     self.scheduler.finish(event.request_id, reason)
-                request.finish(reason, now, error)
-                self._forget(event.request_id)
+                self._end(event.request_id, reason, error)
+            elif is_new:
+                request.inbox.put(request)
+            self._generation_tokens += is_new
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """The terminal result of a request that the scheduler has ended."""
         request = self._live[request_id]
         request.finish(reason, time.monotonic(), error)
-        self._ended.append(request)
+        request.inbox.put(request)
+        self._finished[reason] += 1
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         del self._live[request_id], self._settings[request_id]
 
-    def _fail(self, cause: str) -> None:
-        """The device state is lost: every request ends with reason `error`, later submits fail at once."""
-        self._closed = f"a step failed: {cause}"
+    # -- faults -----------------------------------------------------------------------------------------------
+
+    def _recover(self, cause: str) -> None:
+        """A turn failed. Requests in the step concerned run again, or end with `error` if they did so before."""
+        plan, self._current = self._current, None
+        self.last_fault = cause
+        self._recoveries += 1
+        self._faults_in_a_row += 1
+        if self._faults_in_a_row >= FAULTS_IN_A_ROW:
+            self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
+            return
+        self._restart()
+        touched = list(self._live)
+        if plan is not None:
+            parts: tuple[Chunk | Row, ...] = (*plan.chunks, *plan.decode)
+            concerned = {part.request_id for part in parts}
+            touched = [request_id for request_id in touched if request_id in concerned]
+        for request_id in touched:
+            request = self._live[request_id]
+            request.faults += 1
+            if request.faults > FAULTS_SURVIVED:
+                self.scheduler.finish(request_id, FinishReason.ERROR)
+                self._end(
+                    request_id, FinishReason.ERROR, f"a step failed again with this request in it: {cause}"
+                )
+
+    def _settle(self) -> None:
+        """After an interrupt in the middle of a turn nobody knows what was done: begin again."""
+        if self._unsettled and not self._turning and self._closed is None:
+            self._restart()
+
+    def _restart(self) -> None:
+        """Run every live request again from its beginning, with state made anew on the device.
+
+        Law 1 makes this exact: each gets the tokens it has, which are not delivered again, and goes on.
+        """
+        self._in_flight.clear()
+        self._current = None
+        self.scheduler = self.scheduler.restarted()
+        for request in self._live.values():
+            request.rewind()
+        try:
+            self.runner.rebuild()
+        except Exception as error:
+            self.fail(f"the device state was lost and cannot be made again: {type(error).__name__}: {error}")
+        self._unsettled = False
+
+    def fail(self, cause: str) -> None:
+        """Nothing can run any more: every request ends with reason `error`, later submits fail at once."""
+        self._closed = cause
         self._in_flight.clear()
         for request_id in list(self._live):
             self.scheduler.finish(request_id, FinishReason.ERROR)
-            self._end(request_id, FinishReason.ERROR, self._closed)
+            self._end(request_id, FinishReason.ERROR, cause)
 
     # -- state ------------------------------------------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a turn still has something to do or to deliver."""
-        return bool(self._live or self._ended or self._in_flight)
+        return self.has_work or bool(self._inbox)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn has something to do, whoever reads it."""
+        return bool(self._live or self._in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -311,6 +462,8 @@ class XlaBatchEngine:
             prefill_calls=self.runner.prefill_calls,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            finished={str(reason): count for reason, count in self._finished.items()},
+            recoveries=self._recoveries,
             slot_steps_busy=self._slot_steps_busy,
             slot_steps_total=self._decode_steps * self.config.max_num_seqs,
             compiles_warmup=self.runner.compiles.before,
@@ -324,13 +477,14 @@ class XlaBatchEngine:
         return self.runner.reports
 
     def close(self) -> None:
-        """Abort what is live and free device memory; the engine is unusable afterwards."""
+        """Abort what is live and free device memory.
+
+        Terminal outputs that nobody has read yet can still be had, by `step`, `drain` or their inboxes.
+        """
         if self._closed is None:
-            for request_id in list(self._live):
-                self.abort(request_id)
+            self.abort_all()
             self._closed = "close() was called"
         self._in_flight.clear()
-        self._ended.clear()
         self.runner.close()
 
     def __enter__(self) -> XlaBatchEngine:

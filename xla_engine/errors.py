@@ -45,6 +45,12 @@ class CheckpointError(XlaEngineError, ValueError):
     code: ClassVar[str] = "invalid_checkpoint"
 
 
+class EngineFaultError(XlaEngineError, RuntimeError):
+    """A step on the device failed where going on is not enough."""
+
+    code: ClassVar[str] = "engine_fault"
+
+
 class EngineClosedError(XlaEngineError, RuntimeError):
     """The engine was closed or died; submit elsewhere."""
 

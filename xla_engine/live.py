@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from scheduler import FinishReason, Sample
+from xla_engine.errors import XlaEngineError
+from xla_engine.inbox import Inbox
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.stop_strings import GeneratedText
 from xla_engine.tokenizer import IncrementalDetokenizer
 
 
+class ReplayError(XlaEngineError, RuntimeError):
+    """A request that ran again after a fault got another token than the first time."""
+
+    code = "replay_error"
+
+
 class LiveRequest:
-    """Accumulates what the device sampled for one request until it ends."""
+    """Accumulates what the device sampled for one request until it ends.
+
+    inbox: who is told of news. faults: failed steps it was in.
+    """
 
     def __init__(
         self,
@@ -22,10 +33,13 @@ class LiveRequest:
         *,
         stop_ids: frozenset[int],
         eos_ids: frozenset[int],
+        inbox: Inbox,
         now: float,
     ) -> None:
         self.request_id = request_id
-        self.admitted_time: float | None = None
+        self.inbox = inbox
+        self.faults = 0
+        self._admitted_time: float | None = None
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._params = params
@@ -40,6 +54,7 @@ class LiveRequest:
         self._eos_ids = eos_ids
         self._arrival_time = now
         self._finished_time: float | None = None
+        self._received = 0  # tokens since the request was last started; fewer than it has while it runs again
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._token_times: list[float] = []
@@ -51,11 +66,32 @@ class LiveRequest:
     def finished(self) -> bool:
         return self._finish_reason is not None
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._finish_reason
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the next token is one it has already."""
+        return self._received < len(self._token_ids)
+
+    def admit(self, now: float) -> None:
+        """It got a slot, for the first time or again."""
+        self._admitted_time = self._admitted_time or now
+
+    def rewind(self) -> None:
+        """The request runs again from its beginning; what it has stays, and must come again."""
+        self._received = 0
+
     def add(self, sample: Sample, now: float) -> bool:
         """Take one sampled token; whether it completes a stop string, and so ends the request.
 
-        A stop token counts but shows no text, unless the request includes stops in its text.
+        A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError.
         """
+        if self.is_repeating:
+            self._repeat(sample)
+            return False
+        self._received += 1
         self._token_ids.append(sample.token_id)
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
@@ -67,6 +103,15 @@ class LiveRequest:
         elif self._params.include_stop_str_in_output:
             self._text.push(sample.token_id, may_stop=False)
         return self._stop_string is not None
+
+    def _repeat(self, sample: Sample) -> None:
+        known = self._token_ids[self._received]
+        if sample.token_id != known:
+            raise ReplayError(
+                f"run again after a fault, the request got token {sample.token_id} at position {self._received}, "
+                f"not {known} as before; please report this with the output of `xla-engine verify`"
+            )
+        self._received += 1
 
     def finish(self, reason: FinishReason, now: float, error: str | None = None) -> None:
         """End the request; text held back for an incomplete character is flushed."""
@@ -100,7 +145,7 @@ class LiveRequest:
             finished=self.finished,
             metrics=RequestMetrics(
                 arrival_time=self._arrival_time,
-                admitted_time=self.admitted_time,
+                admitted_time=self._admitted_time,
                 first_token_time=self._token_times[0] if self._token_times else None,
                 finished_time=self._finished_time,
                 token_times=tuple(self._token_times),

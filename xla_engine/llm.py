@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xla_engine.chat import Message
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
+from xla_engine.inbox import Inbox
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 
 class LLM:
@@ -69,6 +71,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; results in the order of the prompts.
 
@@ -76,26 +81,21 @@ class LLM:
             prompts: text, a list of token ids, or a list of either.
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar.
+            priority: -10 (soonest) to 10, one for all or one per prompt.
+            deadline_s: a request that takes longer ends with reason "deadline" and what it has.
+            queue_timeout_s: a request that has no slot by then ends with reason "queue_timeout".
 
         Raises InvalidRequestError naming the first bad prompt before any of them runs.
         """
-        return self._complete(prompts, sampling_params, use_tqdm=use_tqdm, add_special_tokens=True)
-
-    def _complete(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        use_tqdm: bool,
-        add_special_tokens: bool,
-    ) -> list[RequestOutput]:
-        order = self._submit_all(prompts, sampling_params, add_special_tokens=add_special_tokens)
-        done: dict[str, RequestOutput] = {}
-        with _progress(len(order), enabled=use_tqdm) as bar:
-            for output in self._run(order, only_finished=True):
-                done[output.request_id] = output
-                bar.update()
-        return [done[request_id] for request_id in order]
+        many = _as_list(prompts)
+        return self._complete(
+            many,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_timeout_s=queue_timeout_s,
+        )
 
     def chat(
         self,
@@ -103,6 +103,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
         chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -110,6 +113,7 @@ class LLM:
 
         Arguments:
             messages: dicts with "role" and "content", or a list of such lists.
+            sampling_params, use_tqdm, priority, deadline_s, queue_timeout_s: as in `generate`.
             chat_template: jinja2 source to use in place of the checkpoint's.
             options: `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
                 `xla_engine.chat.render_chat`.
@@ -123,31 +127,91 @@ class LLM:
                 prompts.append(self.engine.render_chat(conversation, chat_template=chat_template, **options))
             except InvalidRequestError as error:
                 raise type(error)(f"conversation {index}: {error}") from error
-        return self._complete(prompts, sampling_params, use_tqdm=use_tqdm, add_special_tokens=False)
+        return self._complete(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_timeout_s=queue_timeout_s,
+            add_special_tokens=False,
+        )
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Like `generate`, yielding cumulative outputs as tokens arrive; `finished` is true once per request.
 
-        Closing the iterator aborts what it has not yielded to the end.
+        Nothing is submitted before the first output is asked for, and closing the iterator aborts what has not ended.
+        Several streams may be read in turns: whoever is read runs the engine for all. For readers that run at the same
+        time there is `AsyncLLM`.
         """
-        return self._run(self._submit_all(prompts, sampling_params), only_finished=False)
+        outputs = self._run(
+            _as_list(prompts),
+            sampling_params,
+            only_finished=False,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_timeout_s=queue_timeout_s,
+        )
+        return (output for _, output in outputs)
 
-    def _run(self, order: list[str], *, only_finished: bool) -> Iterator[RequestOutput]:
-        """Outputs of these requests until all have ended; those left when the caller stops early are aborted."""
-        unfinished = set(order)
+    def _complete(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        done: dict[int, RequestOutput] = {}
+        with _progress(len(prompts), enabled=use_tqdm) as bar:
+            for place, output in self._run(prompts, sampling_params, only_finished=True, **options):
+                done[place] = output
+                bar.update()
+        return [done[place] for place in range(len(prompts))]
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        only_finished: bool,
+        priority: int | Sequence[int],
+        **options: Any,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Outputs with their prompt's place until all have ended; those left when the caller stops are aborted."""
+        inbox = Inbox()
+        places: dict[str, int] = {}  # of what has not ended
+        params = _per_prompt(
+            "sampling_params", sampling_params or SamplingParams(), SamplingParams, len(prompts)
+        )
+        priorities = _per_prompt("priorities", priority, int, len(prompts))
         try:
-            while unfinished:
-                for output in self.engine.step(only_finished=only_finished):
-                    if output.request_id in unfinished:
-                        if output.finished:
-                            unfinished.remove(output.request_id)
-                        yield output
+            for place, (prompt, wanted, urgency) in enumerate(zip(prompts, params, priorities, strict=True)):
+                try:
+                    request_id = self.engine.submit(prompt, wanted, priority=urgency, inbox=inbox, **options)
+                except InvalidRequestError as error:
+                    raise type(error)(f"prompt {place}: {error}") from error
+                places[request_id] = place
+            while places:
+                if not inbox:
+                    self.engine.advance()
+                for request in inbox.take():
+                    if request.request_id not in places:
+                        continue  # another reader ran the engine meanwhile; its end has been yielded
+                    if request.finished:
+                        yield places.pop(request.request_id), request.output()
+                    elif not only_finished:
+                        yield places[request.request_id], request.output()
         finally:
-            for request_id in unfinished:
+            for request_id in places:
                 self.engine.abort(request_id)
 
     def close(self) -> None:
@@ -159,27 +223,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _submit_all(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        add_special_tokens: bool = True,
-    ) -> list[str]:
-        many = _as_list(prompts)
-        params = _per_prompt(sampling_params, len(many))
-        submitted: list[str] = []
-        for index, (prompt, wanted) in enumerate(zip(many, params, strict=True)):
-            try:
-                submitted.append(self.engine.submit(prompt, wanted, add_special_tokens=add_special_tokens))
-            except Exception as error:
-                for request_id in submitted:
-                    self.engine.abort(request_id)
-                if isinstance(error, InvalidRequestError):
-                    raise type(error)(f"prompt {index}: {error}") from error
-                raise
-        return submitted
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -198,16 +241,12 @@ def _as_conversations(
     return [messages] if one else messages  # type: ignore[list-item,return-value]
 
 
-def _per_prompt(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * count
-    if len(sampling_params) != count:
-        raise InvalidRequestError(
-            f"{len(sampling_params)} sampling_params for {count} prompts; give one or {count}"
-        )
-    return list(sampling_params)
+def _per_prompt(name: str, given: T | Sequence[T], kind: type[T], count: int) -> list[T]:
+    if isinstance(given, kind) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequestError(f"{len(given)} {name} for {count} prompts; give one or {count}")
+    return list(given)
 
 
 def _progress(total: int, *, enabled: bool) -> Any:

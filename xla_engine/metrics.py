@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,6 +12,7 @@ class EngineStats:
 
     steps: turns that dispatched device work.   prefill_calls: prefill programs run.
     prompt_tokens, generation_tokens: tokens prefilled and tokens credited to requests.
+    finished: terminal results by finish reason.   recoveries: faults after which the live requests were run again.
     slot_steps_busy, slot_steps_total: rows scheduled in decode steps, and rows there were.
     compiles_warmup, compiles_after_warmup: XLA compilations of the whole process before and since the engine was
         ready; the engine itself cannot compile once it is.
@@ -22,6 +23,8 @@ class EngineStats:
     prefill_calls: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    recoveries: int = 0
     slot_steps_busy: int = 0
     slot_steps_total: int = 0
     compiles_warmup: int = 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import EngineFaultError, XlaEngineError
 from xla_engine.fingerprint import EngineIdentity, logprob_of
 from xla_engine.outputs import CompletionOutput
 from xla_engine.record import Credit, Record, Recorder, Step, Trace, trace
@@ -134,10 +134,12 @@ def _refusal(differences: Sequence[str]) -> str:
 def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> ReplayReport:
     """Run a record's schedule on an idle engine with a blank cache and compare plan by plan, step by step.
 
-    Raises RecordMismatchError for another engine than the record's, unless `force` is given.
+    Raises RecordMismatchError for another engine than the record's, unless `force` is given; EngineFaultError when the
+    device fails.
     """
     if not force:
         check_identity(engine, record)
+    faults = engine.stats().recoveries
     engine.runner.blank()
     lag = engine.lag
     check = _Check(engine, record)
@@ -147,6 +149,10 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
         check.compare_ends(results)
     except _Stop:
         _clear(engine, record, lag)
+    if engine.stats().recoveries > faults:
+        raise EngineFaultError(
+            f"a step failed during the replay, which tells nothing then: {engine.last_fault}"
+        )
     difference = check.difference
     if difference is not None and difference.position is not None:
         difference = _with_gap(engine, record, difference)

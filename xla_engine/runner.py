@@ -127,6 +127,12 @@ class Runner:
         self._scheduled = None
         self.prefill_calls = 0
 
+    def rebuild(self) -> None:
+        """Make cache and row state anew, whatever became of the old ones in a step that failed."""
+        calls = self.prefill_calls
+        self.blank()
+        self.prefill_calls = calls
+
     # -- for tests and reports --------------------------------------------------------------------------------
 
     @property

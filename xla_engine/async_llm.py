@@ -1,0 +1,173 @@
+"""`AsyncLLM`: one engine for many tasks of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from scheduler import StepResult
+from xla_engine.chat import Message
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import EngineClosedError
+from xla_engine.inbox import Inbox
+from xla_engine.llm import LLM, Prompt
+from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """`LLM` for asyncio. Arguments are those of `LLM`.
+
+    The engine runs in a task that lives while there is work. Everything happens in the event loop's thread but one
+    thing: another thread waits for the device. So there is nothing to lock, and requests come and go between any two
+    steps. A reader that is slow finds what it missed in one piece; nobody waits for it.
+
+    Runnable example::
+
+        async with AsyncLLM() as llm:
+            async for output in llm.generate("def fib(n):", SamplingParams(max_tokens=48)):
+                print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self._use(LLM(model, **options).engine)
+
+    @classmethod
+    def from_engine(cls, engine: XlaBatchEngine) -> AsyncLLM:
+        """Wrap an engine that was made by hand; closing the AsyncLLM closes it."""
+        llm = cls.__new__(cls)
+        llm._use(engine)
+        return llm
+
+    def _use(self, engine: XlaBatchEngine) -> None:
+        self.engine = engine
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="xla-engine")
+        self._driver: asyncio.Task[None] | None = None
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        add_special_tokens: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Cumulative outputs of one request as tokens arrive; the last one, and only it, is `finished`.
+
+        The request is submitted when the first output is asked for. Closing the iterator, or cancelling the task that
+        reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
+        """
+        news = asyncio.Event()
+        inbox = Inbox(on_news=news.set)
+        request_id = self.engine.submit(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            add_special_tokens=add_special_tokens,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_timeout_s=queue_timeout_s,
+            inbox=inbox,
+        )
+        finished = False
+        try:
+            self._run_engine()
+            while not finished:
+                await news.wait()
+                news.clear()
+                for request in inbox.take():
+                    finished = request.finished
+                    yield request.output()
+        finally:
+            if not finished:
+                self.engine.abort(request_id)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Like `generate` for one conversation; options are those of `XlaBatchEngine.render_chat`."""
+        prompt = await asyncio.to_thread(self.engine.render_chat, messages, **options)
+        outputs = self.generate(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_timeout_s=queue_timeout_s,
+            add_special_tokens=False,
+        )
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its reader gets a last output. False when it is unknown or already over."""
+        return self.engine.abort(request_id)
+
+    async def close(self) -> None:
+        """Abort what is live, whose readers get their last output, and free the device memory."""
+        if self._driver is not None and not self._driver.done():
+            self.engine.abort_all()
+            await asyncio.wait([self._driver])
+        self.engine.close()
+        self._waiter.shutdown()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _run_engine(self) -> None:
+        """See that the engine runs."""
+        loop = asyncio.get_running_loop()
+        if self._driver is None or self._driver.done():
+            self._driver = loop.create_task(self._drive())
+        elif self._driver.get_loop() is not loop:
+            raise RuntimeError("another event loop runs this engine; use one loop, or an engine for each")
+
+    async def _drive(self) -> None:
+        try:
+            while self.engine.has_work:
+                await self._turn()
+                await asyncio.sleep(0)  # for readers, also when the turn waited for nothing
+        except EngineClosedError:
+            pass  # everybody has been told
+        except asyncio.CancelledError:
+            self.engine.abort_all()
+            raise
+        except Exception as error:
+            self.engine.fail(f"the engine's loop failed: {type(error).__name__}: {error}")
+            raise
+
+    async def _turn(self) -> None:
+        loop, turn = asyncio.get_running_loop(), self.engine.turn()
+        resume: Callable[[Any], Callable[[], StepResult]] = turn.send
+        answer: Any = None
+        try:
+            while True:
+                fetch = resume(answer)
+                try:
+                    resume, answer = turn.send, await loop.run_in_executor(self._waiter, fetch)
+                except Exception as error:
+                    resume, answer = turn.throw, error
+        except StopIteration:
+            pass
+        finally:
+            turn.close()
