@@ -177,9 +177,8 @@ class TaggedStream:
             self.tally.unwritten = len(self._live)
             for request_id in list(self._live):
                 self._engine.abort(request_id)
-        if self.tally.interrupted:
-            for live in self._live.values():
-                self._finish_without_result(live, "abort")
+        for live in self._live.values():  # after a second interrupt, or with nobody to tell
+            self._finish_without_result(live, "abort")
         self._put({"event": "end", "requests": self.tally.done, "interrupted": self.tally.interrupted})
         self._outbox.close()
         self.tally.failure = self.tally.failure or self._outbox.failure
@@ -189,6 +188,7 @@ class TaggedStream:
         """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
         if self._draining:
             raise KeyboardInterrupt
+        self.tally.interrupted = not self._ended
         self._draining = self._ended = True
 
     def custom_id(self, request_id: str) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -12,6 +13,15 @@ from xla_engine.cli import _common, _files, _signals
 from xla_engine.cli._batch_run import explain_failure, run_state
 from xla_engine.status_file import StatusFile
 from xla_engine.tagged_stream import TaggedStream
+
+
+def _own_stdin() -> BinaryIO:
+    """Standard input as a file of its own, never closed: a thread may wait in it when the program ends, which Python's
+    own object does not survive."""
+    try:
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    except OSError:  # not a file of the system
+        return sys.stdin.buffer
 
 
 def run_stream(
@@ -24,7 +34,7 @@ def run_stream(
     """Serve until the input ends; exit with the command's status."""
     with contextlib.ExitStack() as stack:
         with _common.starting():
-            file = stack.enter_context(_files.open_input(source))
+            file = _own_stdin() if source == "-" else stack.enter_context(_files.open_input(source))
             engine = stack.enter_context(_common.load_engine(options, show=True))
         stream = TaggedStream(
             engine,
