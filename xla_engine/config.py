@@ -13,7 +13,7 @@ from xla_engine.errors import ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
 SMALLEST_KEY_BUCKET = 256
-ATTENTION_BACKENDS = ("auto", "xla")
+ATTENTION_BACKENDS = ("auto", "xla", "gpu")
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
 
@@ -32,7 +32,8 @@ class EngineConfig:
         prefill graph once per step.
     key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes powers
         of two from 256.
-    attention_backend: "auto" takes what is fastest on this platform; "xla" is pure JAX and runs anywhere.
+    attention_backend: "auto" takes what is fastest on this platform; "xla" is pure JAX and runs anywhere;
+        "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests) elsewhere.
     max_waiting: queued requests at most; None is unbounded.
     priority_aging: later arrivals that one class of priority may go before.
     compile_cache: keep compiled programs on disk between runs.

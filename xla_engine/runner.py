@@ -313,10 +313,15 @@ class Runner:
 
 def choose_attention(name: str) -> Attention:
     """The attention backend that `EngineConfig.attention_backend` names on this platform."""
+    platform = jax.default_backend()
+    if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
+        from graphs.attention_gpu import GpuAttention  # Pallas takes a while to import
+
+        return GpuAttention(interpret=platform != "gpu")
     assert name in ("auto", "xla"), name
     # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
-    copies = old and jax.default_backend() == "cpu"
+    copies = old and platform == "cpu"
     return XlaAttention(cache_dtype=jnp.dtype(jnp.float32) if copies else None)
 
 

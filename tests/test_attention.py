@@ -1,0 +1,301 @@
+"""The laws of an attention backend, for each that this machine can run; GPU kernels are interpreted on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from graphs.attention import Attention, LayerCache
+from graphs.attention_gpu import GpuAttention
+from graphs.attention_xla import XlaAttention
+from graphs.layers import rope_table
+from graphs.model import ModelSpec
+from tests.conftest import TINY, TINY_ENGINE
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import ConfigError
+from xla_engine.verify import verify
+
+INTERPRET = jax.default_backend() != "gpu"
+BACKENDS: list[Attention] = [XlaAttention(), GpuAttention(interpret=INTERPRET)]
+POSITIONS = 512
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+
+class Case:
+    """Random cache, projections and lengths of 4 decode rows, or of 3 prefill lanes: two chunks of one prompt, one
+    shorter than its width, and an unused lane."""
+
+    def __init__(self, heads: tuple[int, int, int], dtype: Any, seed: int = 0) -> None:
+        self.heads, self.kv_heads, self.head_dim = heads
+        self.dtype = jnp.dtype(dtype)
+        draw = np.random.default_rng(seed)
+        shape = (4, self.kv_heads, POSITIONS, self.head_dim)
+        self.cache = tuple(
+            np.asarray(jnp.asarray(draw.standard_normal(shape, np.float32), dtype)) for _ in range(2)
+        )
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = draw.standard_normal((4, width), np.float32)
+        self.length = np.array([0, 255, 256, 511], np.int32)
+        self.live = np.array([True, True, True, True])
+        self.chunks = draw.standard_normal((3, 24, width), np.float32)
+        self.slot = np.array([1, 1, 2], np.int32)
+        self.start = np.array([240, 264, 9], np.int32)
+        self.count = np.array([24, 19, 0], np.int32)
+        model = replace(TINY, head_dim=self.head_dim)
+        self.rope = jnp.asarray(rope_table(model, POSITIONS))
+
+    def decode(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """Cache `[B, KV, S, Dh]` and result `[B, H Dh]` of a decode call; `changes` replace attributes."""
+        own = {**vars(self), **changes}
+        layer, out = _decode(backend, self.dtype, _stored(backend, own["cache"]), own["qkv"], self.rope,
+                             own["length"], own["live"])  # fmt: skip
+        return backend.to_host(layer), np.asarray(out, np.float32)
+
+    def prefill(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """The same of a prefill call: result `[P, T, H Dh]`."""
+        own = {**vars(self), **changes}
+        chunks = own["chunks"]
+        layer, out = _prefill(backend, self.dtype, _stored(backend, own["cache"]), chunks, self.rope,
+                              own["slot"], own["start"], own["count"])  # fmt: skip
+        return backend.to_host(layer), np.asarray(out, np.float32).reshape(*chunks.shape[:2], -1)
+
+    def expected(
+        self, cache: tuple[np.ndarray, np.ndarray], qkv: np.ndarray, slot: int, position: int
+    ) -> np.ndarray:
+        """Attention of one token over a cache that holds its key, in float64: `[H Dh]`."""
+        cos, sin = np.asarray(self.rope, np.float64)[position]
+        first, second = np.split(qkv.reshape(-1, self.head_dim)[: self.heads].astype(np.float64), 2, axis=1)
+        q = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+        keys, values = (x[slot, :, : position + 1].astype(np.float64) for x in cache)
+        out = []
+        for head, query in enumerate(q):
+            of = head // (self.heads // self.kv_heads)
+            scores = keys[of] @ query * self.head_dim**-0.5
+            weights = np.exp(scores - scores.max())
+            out.append(weights @ values[of] / weights.sum())
+        return np.concatenate(out)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _decode(
+    backend: Attention, dtype: Any, layer: LayerCache, qkv: Any, rope: Any, length: Any, live: Any
+) -> Any:
+    longest = whole_cache(backend, layer)
+    return backend.attend_decode(
+        layer, qkv, rope=rope[length], length=length, live=live, key_length=longest, compute_dtype=dtype
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill(
+    backend: Attention,
+    dtype: Any,
+    layer: LayerCache,
+    chunks: Any,
+    rope: Any,
+    slot: Any,
+    start: Any,
+    count: Any,
+) -> Any:
+    angles = rope[start[:, None] + jnp.arange(chunks.shape[1])]
+    return backend.attend_prefill(
+        layer,
+        chunks.reshape(-1, chunks.shape[2]),
+        rope=angles,
+        slot=slot,
+        start=start,
+        count=count,
+        key_length=whole_cache(backend, layer),
+        compute_dtype=dtype,
+    )
+
+
+def whole_cache(backend: Attention, layer: LayerCache) -> int:
+    blocks, _, _, block, _ = layer.keys.shape if backend.name == "xla" else (1, *layer.keys.shape)
+    return blocks * block
+
+
+def _stored(backend: Attention, cache: tuple[np.ndarray, np.ndarray]) -> LayerCache:
+    return backend.from_host(*(np.array(each) for each in cache))
+
+
+def bits(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+SHAPES = [
+    ((9, 3, 64), jnp.bfloat16),
+    ((7, 1, 96), jnp.float32),
+    ((8, 1, 128), jnp.bfloat16),
+    ((3, 3, 64), jnp.float32),
+]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), SHAPES, ids=str)
+@each_backend
+def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, int], dtype: Any) -> None:
+    """Any number of heads and groups, head sizes that are no power of two, first and last positions."""
+    case = Case(heads, dtype)
+    tolerance = 0.02 if dtype == jnp.bfloat16 else 2e-5
+    cache, out = case.decode(backend)
+    for row, position in enumerate(case.length):
+        expected = case.expected(cache, case.qkv[row], row, position)
+        np.testing.assert_allclose(out[row], expected, atol=tolerance)
+    cache, out = case.prefill(backend)
+    for lane, token in ((0, 0), (0, 23), (1, 0), (1, 18)):
+        expected = case.expected(cache, case.chunks[lane, token], case.slot[lane], case.start[lane] + token)
+        np.testing.assert_allclose(out[lane, token], expected, atol=tolerance)
+
+
+@each_backend
+def test_a_row_depends_on_nothing_but_itself(backend: Attention) -> None:
+    """Its bits: among other neighbours, in another row, before stale NaN, in a longer cache."""
+    case = Case((6, 2, 64), jnp.bfloat16)
+    _, expected = case.decode(backend)
+    order = np.array([2, 0, 3, 1])
+    other = Case((6, 2, 64), jnp.bfloat16, seed=1)
+    mine = np.array([False, True, False, False])
+    keys, values = (
+        np.where(mine[:, None, None, None], a, b) for a, b in zip(case.cache, other.cache, strict=True)
+    )
+    runs = {
+        "permuted": (
+            dict(cache=[x[order] for x in case.cache], qkv=case.qkv[order], length=case.length[order]),
+            np.argsort(order),
+        ),
+        "neighbours": (dict(cache=(keys, values), qkv=np.where(mine[:, None], case.qkv, other.qkv)), [1]),
+        "alone": (dict(live=mine), [1]),
+        "longer cache": (dict(cache=[np.concatenate([x, x], axis=2) for x in case.cache]), range(4)),
+    }
+    for name, (changes, rows) in runs.items():
+        _, found = case.decode(backend, **changes)
+        wanted = expected if len(rows) == 4 else expected[1:2]
+        assert bits(found[list(rows)]) == bits(wanted), name
+    beyond = np.arange(POSITIONS) > case.length[:, None]
+    layer = backend.clear_values(  # a new owner clears what the previous one left, then writes its own
+        _stored(backend, tuple(np.full_like(x, np.nan) for x in case.cache)), jnp.arange(4), jnp.ones(4, bool)
+    )
+    stale = [
+        np.where(beyond[:, None, :, None], x, y)
+        for x, y in zip(backend.to_host(layer), case.cache, strict=True)
+    ]
+    assert np.isnan(stale[0]).any()
+    assert bits(case.decode(backend, cache=stale)[1]) == bits(expected), "stale NaN"
+
+
+@each_backend
+def test_a_lane_depends_on_nothing_but_its_slot(backend: Attention) -> None:
+    case = Case((6, 2, 64), jnp.bfloat16)
+    _, expected = case.prefill(backend)
+    other = Case((6, 2, 64), jnp.bfloat16, seed=1)
+    order = np.array([2, 0, 1])
+    _, permuted = case.prefill(
+        backend,
+        chunks=case.chunks[order],
+        slot=case.slot[order],
+        start=case.start[order],
+        count=case.count[order],
+    )
+    foreign = np.arange(4) != 1
+    mixed = [
+        np.where(foreign[:, None, None, None], b, a) for a, b in zip(case.cache, other.cache, strict=True)
+    ]
+    _, among_others = case.prefill(backend, cache=mixed, count=np.array([24, 19, 7], np.int32))
+    for lane, width in ((0, 24), (1, 19)):
+        assert bits(permuted[lane + 1, :width]) == bits(expected[lane, :width])
+        assert bits(among_others[lane, :width]) == bits(expected[lane, :width])
+
+
+@each_backend
+def test_nothing_is_written_but_what_was_asked(backend: Attention) -> None:
+    case = Case((6, 2, 64), jnp.bfloat16)
+    live = np.array([True, False, True, False])
+    after, _ = case.decode(backend, live=live)
+    written = np.zeros((4, POSITIONS), bool)
+    written[[0, 2], case.length[[0, 2]]] = True
+    assert_changed_only(case.cache, after, written)
+    after, _ = case.prefill(backend)
+    written[:] = False
+    written[1, 240:283] = True
+    assert_changed_only(case.cache, after, written)
+
+
+def assert_changed_only(before: Any, after: Any, written: np.ndarray) -> None:
+    for old, new in zip(before, after, strict=True):
+        kept = np.broadcast_to(~written[:, None, :, None], old.shape)
+        assert bits(old[kept]) == bits(new[kept])
+        assert np.all(np.any(old != new, axis=(1, 3)) == written)
+
+
+@each_backend
+def test_a_cache_survives_the_way_over_the_host(backend: Attention) -> None:
+    draw = np.random.default_rng(3)
+    layers = backend.make_cache(TINY, 3, POSITIONS, jnp.dtype(jnp.bfloat16))
+    assert len(layers) == TINY.num_hidden_layers
+    empty = backend.to_host(layers[0])
+    assert {x.shape for x in empty} == {(3, TINY.num_key_value_heads, POSITIONS, TINY.head_dim)}
+    assert not any(x.any() for x in empty)
+    full = [draw.standard_normal(x.shape).astype(np.float32).astype(x.dtype) for x in empty]
+    layer = backend.from_host(*full)
+    assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, layers[0])
+    assert [bits(x) for x in backend.to_host(layer)] == [bits(x) for x in full]
+
+
+# -- the GPU kernels --------------------------------------------------------------------------------------------
+
+
+def test_an_engine_on_gpu_kernels_keeps_the_law(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    config = replace(TINY_ENGINE, attention_backend="gpu", prefill_lanes=(2,), max_num_seqs=4)
+    engine = make_engine(config)
+    assert engine.runner.bucket_choices == (512,), "rows are bounded by their own length: one key bucket"
+    report = verify(engine, requests=24, schedules=2, seed=5, lags=(0, 1))
+    assert report.ok, "\n".join(report.lines())
+    assert report.compiles_after_warmup == 0
+
+
+@contextlib.contextmanager
+def hopper() -> Any:
+    """Lower for an H200 on a machine without one. Versions that need no device description have none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if not hasattr(jax.sharding, "AbstractDevice"):
+            yield
+            return
+        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+            yield
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [*SHAPES, ((32, 8, 128), jnp.bfloat16)], ids=str)
+def test_the_kernels_lower_for_cuda(heads: tuple[int, int, int], dtype: Any) -> None:
+    """Through Triton, with both cache buffers aliased to the write kernel's outputs."""
+    case, backend = Case(heads, dtype), GpuAttention()
+    layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in case.cache))
+    decode = (layer, case.qkv, case.rope, case.length, case.live)
+    prefill = (layer, case.chunks, case.rope, case.slot, case.start, case.count)
+    with hopper():
+        for function, arguments, kernels in ((_decode, decode, 3), (_prefill, prefill, 1)):
+            lowered = function.trace(backend, case.dtype, *arguments).lower(lowering_platforms=("cuda",))
+            text = lowered.as_text()
+            calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
+            assert len(calls) == kernels
+            assert sum(line.count("output_operand_alias<") for line in calls) == (2 if kernels == 3 else 0)
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend must be one of auto, xla.*, not 'cudnn'"):
+        EngineConfig(attention_backend="cudnn")
+
+
+def test_the_default_backend_is_pure_jax() -> None:
+    assert ModelSpec(TINY, jnp.dtype(jnp.bfloat16)).attention == XlaAttention()
