@@ -269,6 +269,8 @@ class XlaBatchEngine:
                     resume, answer = turn.throw, error
         except StopIteration:
             pass
+        finally:
+            turn.close()
 
     def turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
         """One turn for a driver that has something else to do while the device works.
