@@ -25,9 +25,9 @@ class Engine:
     def __init__(self, threads):
         self.runs = 0
 
-    def load(self, model, dtype, max_num_seqs, max_model_len, cache):
+    def load(self, model, dtype="", max_num_seqs=0, max_model_len=0, cache=""):
         print("noise on standard output")
-        return {"versions": "fake", "notes": "", "arrivals": ARRIVALS}
+        return {"versions": "fake", "notes": "", "arrivals": ARRIVALS, "about": "fake"}
 
     def run(self, prompts, max_tokens, arrivals, stop_token_ids=None):
         self.runs += 1
@@ -68,7 +68,7 @@ def fake_workers(folder: Path, ours: str = "", theirs: str = "", *, arrivals: bo
     shutil.copy(Path(peers.__file__).parent / "workers" / "worker.py", worker)
     for kind, fault in (("xla", ours), ("hf", theirs)):
         (folder / f"{kind}.py").write_text(
-            f"FAULT, ARRIVALS = {fault!r}, {arrivals}\n{FAKE}\nStatic = Engine\n"
+            f"FAULT, ARRIVALS = {fault!r}, {arrivals}\n{FAKE}\nStatic = Judge = Engine\n"
         )
     return worker
 

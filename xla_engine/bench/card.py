@@ -55,6 +55,8 @@ def card(record: dict[str, Any]) -> str:
         f"read limit {limits['read_gb_s']:g} GB/s; product limit "
         + ", ".join(f"{value:g} GFLOP/s ({name})" for name, value in limits["gflops"].items()),
     ]
+    if record["judge"]:
+        lines.append(f"judge of streams: {record['judge']}")
     for name, engine in record["engines"].items():
         notes = f"; {engine['notes']}" if engine["notes"] else ""
         lines.append(f"{name}: {engine['about']}; {engine['versions']}{notes}")

@@ -14,7 +14,7 @@ from graphs.config import ModelConfig
 from xla_engine.bench import limits
 from xla_engine.bench.figures import Spread, complaints, figures, ratios, spread_of
 from xla_engine.bench.judge import Verdict, verdict, void_reason
-from xla_engine.bench.peers import BARE, JUDGE, OURS, PEERS, STOPS, PeerFailed, Process
+from xla_engine.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, PeerFailed, Process
 from xla_engine.bench.workloads import Sizes, Workload, make_workload
 
 _REST = 0.3  # seconds between turns: the threads of the engine before stop spinning
@@ -89,6 +89,7 @@ def measure(options: Options) -> dict[str, Any]:
         "rounds": options.rounds,
         "seed": options.seed,
         "machine": describe_machine(),
+        "judge": None,
         "limits": {"read_gb_s": round(limits.read_bandwidth(options.threads), 2), "gflops": {}},
         "engines": {},
         "skipped": {},
@@ -96,9 +97,30 @@ def measure(options: Options) -> dict[str, Any]:
         "workloads": {},
         "results": [],
     }
-    for batch in options.batches:
-        _measure_batch(options, batch, record)
+    judge = _open_judge(options, record) if options.judge else None
+    try:
+        for batch in options.batches:
+            _measure_batch(options, batch, judge, record)
+    finally:
+        if judge is not None:
+            judge.close()
     return record
+
+
+def _open_judge(options: Options, record: dict[str, Any]) -> Process:
+    """transformers in float32 where it is installed, else our own plain forward pass."""
+    candidates = ((options.peers.get(REFERENCE, options.python), "hf:Judge"), (options.python, "xla:Judge"))
+    for python, kind in candidates:
+        judge = None
+        try:
+            judge = Process(python, kind, options.threads)
+            record["judge"] = judge.ask("load", model=str(options.directory))["about"]
+            return judge
+        except PeerFailed as error:
+            if judge is not None:
+                judge.close()
+            reason = error
+    raise reason
 
 
 def describe_machine() -> str:
@@ -117,7 +139,7 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _measure_batch(options: Options, batch: int, record: dict[str, Any]) -> None:
+def _measure_batch(options: Options, batch: int, judge: Process | None, record: dict[str, Any]) -> None:
     sizes = Sizes(
         batch=batch,
         vocab_size=options.config.vocab_size,
@@ -145,7 +167,10 @@ def _measure_batch(options: Options, batch: int, record: dict[str, Any]) -> None
             _start(options, name, batch, longest, sides, record)
         _gather_limits(options, sides, record)
         for workload in workloads:
-            _measure_workload(options, batch, workload, sides, record)
+            turns = _measure_workload(options, batch, workload, sides)
+            if judge is not None:
+                _judge(options, workload, judge, turns)
+            record["results"] += _results(options, batch, workload, turns, record)
         _finish_batch(options, batch, sides, record)
     finally:
         for side in sides:
@@ -194,7 +219,7 @@ def _start(
 def _gather_limits(options: Options, sides: list[Side], record: dict[str, Any]) -> None:
     """GFLOP/s of a large product in each engine that can tell; the best is the machine's."""
     for side in sides:
-        if side.name in (OURS, JUDGE) and side.name not in record["limits"]["gflops"]:
+        if side.name in (OURS, REFERENCE) and side.name not in record["limits"]["gflops"]:
             found = side.process.ask("limits", dtype=options.dtype)
             record["limits"]["gflops"][side.name] = round(found["gflops"], 1)
             if "gbps" in found:
@@ -202,8 +227,8 @@ def _gather_limits(options: Options, sides: list[Side], record: dict[str, Any]) 
 
 
 def _measure_workload(
-    options: Options, batch: int, workload: Workload, sides: list[Side], record: dict[str, Any]
-) -> None:
+    options: Options, batch: int, workload: Workload, sides: list[Side]
+) -> dict[str, Turns]:
     timed = [side for side in sides if _can(side, workload)]
     turns = {side.name: Turns() for side in timed}
     if workload.name == "uniform":
@@ -220,8 +245,7 @@ def _measure_workload(
     if workload.name == "ragged":
         turns[STOPS] = Turns()
         _guard(ours, turns, lambda: _run_with_stops(options, ours, workload, turns))
-    _judge(options, workload, sides, turns)
-    record["results"] += _results(options, batch, workload, turns, record)
+    return turns
 
 
 def _can(side: Side, workload: Workload) -> bool:
@@ -300,22 +324,20 @@ def _run_with_stops(options: Options, side: Side, workload: Workload, turns: dic
     mine.figures.append(figures(workload, answer) | extra | {"ended_by_stop_id": ended})
 
 
-def _judge(options: Options, workload: Workload, sides: list[Side], turns: dict[str, Turns]) -> None:
-    """Void what is wrong. The judge is transformers in float32 where it is there, else our plain forward pass."""
-    judges = [side for side in sides if side.name == JUDGE and side.failed is None] or sides[:1]
-    reference = turns[JUDGE].first if JUDGE in turns else None
+def _judge(options: Options, workload: Workload, judge: Process, turns: dict[str, Turns]) -> None:
+    """Void what is wrong."""
+    reference = turns[REFERENCE].first if REFERENCE in turns else None
     expected = None if reference is None else reference["streams"]
     prompts = workload.prompts[: options.judge]
     for mine in turns.values():
-        if mine.first is None or not options.judge:
-            continue
-        streams = mine.first["streams"]
-        found = judges[0].process.ask("regrets", prompts=prompts, streams=streams[: options.judge])
-        mine.verdict = verdict(found["regrets"], streams, expected)
-    standard = turns[JUDGE].verdict if JUDGE in turns else None
+        if mine.first is not None:
+            streams = mine.first["streams"]
+            found = judge.ask("regrets", prompts=prompts, streams=streams[: options.judge])
+            mine.verdict = verdict(found["regrets"], streams, expected)
+    standard = turns[REFERENCE].verdict if REFERENCE in turns else None
     for name, mine in turns.items():
         if mine.verdict is not None:
-            against = None if name == JUDGE else standard
+            against = None if name == REFERENCE else standard
             mine.void = mine.void or void_reason(mine.verdict, options.dtype, against)
 
 

@@ -29,7 +29,9 @@ class Peer:
 OURS = "xla-engine"
 BARE = "bare step"  # ours, with nothing around it
 STOPS = "xla-engine, ended by stop ids"
-JUDGE = "transformers"
+REFERENCE = (
+    "transformers"  # whose streams others are compared with, and whose own errors excuse as large ones
+)
 PEERS = {
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),

@@ -24,7 +24,7 @@ class Static:
     def load(
         self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
-        self._directory, self._batch = model, max_num_seqs
+        self._batch = max_num_seqs
         self._model = load_model(model, dtype)
         return {
             "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
@@ -54,17 +54,6 @@ class Static:
             streams += [row[:count] for row, count in zip(new, counts, strict=True)]
             times += [clock.times[:count] for count in counts]
         return {"seconds": time.perf_counter() - began, "times": times, "streams": streams}
-
-    def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
-        """Per token, how far its float32 logit lies below the best one, given the tokens before it.
-
-        In standard deviations of that row of logits; 0 where float32 would have chosen the same.
-        """
-        model = load_model(self._directory, "float32")
-        return {
-            "regrets": [_regrets(model, *pair) for pair in zip(prompts, streams, strict=True)],
-            "judge": f"transformers {transformers.__version__}, float32",
-        }
 
     def limits(self, dtype: str) -> dict[str, Any]:
         """GFLOP/s of a 2048 x 2048 product in `dtype`."""
@@ -133,6 +122,31 @@ class Continuous(Static):
         self._manager.stop(block=True)
 
 
+class Judge:
+    """Says how good greedy tokens are, in float32."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        transformers.utils.logging.disable_progress_bar()
+
+    def load(self, model: str) -> dict[str, Any]:
+        self._model = load_model(model, "float32")
+        return {"about": f"transformers {transformers.__version__}, float32"}
+
+    def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
+        """Per token, how far its float32 logit lies below the best one, given the tokens before it.
+
+        In standard deviations of that row of logits; 0 where float32 would have chosen the same.
+        """
+        return {"regrets": [self._regrets(*pair) for pair in zip(prompts, streams, strict=True)]}
+
+    def _regrets(self, prompt: list[int], stream: list[int]) -> list[float]:
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([prompt + stream])).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(stream)[:, None])[:, 0]
+            return ((logits.max(1).values - chosen) / logits.std(1)).tolist()
+
+
 class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
     """Notes when each token was known; stops nothing."""
 
@@ -161,10 +175,3 @@ def left_padded(prompts: Ids) -> tuple[Any, Any]:
     ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids), torch.tensor(mask)
-
-
-def _regrets(model: Any, prompt: list[int], stream: list[int]) -> list[float]:
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + stream])).logits[0, len(prompt) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(stream)[:, None])[:, 0]
-        return ((logits.max(1).values - chosen) / logits.std(1)).tolist()

@@ -81,7 +81,7 @@ class U8Cache:
         greedy = openvino_genai.GenerationConfig()
         greedy.max_new_tokens = greedy.min_new_tokens = count
         greedy.ignore_eos, greedy.do_sample = True, False
-        greedy.eos_token_id = 0  # its default, -1, is refused where the model names none
+        greedy.set_eos_token_id(0)  # ignored, but the default for models without one, -1, is refused
         self._requests += 1
         ids = openvino.Tensor(np.array([prompt], np.int64))
         return self._pipeline.add_request(self._requests, ids, greedy)

@@ -71,7 +71,6 @@ class Engine:
         self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
         config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype)
-        self._model = model
         self._engine = XlaBatchEngine(load_checkpoint(model, dtype=dtype), None, config)
         self._runner = TimedRunner(self._engine.runner)
         self._engine.runner = cast(Runner, self._runner)
@@ -184,16 +183,6 @@ class Engine:
             "ok": report.ok,
         }
 
-    def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
-        """As in `hf.py`, judged by our own forward pass without cache."""
-        reference = Reference(load_checkpoint(self._model, dtype="float32"))
-        regrets = []
-        for prompt, stream in zip(prompts, streams, strict=True):
-            logits = reference.logits([*prompt, *stream])[len(prompt) - 1 : -1]
-            chosen = logits[np.arange(len(stream)), stream]
-            regrets.append(((logits.max(1) - chosen) / logits.std(1)).tolist())
-        return {"regrets": regrets, "judge": "own forward pass, float32"}
-
     def limits(self, dtype: str) -> dict[str, Any]:
         """GFLOP/s of a large square product in `dtype`, and on an accelerator GB/s of reading its memory."""
         device = jax.devices()[0].platform != "cpu"
@@ -209,6 +198,26 @@ class Engine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class Judge:
+    """As in `hf.py`, by our own forward pass without a cache."""
+
+    def __init__(self, threads: int) -> None:
+        self._reference: Reference | None = None
+
+    def load(self, model: str) -> dict[str, Any]:
+        self._reference = Reference(load_checkpoint(model, dtype="float32"))
+        return {"about": "own forward pass, float32"}
+
+    def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
+        assert self._reference is not None, "load comes first"
+        regrets = []
+        for prompt, stream in zip(prompts, streams, strict=True):
+            logits = self._reference.logits([*prompt, *stream])[len(prompt) - 1 : -1]
+            chosen = logits[np.arange(len(stream)), stream]
+            regrets.append(((logits.max(1) - chosen) / logits.std(1)).tolist())
+        return {"regrets": regrets}
 
 
 def _best(call: Any, rounds: int = 7) -> float:
