@@ -19,6 +19,7 @@ from xla_engine.bench.card import card, markdown_table
 from xla_engine.bench.figures import Spread, complaints, figures, ratios, spread_of
 from xla_engine.bench.judge import NEAR_TIE, verdict, void_reason
 from xla_engine.bench.models import SHAPES, find_model, write_once
+from xla_engine.bench.plot import lines_of, plot
 from xla_engine.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
 from xla_engine.checkpoint import load_checkpoint, tensor_sources
 from xla_engine.errors import ConfigError
@@ -250,3 +251,22 @@ def test_a_void_rate_is_not_printed() -> None:
 def test_markdown_tables_line_up() -> None:
     lines = markdown_table(["name", "n"], [["a", 1], ["long name", 100]]).splitlines()
     assert len({len(line) for line in lines}) == 1 and lines[2] == "| a         |   1 |"
+
+
+# -- plot ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plot_has_every_engine_that_is_not_void(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the plot extra: pip install -e '.[plot]'")
+    figures = {"decode_tok_s": [200.0, 190.0, 210.0], "floor_tok_s": [900.0, 900.0, 900.0]}
+    record = a_record(
+        result("xla-engine", figures=figures),
+        result("xla-engine", batch=32, figures=figures),
+        result("transformers", void="wrong"),
+    )
+    assert set(lines_of([record], "decode_tok_s")) == {"xla-engine"}
+    assert lines_of([record], "floor_tok_s")["xla-engine"].keys() == {8, 32}
+    plot([record], tmp_path / "bench.svg")
+    assert "bandwidth floor" in (tmp_path / "bench.svg").read_text()
+    with pytest.raises(ConfigError, match="one model"):
+        plot([record, record | {"model": "other"}], tmp_path / "bench.svg")

@@ -219,3 +219,15 @@ def test_the_benchmark_runs_and_ends_with_one_json_line(tmp_path: Path) -> None:
     assert found["uniform", "xla-engine"]["figures"]["decode_tok_s"][0] > 0
     assert found["uniform", "bare step"]["figures"]["step_ms"][0] > 0
     assert record["verify"][0]["ok"] and record["verify"][0]["tokens"] > 0
+
+
+def test_a_bare_scientific_stack_is_enough() -> None:
+    """Driver, our worker and our judge import without what only the command line and chats need."""
+    code = (
+        "import sys\n"
+        "for name in ('click', 'tqdm', 'jinja2', 'matplotlib', 'torch'): sys.modules[name] = None\n"
+        "import xla_engine.bench.__main__\n"
+        "import xla_engine.bench.workers.xla, xla_engine.bench.plot"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

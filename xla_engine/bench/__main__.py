@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--cache", type=Path, help="for written models  [default: the user's cache directory]")
     found.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON line here")
+    found.add_argument("--plot", type=Path, metavar="FILE", help="draw decode tok/s against B (extra `plot`)")
     return found
 
 
@@ -103,6 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(line)
     if options.output is not None:
         options.output.write_text(line + "\n")
+    if options.plot is not None:
+        from xla_engine.bench.plot import plot
+
+        plot([record], options.plot)
     return 0
 
 

@@ -35,10 +35,8 @@ REFERENCE = (
 PEERS = {
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
-    "openvino": Peer(
-        "openvino_cb:U8Cache", "OpenVINO GenAI ContinuousBatchingPipeline, its default u8 cache"
-    ),
-    "openvino-kv": Peer("openvino_cb:FullCache", "OpenVINO GenAI, cache in the precision of the model"),
+    "openvino": Peer("openvino_cb:Plain", "OpenVINO GenAI ContinuousBatchingPipeline"),
+    "openvino-u8": Peer("openvino_cb:U8Cache", "the same with keys and values in eight bits"),
     "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
     "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),
 }

@@ -17,8 +17,10 @@ Ids = list[list[int]]
 PROMPT_TOKENS = 2048  # prompt tokens a step may take beside the decoding rows
 
 
-class U8Cache:
-    """OpenVINO's side of the protocol in `worker.py`, with the cache it chooses itself on CPUs: u8."""
+class Plain:
+    """OpenVINO's side of the protocol in `worker.py`; keys and values in the precision of the model."""
+
+    cache_precision = ""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -35,19 +37,19 @@ class U8Cache:
         options.max_num_batched_tokens = max_num_seqs + PROMPT_TOKENS
         options.cache_size = 2  # GiB; more than any workload fills
         options.enable_prefix_caching = False
-        properties = {"INFERENCE_PRECISION_HINT": short, "INFERENCE_NUM_THREADS": self._threads}
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
-            str(directory), options, "CPU", properties | self.cache_properties(short)
-        )
+        kept = self.cache_precision or short
+        properties = {
+            "INFERENCE_PRECISION_HINT": short,
+            "INFERENCE_NUM_THREADS": self._threads,
+            "KV_CACHE_PRECISION": kept,
+        }
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(directory), options, "CPU", properties)
         self._requests = 0
         return {
             "versions": f"openvino-genai {openvino_genai.__version__}",
-            "notes": f"{PROMPT_TOKENS} prompt tokens a step",
+            "notes": f"cache {kept}, {PROMPT_TOKENS} prompt tokens a step",
             "arrivals": True,
         }
-
-    def cache_properties(self, short: str) -> dict[str, str]:
-        return {}
 
     def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
         pipeline = self._pipeline
@@ -87,11 +89,10 @@ class U8Cache:
         return self._pipeline.add_request(self._requests, ids, greedy)
 
 
-class FullCache(U8Cache):
-    """The same with keys and values in the precision of the model."""
+class U8Cache(Plain):
+    """The same with keys and values in eight bits."""
 
-    def cache_properties(self, short: str) -> dict[str, str]:
-        return {"KV_CACHE_PRECISION": short}
+    cache_precision = "u8"
 
 
 def convert(model: str, directory: Path) -> None:
