@@ -39,6 +39,7 @@ def test_an_honest_engine_passes(embedded: XlaBatchEngine) -> None:
 def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
     """No row is active, no slot was used, nothing was compiled, and requests get the bits they get without it."""
     checked = make_engine()
+    checked.runner.blank()
     again = run_self_check(checked.runner, TINY.vocab_size)
     assert replace(again, seconds=0.0) == replace(first_check(checked), seconds=0.0)
     assert not np.asarray(checked.runner._rows.remaining).any()
@@ -136,3 +137,23 @@ def test_rows_that_differ_are_beyond_help_and_it_is_said(
     (record,) = caplog.records
     assert "cannot be promised" in record.getMessage()
     assert engine.runner.bucket_choices == engine.config.buckets(engine.max_model_len)
+
+
+def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
+    is_long = (rest["length"] >= 256)[:, None]
+    return layer, jnp.where(is_long & (key_length == 512), out * 1.001, out)
+
+
+def test_each_bucket_is_probed_with_keys_that_need_it(
+    monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
+) -> None:
+    """Only rows of more than one block notice, and only in a bucket that is neither the first nor the last."""
+    monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_decode", middle_bucket_changes_long_rows)
+    model = replace(TINY, max_position_embeddings=600)
+    config = replace(TINY_ENGINE, max_model_len=600, prefill_lanes=(4,), key_buckets=(256, 512))
+    engine = make_engine(config, model=model)
+    check = first_check(engine)
+    assert check.row_invariant and check.lane_invariant and not check.bucket_invariant
+    assert all("with 512 keys against 768" in difference for difference in check.differences)
+    assert engine.runner.bucket_choices == (768,)

@@ -18,16 +18,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from graphs.attention import KEY_BLOCK
 from scheduler import Chunk, Plan, Row, Sample, Slot
 from xla_engine.runner import RowSettings, Runner
 from xla_engine.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
 
-_CHUNKS = 2.5  # of the probe's prompt: keys enough to be summed in another order
+_CHUNKS = 2.5  # of a probe's prompt beyond the bucket below: keys enough to be summed in another order
 _SAMPLES = 3  # of the probe: one by the prefill graph, the rest by decode
 _LEAST_NEIGHBOURS = 4
-_PROBE_PARAMS = SamplingParams(temperature=1.0, top_p=0.95, logprobs=0)
+_PROBE_PARAMS = SamplingParams(temperature=3.0, top_p=0.95, logprobs=0)  # far from greedy: peers' limits show
 _NEIGHBOUR_PARAMS = (
     SamplingParams(temperature=0.0, logprobs=0),
     SamplingParams(temperature=0.7, top_k=3),
@@ -72,17 +73,15 @@ class SelfCheck:
 
 
 def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck:
-    """Check an idle runner that has just started, and restrict it to its largest graphs where sizes change bits.
+    """Check a runner with a blank cache, and restrict it to its largest graphs where sizes change bits.
 
     Nothing is compiled. Afterwards the runner is as it was, but for stale values in the cache.
     """
     began = time.perf_counter()
     lane_choices, bucket_choices = runner.lane_choices, runner.bucket_choices
-    probe = _Probe(runner, vocab_size)
+    probes = [_Probe(runner, vocab_size, size) for size in bucket_choices]
     try:
-        rows, lanes, buckets, prefill = (
-            tuple(found) for found in probe.compare(lane_choices, bucket_choices)
-        )
+        rows, lanes, buckets, prefill = _compare(probes, lane_choices)
     finally:
         runner.lane_choices, runner.bucket_choices = lane_choices, bucket_choices
     runner.reset()
@@ -115,101 +114,131 @@ def _warn(check: SelfCheck, lane_choices: tuple[int, ...], bucket_choices: tuple
     _logger.warning("self-check: %s; %s. %s", "; ".join(causes), check.promise, check.differences[0])
 
 
+def _compare(probes: Sequence[_Probe], lane_choices: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+    """Differences between rows, between lane counts, between key buckets, between prefill and decode.
+
+    `probes` are those of the key buckets, ascending. The longest comes first, as long as no slot holds anything.
+    """
+    *shorter, longest = probes
+    most, fewer = lane_choices[-1], lane_choices[:-1]
+    alone = longest.alone(most)
+    prefill = [
+        f"by prefill against decode: {difference}"
+        for difference in _difference([*alone[:1], *longest.by_prefill(most, alone)], alone)
+    ]
+    rows: list[str] = []
+    lanes: list[str] = []
+    buckets: list[str] = []
+    for probe in (longest, *shorter):
+        size, crowd = probe.bucket, probe.crowd(most)
+        samples = probe.among(crowd, most, size)
+        where, expected = ("alone", alone) if probe is longest else ("there", samples[0])
+        rows += [
+            f"slot {slot} among neighbours, {size} keys, against slot 0 {where}: {difference}"
+            for slot, found in zip(probe.slots, samples, strict=True)
+            for difference in _difference(found, expected)
+        ]
+        if probe is not longest:  # the same crowd: only the bucket differs
+            buckets += [
+                f"slot {slot} with {size} keys against {longest.bucket}: {difference}"
+                for slot, found, same in zip(
+                    probe.slots, samples, probe.among(crowd, most, longest.bucket), strict=True
+                )
+                for difference in _difference(found, same)
+            ]
+        lanes += [
+            f"slot {probe.slots[-1]} with {size} keys in {count} lanes against {most}: {difference}"
+            for count in fewer
+            for difference in _difference(probe.between_neighbours(count), samples[-1])
+        ]
+    return (tuple(found) for found in (rows, lanes, buckets, prefill))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prompt:
-    """A prompt in a slot, and what the device is told about it."""
+    """A prompt in a slot, and what the device is told about it.
+
+    Run are the first chunk and those from position `tail` on; the keys between are whatever the slot holds.
+    """
 
     slot: int
     tokens: tuple[int, ...]
+    tail: int
     settings: RowSettings
 
 
 class _Probe:
-    """One request over some chunks, and the neighbours it may have. It fits into the smallest key bucket."""
+    """One request for one key bucket, and the neighbours it may have.
 
-    def __init__(self, runner: Runner, vocab_size: int) -> None:
+    It is just too long for the bucket below, and for one block of keys where the bucket has more. Most of its keys
+    are not computed, as that would take seconds: they are the same in all slots, which is enough to compare.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, bucket: int) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
-        self._draw = random.Random(0)
-        room = min(runner.context_length, runner.bucket_choices[0])
+        self._draw = random.Random(bucket)
+        self.bucket = bucket
+        below = max((size for size in runner.bucket_choices if size < bucket), default=0)
+        if not below and bucket > KEY_BLOCK:
+            below = KEY_BLOCK
+        chunk, room = runner.config.chunk_size, min(runner.context_length, bucket)
         self._samples = min(_SAMPLES, room - 1)
-        length = int(_CHUNKS * runner.config.chunk_size)
-        self._tokens = self._random_tokens(min(length, room - self._samples))
+        length = min(below + int(_CHUNKS * chunk), room - self._samples)
+        self._tokens = self._random_tokens(length)
+        self._tail = min(below, length - 1) // chunk * chunk
         rows = runner.config.device_rows
-        self._slots = (0, rows // 2, rows - 1)
+        self.slots = (0, rows // 2, rows - 1)
 
-    def compare(
-        self, lane_choices: tuple[int, ...], bucket_choices: tuple[int, ...]
-    ) -> tuple[list[str], list[str], list[str], list[str]]:
-        """Differences between rows, between lane counts, between key buckets, between prefill and decode."""
-        most, longest = lane_choices[-1], bucket_choices[-1]
-        (alone,) = self._run(most, longest, [self._in_slot(0)])
-        probes, crowd = self._crowd(most)  # one crowd for all buckets: only the bucket differs
-        among = {size: self._run(most, size, crowd)[probes] for size in bucket_choices}
-        expected = among[longest]
-        rows = [
-            f"slot {slot} among neighbours against slot 0 alone: {difference}"
-            for slot, samples in zip(self._slots, expected, strict=True)
-            for difference in _difference(samples, alone)
-        ]
-        buckets = [
-            f"slot {slot} with {size} keys against {longest}: {difference}"
-            for size in bucket_choices[:-1]
-            for slot, samples, same in zip(self._slots, among[size], expected, strict=True)
-            for difference in _difference(samples, same)
-        ]
-        lanes = [
-            f"slot {self._slots[-1]} with {size} keys in {count} lanes against {most}: {difference}"
-            for count in lane_choices[:-1]
-            for size in bucket_choices
-            for difference in _difference(self._between_neighbours(count, size), among[size][-1])
-        ]
-        by_prefill = [*alone[:1], *self._by_prefill(most, longest, alone)]
-        prefill = [
-            f"by prefill against decode: {difference}" for difference in _difference(by_prefill, alone)
-        ]
-        return rows, lanes, buckets, prefill
+    def alone(self, lanes: int) -> list[Sample]:
+        """The samples of the first slot by itself."""
+        (samples,) = self._run(lanes, self.bucket, [self._in_slot(0)])
+        return samples
 
-    def _crowd(self, lanes: int) -> tuple[slice, list[_Prompt]]:
-        """The probe in each of its slots at once, among random neighbours that fill the last call; where it stands."""
-        probes = [self._in_slot(slot) for slot in self._slots]
+    def crowd(self, lanes: int) -> list[_Prompt]:
+        """A random neighbour, the probe in each of its slots, and neighbours that fill the last prefill call."""
+        probes = [self._in_slot(slot) for slot in self.slots]
         used = sum(1 for probe in probes for _ in self._chunks(probe)) + _LEAST_NEIGHBOURS
-        others = [slot for slot in range(self._runner.config.device_rows) if slot not in self._slots]
-        first, *rest = self._draw.sample(others, min(len(others), _LEAST_NEIGHBOURS + -used % lanes))
-        prompts = [self._neighbour(first), *probes, *map(self._neighbour, rest)]
-        return slice(1, 1 + len(probes)), prompts
+        others = [slot for slot in range(self._runner.config.device_rows) if slot not in self.slots]
+        drawn = self._draw.sample(others, min(len(others), _LEAST_NEIGHBOURS + -used % lanes))
+        first, *rest = (self._neighbour(slot, kind) for kind, slot in enumerate(drawn))
+        return [first, *probes, *rest]
 
-    def _between_neighbours(self, lanes: int, keys: int) -> list[Sample]:
-        """The first sample of the probe in its last slot, in lanes that neighbours share."""
-        probe = self._in_slot(self._slots[-1], samples=1)
-        prompts = [self._neighbour(1, samples=1), probe, self._neighbour(2, samples=1)]
-        return self._run(lanes, keys, prompts)[1]
+    def among(self, crowd: Sequence[_Prompt], lanes: int, keys: int) -> list[list[Sample]]:
+        """The samples of each of its slots among a crowd."""
+        return self._run(lanes, keys, crowd)[1 : 1 + len(self.slots)]
 
-    def _by_prefill(self, lanes: int, keys: int, samples: Sequence[Sample]) -> list[Sample]:
+    def between_neighbours(self, lanes: int) -> list[Sample]:
+        """The first sample of its last slot, in lanes that neighbours share."""
+        probe = self._in_slot(self.slots[-1], samples=1)
+        prompts = [self._neighbour(1, 1, samples=1), probe, self._neighbour(2, 2, samples=1)]
+        return self._run(lanes, self.bucket, prompts)[1]
+
+    def by_prefill(self, lanes: int, samples: Sequence[Sample]) -> list[Sample]:
         """Each sample after the first again, by prefilling the prompt and the samples before it."""
         sampled = tuple(sample.token_id for sample in samples[:-1])
         if not sampled:
             return []
         prompts = [self._in_slot(slot, sampled[: slot + 1], samples=1) for slot in range(len(sampled))]
-        return [first for (first,) in self._run(lanes, keys, prompts)]
+        return [first for (first,) in self._run(lanes, self.bucket, prompts)]
 
     def _in_slot(self, slot: int, forced: tuple[int, ...] = (), *, samples: int | None = None) -> _Prompt:
         """The probe, with samples of its own `forced` behind it."""
         settings = RowSettings(
             max_tokens=samples or self._samples, stop_token_ids=(), params=_PROBE_PARAMS, seed=0
         )
-        return _Prompt(slot=slot, tokens=self._tokens + forced, settings=settings)
+        return _Prompt(slot=slot, tokens=self._tokens + forced, tail=self._tail, settings=settings)
 
-    def _neighbour(self, slot: int, *, samples: int | None = None) -> _Prompt:
+    def _neighbour(self, slot: int, kind: int, *, samples: int | None = None) -> _Prompt:
         chunk = self._runner.config.chunk_size
         length = self._draw.randint(1, min(chunk, self._runner.context_length - self._samples))
         settings = RowSettings(
             max_tokens=samples or self._samples,
             stop_token_ids=(),
-            params=_NEIGHBOUR_PARAMS[slot % len(_NEIGHBOUR_PARAMS)],
+            params=_NEIGHBOUR_PARAMS[kind % len(_NEIGHBOUR_PARAMS)],
             seed=self._draw.getrandbits(64),
         )
-        return _Prompt(slot=slot, tokens=self._random_tokens(length), settings=settings)
+        return _Prompt(slot=slot, tokens=self._random_tokens(length), tail=0, settings=settings)
 
     def _random_tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._draw.randrange(self._vocab_size) for _ in range(count))
@@ -234,7 +263,7 @@ class _Probe:
 
     def _chunks(self, prompt: _Prompt) -> Iterator[Chunk]:
         size = self._runner.config.chunk_size
-        for start in range(0, len(prompt.tokens), size):
+        for start in (*range(0, min(size, prompt.tail), size), *range(prompt.tail, len(prompt.tokens), size)):
             yield Chunk(
                 slot=_slot(prompt),
                 request_id=str(prompt.slot),
