@@ -64,7 +64,12 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
     ) -> str:
+        if not isinstance(priority, int):
+            raise InvalidRequestError("priority must be an integer")
         assert request_id is not None and request_id not in self.submitted
         if "!" in prompt:
             raise InvalidRequestError("not this one")
@@ -200,6 +205,8 @@ LINES = {
     "talk": b'{"messages": [{"role": "user", "content": "te"}, {"role": "user", "content": "xt"}]}',
     "several": b'{"url": "/v1/completions", "body": {"prompt": ["text", [1, 2], "text"]}}',
     "one of several": b'{"url": "/v1/completions", "body": {"prompt": ["text", "not this!", "text"]}}',
+    "patient": b'{"prompt": "text", "priority": -1, "deadline_s": 9, "queue_timeout_s": 3.5}',
+    "bad priority": b'{"url": "/v1/completions", "body": {"prompt": "text", "priority": "high"}}',
     "over": b'{"prompt": "text", "max_tokens": 97}',
     "refused": b'{"prompt": "not this!"}',
 }
@@ -214,6 +221,7 @@ CODES = {
     "chat": "invalid_request",
     "chat without content": "invalid_request",
     "one of several": "invalid_request",
+    "bad priority": "invalid_request",
     "over": "token_limit_exceeded",
     "refused": "invalid_request",
 }

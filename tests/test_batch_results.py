@@ -124,12 +124,23 @@ def test_a_result_is_one_line_for_every_reader(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "code"), [("stop", None), ("length", None), ("abort", "aborted"), ("error", "engine_error")]
+    ("reason", "code"),
+    [
+        ("stop", None),
+        ("length", None),
+        ("abort", "aborted"),
+        ("error", "engine_error"),
+        ("deadline", "deadline"),
+        ("queue_timeout", "queue_timeout"),
+    ],
 )
 def test_only_stop_and_length_are_results(reason: str, code: str | None) -> None:
     error = output_error(parsed(b'{"prompt": "x", "custom_id": "a"}'), finished(finish_reason=reason))
     assert (error and error.code) == code
-    assert error is None or (error.line, error.custom_id) == (7, "a")
+    if error is not None:
+        assert (error.line, error.custom_id) == (7, "a")
+        detail = json.loads(error_line(error, record_id(7, 1)))["error"]
+        assert detail["partial"] == ["ab"]  # what there was is kept
 
 
 def test_error_line_is_openai_batch_output() -> None:

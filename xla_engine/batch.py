@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from xla_engine.batch_format import Chat, LineError, LineRequest, explain, line_error
+from xla_engine.batch_format import Chat, LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.batch_lines import Line, LineReader
 from xla_engine.batch_results import Stamp, error_line, line_digest, output_error, record_id, result_line
 from xla_engine.errors import EngineClosedError, XlaEngineError
@@ -28,13 +28,9 @@ SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the out
 ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
 
 
-class Engine(Protocol):
-    """What a batch run needs of `XlaBatchEngine`."""
+class Submits(Protocol):
+    """Takes requests, as `XlaBatchEngine` does."""
 
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def has_unfinished(self) -> bool: ...
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
     def submit(
         self,
@@ -43,9 +39,35 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
     ) -> str: ...
+
+
+class Engine(Submits, Protocol):
+    """What a batch run needs of `XlaBatchEngine`."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def has_unfinished(self) -> bool: ...
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
     def abort(self, request_id: str) -> bool: ...
+
+
+def submit_prompt(engine: Submits, request: LineRequest, prompt: Prompt, request_id: str) -> None:
+    """Queue one prompt of a line. Raises whatever keeps the engine from taking it."""
+    is_chat = isinstance(prompt, Chat)
+    if isinstance(prompt, Chat):
+        prompt = engine.render_chat(prompt.messages, **prompt.options)
+    engine.submit(
+        prompt,
+        request.params,
+        request_id=request_id,
+        add_special_tokens=not is_chat,  # a chat template writes them itself
+        **request.patience,
+    )
 
 
 class Writer(Protocol):
@@ -215,11 +237,7 @@ class BatchRun:
                 # Ids are ours; the caller's is data. Kept first, so that an interrupt inside submit still aborts it.
                 request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
                 self._live[request_id] = (job, index)
-                if isinstance(prompt, Chat):  # the template writes the special tokens itself
-                    text = self._engine.render_chat(prompt.messages, **prompt.options)
-                    self._engine.submit(text, request.params, request_id=request_id, add_special_tokens=False)
-                else:
-                    self._engine.submit(prompt, request.params, request_id=request_id)
+                submit_prompt(self._engine, request, prompt, request_id)
         except EngineClosedError as error:
             self._engine_died(error)
         except Exception as error:  # one bad request harms nobody else

@@ -53,6 +53,7 @@ NEUTRAL: Mapping[str, Any] = {
 # Labels for the caller's own use, without a meaning here.
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
+_PATIENCE_FIELDS = ("priority", "deadline_s", "queue_timeout_s")
 _TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -75,6 +76,7 @@ class LineRequest:
     custom_id: the line's own, or `line-<n>`.
     prompts: text, token ids or a chat; more than one only where a completions body lists several.
     model: the name the line asked for, to be echoed; None where it named none.
+    patience: `priority`, `deadline_s` and `queue_timeout_s` where given, for the engine's `submit` to check.
     """
 
     line: int
@@ -82,6 +84,7 @@ class LineRequest:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     model: str | None = None
+    patience: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:
@@ -91,12 +94,16 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """One input line that has no result, and why. `code` is for machines, `message` for people."""
+    """One input line that has no result, and why. `code` is for machines, `message` for people.
+
+    partial: texts that were generated before the end, for a request that ran out of time.
+    """
 
     line: int
     custom_id: str
     code: str
     message: str
+    partial: tuple[str, ...] = ()
 
 
 def line_error(line: int, code: str, message: str, custom_id: str | None = None) -> LineError:
@@ -141,11 +148,14 @@ def parse_record(
             prompts, model, sampling = _plain(body)
         else:
             prompts, model, sampling = _openai(record)
+        patience = {name: sampling.pop(name) for name in _PATIENCE_FIELDS if name in sampling}
         params = SamplingParams.from_mapping({**(defaults or {}), **sampling})
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
     name = custom_id or f"line-{line}"
-    return LineRequest(line=line, custom_id=name, prompts=prompts, params=params, model=model)
+    return LineRequest(
+        line=line, custom_id=name, prompts=prompts, params=params, model=model, patience=patience
+    )
 
 
 def _custom_id(record: Mapping[str, Any]) -> str | None:
@@ -261,7 +271,9 @@ def _prompt(value: object) -> str | tuple[int, ...]:
 
 def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's null means "as if absent"; a default spelled out for an unsupported field asks for nothing."""
-    known = {field.name for field in fields(SamplingParams)} | UNSUPPORTED | NEUTRAL.keys() | LABELS
+    known = {entry.name for entry in fields(SamplingParams)}.union(
+        UNSUPPORTED, NEUTRAL, LABELS, _PATIENCE_FIELDS
+    )
 
     def asks_for_nothing(name: str, value: object) -> bool:
         if value is None:

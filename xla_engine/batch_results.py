@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from xla_engine.fingerprint import result_fingerprint
 from xla_engine.json_line import dump_line
 from xla_engine.outputs import CompletionOutput, RequestOutput
 
+_CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose code is another word
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
 
 
@@ -71,9 +72,10 @@ def output_error(request: LineRequest, output: RequestOutput) -> LineError | Non
     reason = next((reason for reason in reasons if reason not in ("stop", "length")), None)
     if reason is None:
         return None
-    code = "aborted" if reason == "abort" else "engine_error"
+    code = _CODES.get(reason or "error", reason or "error")
     message = output.error or f"the request ended with finish_reason {reason!r}"
-    return line_error(request.line, code, message, request.custom_id)
+    texts = tuple(completion.text for completion in output.outputs if completion.text)
+    return replace(line_error(request.line, code, message, request.custom_id), partial=texts)
 
 
 def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: str, stamp: Stamp) -> bytes:
@@ -110,8 +112,10 @@ def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: st
 
 
 def error_line(error: LineError, name: str) -> bytes:
-    """The output line of an input line without a result; `error.line` is ours, the rest OpenAI's."""
+    """The output line of an input line without a result; `line` and `partial` are ours, the rest OpenAI's."""
     detail = {"code": error.code, "message": error.message, "line": error.line}
+    if error.partial:
+        detail["partial"] = list(error.partial)
     return dump_line({"id": name, "custom_id": error.custom_id, "response": None, "error": detail})
 
 

@@ -81,6 +81,10 @@ class DryRun:
         try:
             lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
             self._admission.stop_token_ids(params)
+            self._admission.check_patience(
+                request.patience.get("priority", 0),
+                *map(request.patience.get, ("deadline_s", "queue_timeout_s")),
+            )
         except Exception as error:  # as in a run: one bad request harms nobody else
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1

@@ -20,38 +20,29 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 from scheduler import Snapshot
-from xla_engine.batch_format import Chat, LineError, LineRequest, explain, line_error, parse_record
+from xla_engine.batch import Submits, submit_prompt
+from xla_engine.batch_format import LineError, LineRequest, explain, line_error, parse_record
 from xla_engine.batch_lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.json_line import dump_line, load_object
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.progress import Tally
-from xla_engine.sampling_params import SamplingParams
 
 MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
 MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
 _IDLE_SECONDS = 0.2  # between looks at the signals while nothing is under way
 
 
-class StreamEngine(Protocol):
+class StreamEngine(Submits, Protocol):
     """What a stream needs of `XlaBatchEngine`."""
 
     @property
     def has_unfinished(self) -> bool: ...
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-    ) -> str: ...
     def step(self) -> list[RequestOutput]: ...
     def abort(self, request_id: str) -> bool: ...
     def snapshot(self) -> Snapshot: ...
@@ -262,11 +253,7 @@ class TaggedStream:
         self._by_name[request.custom_id] = request_id
         (prompt,) = request.prompts
         try:
-            if isinstance(prompt, Chat):
-                text = self._engine.render_chat(prompt.messages, **prompt.options)
-                self._engine.submit(text, request.params, request_id=request_id, add_special_tokens=False)
-            else:
-                self._engine.submit(prompt, request.params, request_id=request_id)
+            submit_prompt(self._engine, request, prompt, request_id)
         except Exception as error:  # one bad request harms nobody else
             self._forget(request_id)
             code, message = explain(error)
