@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from graphs.adjust import Context
 from graphs.attention import KVCache
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT
-from graphs.rows import Rows, pack_samples, remaining_after
+from graphs.rows import Rows, Tables, pack_samples, remaining_after
 from graphs.sampling import sample
 
 
@@ -20,13 +21,18 @@ def decode_step(
     cache: KVCache,
     rows: Rows,
     scheduled: jax.Array,
-) -> tuple[KVCache, Rows, jax.Array]:
+    tables: Tables,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
     """Feed each live row its last token and sample the next one.
 
-    Static: `spec`, and `key_length`, the bucket of keys attended to; every live row's length is below it.
+    Static: `spec`; `key_length`, the bucket of keys attended to, every live row's length is below it;
+    `processed_logprobs`, see `sample`.
     `rope [S, 2, Dh/2]`; `scheduled bool [B]`: rows the plan names. A row is live when it is scheduled and still has
     tokens to sample; other rows write nothing and keep their state.
-    Returns cache, rows and the packed samples `[2, B]` (token -1 where the row was not live).
+    Returns cache, rows, the packed samples `[2, B]` (token -1 where the row was not live), and the most likely tokens
+    as `graphs.logprobs.logprobs` packs them.
     """
     live = scheduled & (rows.remaining > 0)
     model = spec.merge(weights)
@@ -47,12 +53,31 @@ def decode_step(
 
     hidden = model.hidden(rows.token, attend, WEIGHT_LEFT)
     logits = model.logits(hidden)  # [V, B]
-    token, logprob = sample(logits, rows.sampling, rows.length + 1)
+    every = jnp.arange(live.shape[0], dtype=jnp.int32)
+    history = rows.history.at[every, jnp.where(live, rows.length, rows.history.shape[1])].set(
+        rows.token, mode="drop", unique_indices=True
+    )
+    context = Context(
+        live=live,
+        slot=every,
+        length=rows.length + 1,
+        prompt_length=rows.prompt_length,
+        min_remaining=rows.min_remaining,
+        stop_ids=rows.stop_ids,
+        history=history,
+        tables=tables,
+    )
+    token, logprob, top = sample(
+        logits, rows.sampling, rows.length + 1, context, processed_logprobs=processed_logprobs
+    )
     advanced = Rows(
         token=jnp.where(live, token, rows.token),
         length=jnp.where(live, rows.length + 1, rows.length),
         remaining=jnp.where(live, remaining_after(token, rows.remaining, rows.stop_ids), rows.remaining),
+        min_remaining=jnp.where(live, jnp.maximum(rows.min_remaining - 1, 0), rows.min_remaining),
         stop_ids=rows.stop_ids,
+        prompt_length=rows.prompt_length,
+        history=history,
         sampling=rows.sampling,
     )
-    return updated, advanced, pack_samples(jnp.where(live, token, -1), logprob)
+    return updated, advanced, pack_samples(jnp.where(live, token, -1), logprob), top

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from graphs.adjust import Context
 from graphs.attention import KVCache
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
-from graphs.rows import Rows, SamplingRows, pack_samples, remaining_after
+from graphs.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
 from graphs.sampling import sample
 
 
@@ -23,7 +25,7 @@ class Lanes:
     tokens: i32 `[P, T]`, padded.
     slot, start, count: i32 `[P]`: `tokens[p, :count]` are positions `start ..` of slot `slot`.
     is_last: bool `[P]`, the chunk completes its prompt: sample the first token and activate the row.
-    max_tokens: i32 `[P]`, stop_ids: i32 `[P, E]`, sampling: the request's; read where is_last.
+    max_tokens, min_tokens: i32 `[P]`, stop_ids: i32 `[P, E]`, sampling: the request's; read where is_last.
     """
 
     tokens: jax.Array
@@ -32,6 +34,7 @@ class Lanes:
     count: jax.Array
     is_last: jax.Array
     max_tokens: jax.Array
+    min_tokens: jax.Array
     stop_ids: jax.Array
     sampling: SamplingRows
 
@@ -45,12 +48,17 @@ def prefill_chunk(
     cache: KVCache,
     rows: Rows,
     lanes: Lanes,
-) -> tuple[KVCache, Rows, jax.Array]:
+    tables: Tables,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
     """Run one chunk per lane; a lane that completes its prompt samples the first token and arms its row.
 
     Static: `spec`; `key_length`, the bucket of keys attended to, every lane ends at or below it; `head_rows >= P`,
-    the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit.
-    Returns cache, rows and the packed samples `[2, P]` (token -1 for lanes that complete nothing).
+    the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
+    `processed_logprobs`, see `sample`.
+    Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
+    as `graphs.logprobs.logprobs` packs them, and the final hidden states f32 `[P * T, D]`.
     """
     count, width = lanes.tokens.shape
     model = spec.merge(weights)
@@ -77,15 +85,44 @@ def prefill_chunk(
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
     logits = model.logits(widen(final))  # [V, head_rows]
-    token, logprob = sample(logits, jax.tree.map(widen, lanes.sampling), widen(length))
-    token, logprob = token[:count], logprob[:count]
+    rows = _remember(rows, lanes)
+    context = Context(
+        live=widen(lanes.is_last),
+        slot=widen(lanes.slot),
+        length=widen(length),
+        prompt_length=widen(length),
+        min_remaining=widen(lanes.min_tokens),
+        stop_ids=widen(lanes.stop_ids),
+        history=rows.history,
+        tables=tables,
+    )
+    sampled = sample(
+        logits,
+        jax.tree.map(widen, lanes.sampling),
+        widen(length),
+        context,
+        processed_logprobs=processed_logprobs,
+    )
+    token, logprob, top = sampled.token[:count], sampled.logprob[:count], sampled.top[:, :count]
     armed = _arm(rows, lanes, token, length)
-    return updated, armed, pack_samples(jnp.where(lanes.is_last, token, -1), logprob)
+    return updated, armed, pack_samples(jnp.where(lanes.is_last, token, -1), logprob), top, hidden
 
 
 def _widen(count: int, rows: jax.Array) -> jax.Array:
     """Pad the leading axis with zeros up to `count`."""
     return jnp.pad(rows, ((0, count - rows.shape[0]), *((0, 0),) * (rows.ndim - 1)))
+
+
+def _remember(rows: Rows, lanes: Lanes) -> Rows:
+    """Write the lanes' tokens into the history of their slots."""
+    positions = rows.history.shape[1]
+    lane, width = lanes.tokens.shape
+    offset = jnp.arange(width, dtype=jnp.int32)
+    # Padding aims at distinct places out of bounds, so that indices stay unique.
+    outside = positions + jnp.arange(lane * width, dtype=jnp.int32).reshape(lane, width)
+    place = jnp.where(offset < lanes.count[:, None], lanes.start[:, None] + offset, outside)
+    history = rows.history.at[lanes.slot[:, None], place].set(lanes.tokens, mode="drop", unique_indices=True)
+    return dataclasses.replace(rows, history=history)
 
 
 def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
@@ -97,8 +134,13 @@ def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
     def put(row: jax.Array, new: jax.Array) -> jax.Array:
         return row.at[target].set(new, mode="drop", unique_indices=True)
 
-    remaining = remaining_after(token, lanes.max_tokens, lanes.stop_ids)
-    state = Rows(
-        token=token, length=length, remaining=remaining, stop_ids=lanes.stop_ids, sampling=lanes.sampling
+    return Rows(
+        token=put(rows.token, token),
+        length=put(rows.length, length),
+        remaining=put(rows.remaining, remaining_after(token, lanes.max_tokens, lanes.stop_ids)),
+        min_remaining=put(rows.min_remaining, jnp.maximum(lanes.min_tokens - 1, 0)),
+        stop_ids=put(rows.stop_ids, lanes.stop_ids),
+        prompt_length=put(rows.prompt_length, length),
+        history=rows.history,
+        sampling=jax.tree.map(put, rows.sampling, lanes.sampling),
     )
-    return jax.tree.map(put, rows, state)

@@ -91,10 +91,14 @@ NO_CHOICE = -2  # in place of a token id: the device could not choose one, its l
 
 
 class Sample(NamedTuple):
-    """One sampled token, or NO_CHOICE, and its log-probability (natural; None where not asked for)."""
+    """One sampled token, or NO_CHOICE, and its log-probability (natural; None where not asked for).
+
+    extra: what else the device tells about it; passed through.
+    """
 
     token_id: int
     logprob: float | None = None
+    extra: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

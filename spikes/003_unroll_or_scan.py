@@ -22,7 +22,7 @@ from graphs.decode import decode_step
 from graphs.layers import rms_norm
 from graphs.model import Decoder, ModelSpec
 from graphs.projection import WEIGHT_LEFT, feature_major
-from graphs.rows import Rows, pack_samples
+from graphs.rows import Rows, Tables, pack_samples
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -95,7 +95,8 @@ def scanned_step(
     cache: LayerCache,
     rows: Rows,
     scheduled: jax.Array,
-) -> tuple[LayerCache, Rows, jax.Array]:
+    tables: Tables,
+) -> tuple[LayerCache, Rows, jax.Array, jax.Array]:
     """A decode step over `cache [L, B, KV, S, Dh]`, scanned slice by slice or carried whole."""
     model = Decoder(SMOLLM2_135M, spec.dtype)  # for its head split and norm; its own leaves are not used
     x = weights["embed"][rows.token].astype(jnp.float32)
@@ -120,8 +121,8 @@ def scanned_step(
     else:
         x, cache = lax.scan(slices, x, (weights["layers"], cache), unroll=unroll)
     hidden = rms_norm(x, weights["final_norm"], SMOLLM2_135M.rms_norm_eps)
-    token, logprob = greedy(feature_major(weights["embed"], hidden), rows.sampling, rows.length + 1)
-    return cache, rows, pack_samples(token, logprob)
+    token, logprob, top = greedy(feature_major(weights["embed"], hidden), rows.sampling)
+    return cache, rows, pack_samples(token, logprob), top
 
 
 FORMS = {

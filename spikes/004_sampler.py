@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs import sampling
-from graphs.rows import SamplingRows
+from graphs import sampling, thresholds
+from graphs.logprobs import token_logprob
+from graphs.rows import SamplingRows, make_sampling_rows
+from graphs.vocabulary import argmax
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 
 VOCABULARY = 49152
@@ -30,13 +32,12 @@ Form = Callable[[jax.Array, SamplingRows, jax.Array], Any]
 # %%
 def rows_of(batch: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> SamplingRows:
     """The same parameters for every row, its own seed for each."""
-    return SamplingRows(
+    return dataclasses.replace(
+        jax.tree.map(jnp.asarray, make_sampling_rows(batch)),
         temperature=jnp.full(batch, temperature, jnp.float32),
         top_k=jnp.full(batch, top_k, jnp.int32),
         top_p=jnp.full(batch, top_p, jnp.float32),
-        min_p=jnp.zeros(batch, jnp.float32),
         seed=jnp.stack([jnp.zeros(batch, jnp.uint32), jnp.arange(batch, dtype=jnp.uint32)], axis=1),
-        wants_logprob=jnp.zeros(batch, bool),
     )
 
 
@@ -45,7 +46,7 @@ def flat_argmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> j
 
 
 def two_level_argmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return sampling.argmax(logits)
+    return argmax(logits)
 
 
 def gumbel_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
@@ -56,11 +57,11 @@ def gumbel_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> j
         return jax.random.gumbel(key, (VOCABULARY,), jnp.float32)
 
     scaled = logits / rows.temperature
-    return sampling.argmax(scaled + jax.vmap(noise, out_axes=1)(rows.seed, position))
+    return argmax(scaled + jax.vmap(noise, out_axes=1)(rows.seed, position))
 
 
 def inverse_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return sampling._draw(logits, rows, position)
+    return sampling._draw(logits, rows, rows.temperature > 0, position)
 
 
 def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
@@ -72,12 +73,12 @@ def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, position: jax.
 
 
 def threshold_by_candidates(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return sampling._threshold(logits, jnp.max(logits, axis=0), rows)
+    return thresholds.threshold(logits, jnp.max(logits, axis=0), rows, rows.temperature > 0)
 
 
 def threshold_by_bisection(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)
-    return sampling._threshold_by_bisection(logits, jnp.max(logits, axis=0), wanted, rows)
+    return thresholds.bisect(logits, jnp.max(logits, axis=0), wanted, rows.top_p, rows.min_p)
 
 
 def threshold_by_sort(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
@@ -93,7 +94,7 @@ def threshold_by_sort(logits: jax.Array, rows: SamplingRows, position: jax.Array
 
 
 def logprob_in_blocks(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return sampling.token_logprob(logits, position)
+    return token_logprob(logits, position)
 
 
 def logprob_by_log_softmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
@@ -110,7 +111,7 @@ def cases(batch: int) -> dict[str, tuple[Form, SamplingRows]]:
     plain, narrow = rows_of(batch), rows_of(batch, top_k=40, top_p=0.9)
     wide = rows_of(batch, top_p=0.9)
     greedy = rows_of(batch, temperature=0.0)
-    with_logprob = dataclasses.replace(greedy, wants_logprob=jnp.ones(batch, bool))
+    with_logprob = dataclasses.replace(greedy, num_logprobs=jnp.zeros(batch, jnp.int32))
     return {
         "argmax: jnp.argmax": (flat_argmax, greedy),
         "argmax: two levels *": (two_level_argmax, greedy),

@@ -23,7 +23,7 @@ from graphs.attention import KVCache, LayerCache
 from graphs.layers import rope_table
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
-from graphs.rows import make_rows
+from graphs.rows import make_rows, make_sampling_rows, make_tables
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.checkpoint import random_weights
@@ -92,13 +92,15 @@ class Prefill:
     def __init__(self, batch: int) -> None:
         self._weights = jax.device_put(SPEC.flatten(random_weights(SMOLLM2_135M, dtype="bfloat16")))
         self._rope = jax.device_put(rope_table(SMOLLM2_135M, POSITIONS))
-        self._rows = make_rows(batch, MAX_STOP_TOKEN_IDS)
+        self._rows = make_rows(batch, MAX_STOP_TOKEN_IDS, POSITIONS)
+        self._tables = jax.device_put(make_tables(batch, SMOLLM2_135M.vocab_size))
         step = functools.partial(prefill_chunk, SPEC, 256, 8)
         self._call = jax.jit(step, donate_argnums=(2,))
 
     def admit(self, cache: Cache) -> None:
-        cache.device, _, token = self._call(
-            self._weights, self._rope, cache.device, self._rows, self._lanes(cache.next_slot())
+        lanes = self._lanes(cache.next_slot())
+        cache.device, _, token, *_ = self._call(
+            self._weights, self._rope, cache.device, self._rows, lanes, self._tables
         )
         jax.block_until_ready((cache.device, token))
 
@@ -110,8 +112,9 @@ class Prefill:
             count=np.full(LANES, CHUNK, np.int32),
             is_last=np.arange(LANES) == LANES - 1,
             max_tokens=np.full(LANES, 128, np.int32),
+            min_tokens=np.zeros(LANES, np.int32),
             stop_ids=np.full((LANES, MAX_STOP_TOKEN_IDS), -1, np.int32),
-            sampling=jax.tree.map(np.asarray, make_rows(LANES, 1).sampling),
+            sampling=make_sampling_rows(LANES),
         )
 
 

@@ -10,6 +10,7 @@ Host: the verbs of the engine's loop around the embedded model.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import statistics
@@ -21,13 +22,14 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as barrier
 
-from graphs import attention_xla, sampling
+from graphs import attention_xla
 from graphs.attention import KVCache, LayerCache
 from graphs.decode import decode_step
 from graphs.layers import apply_rope, rope_table, split_heads
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT, feature_major
-from graphs.rows import Rows, make_rows
+from graphs.rows import make_rows, make_tables
+from graphs.vocabulary import argmax
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.limits import read_bandwidth
 from xla_engine.bench.models import SMOLLM2_135M
@@ -89,7 +91,9 @@ def _rotated(qkv: jax.Array, rope: jax.Array) -> tuple[jax.Array, jax.Array, jax
 
 
 def full_step(arrays: Arrays) -> Any:
-    return decode_step(SPEC, KEYS, *(arrays[name] for name in ("weights", "rope", "cache", "rows", "live")))
+    return decode_step(
+        SPEC, KEYS, *(arrays[name] for name in ("weights", "rope", "cache", "rows", "live", "tables"))
+    )
 
 
 def without_sampling(arrays: Arrays) -> Any:
@@ -125,13 +129,12 @@ def head_only(arrays: Arrays) -> Any:
 
 
 def argmax_only(arrays: Arrays) -> Any:
-    return arrays["cache"], sampling.argmax(arrays["logits"])
+    return arrays["cache"], argmax(arrays["logits"])
 
 
 def empty_program(arrays: Arrays) -> Any:
     """As many buffers as the step has, nothing to compute."""
-    rows: Rows = arrays["rows"]
-    return arrays["cache"], rows.length + 1
+    return arrays["cache"], arrays["rows"].length + 1
 
 
 PARTS: dict[str, Part] = {
@@ -152,17 +155,17 @@ class Device:
     """Arrays of one batch size; every program takes all of them and donates the cache."""
 
     def __init__(self, batch: int) -> None:
-        idle = make_rows(batch, MAX_STOP_TOKEN_IDS)
+        idle = make_rows(batch, MAX_STOP_TOKEN_IDS, KEYS)
         self.arrays: Arrays = {
             "weights": jax.device_put(SPEC.flatten(random_weights(CONFIG, dtype="bfloat16"))),
             "rope": jax.device_put(rope_table(CONFIG, KEYS)),
-            "rows": Rows(
+            "rows": dataclasses.replace(
+                idle,
                 token=jnp.arange(batch, dtype=jnp.int32),
                 length=jnp.full(batch, LENGTH, jnp.int32),
                 remaining=jnp.full(batch, KEYS, jnp.int32),
-                stop_ids=idle.stop_ids,
-                sampling=idle.sampling,
             ),
+            "tables": jax.device_put(make_tables(batch, CONFIG.vocab_size)),
             "live": jnp.ones(batch, bool),
             "hidden": jnp.ones((batch, CONFIG.hidden_size), jnp.float32),
             "logits": jax.random.normal(jax.random.key(0), (CONFIG.vocab_size, batch), jnp.float32),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention_xla, layers, sampling
+from graphs import attention_xla, layers, logprobs, vocabulary
 from graphs.attention import KEY_BLOCK
 from graphs.layers import rms_norm
 from graphs.model import ModelSpec
@@ -273,9 +273,9 @@ def _relative(logits: jax.Array) -> jax.Array:
 OVER_VOCABULARY: dict[str, Sum] = {
     "jnp.sum(exp)": lambda x: jnp.sum(jnp.exp(x - jnp.max(x, axis=0)), axis=0),
     "jax.nn.logsumexp": lambda x: jax.nn.logsumexp(x, axis=0),
-    "token_logprob (the code)": lambda x: sampling.token_logprob(x, jnp.zeros(x.shape[1], jnp.int32)),
-    "draw: block totals (the code)": lambda x: jnp.sum(sampling._blocks(_relative(x), 0.0), axis=1),
-    "draw: cumulative sums (the code)": lambda x: sampling._cumulative(_relative(x)),
+    "token_logprob (the code)": lambda x: logprobs.token_logprob(x, jnp.zeros(x.shape[1], jnp.int32)),
+    "draw: block totals (the code)": lambda x: jnp.sum(vocabulary.blocks(_relative(x), 0.0), axis=1),
+    "draw: cumulative sums (the code)": lambda x: vocabulary.cumulative(_relative(x)),
     "top-p: jnp.sum over 128 candidates": lambda x: jnp.sum(_relative(x)[:128], axis=0),
     "top-p: sum_first over 128 candidates (the code)": lambda x: sum_first(_relative(x)[:128]),
 }
@@ -292,8 +292,8 @@ def columns_differing(form: Sum, logits: np.ndarray, count: int) -> int:
 table = []
 for name, form in OVER_VOCABULARY.items():
     cells: list[object] = [name]
-    for vocabulary in VOCABULARIES:
-        logits = np.random.default_rng(3).standard_normal((vocabulary, COLUMNS)).astype(np.float32) * 3
+    for size in VOCABULARIES:
+        logits = np.random.default_rng(3).standard_normal((size, COLUMNS)).astype(np.float32) * 3
         cells.extend(columns_differing(form, logits, count) for count in CALLS)
     table.append(cells)
 print(f"\nover the vocabulary: columns of {COLUMNS} that differ between calls of N columns and one call\n")
@@ -313,7 +313,7 @@ NORMS = ((layers, "sum_last", plain_sum_last),)
 SUMMED = (
     *NORMS,
     (attention_xla, "sum_last", plain_sum_last),
-    (sampling, "_total", plain_sum_first),
+    (logprobs, "total", plain_sum_first),
 )
 STEPS = {
     "fixed orders, blocks of keys (the code)": (),

@@ -28,8 +28,10 @@ from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
 from graphs.layers import rope_table
+from graphs.logprobs import token_logprob
 from graphs.model import ModelSpec
-from graphs.rows import Rows, SamplingRows, make_rows
+from graphs.rows import Rows, SamplingRows, make_rows, make_tables
+from graphs.vocabulary import argmax
 from xla_engine.bench import models
 from xla_engine.bench.card import markdown_table as markdown_table
 from xla_engine.bench.measure import describe_machine as machine_words
@@ -105,20 +107,20 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> list[jax.Array]:
 def busy_rows(config: ModelConfig, count: int, length: int, seed: int = 0) -> Rows:
     """Every row live with `length` keys, a random token, greedy, and its log-probability wanted."""
     rng = np.random.default_rng(seed)
-    rows = make_rows(count, 4)
+    rows = make_rows(count, 4, length + 1)
     return dataclasses.replace(
         rows,
         token=jnp.asarray(rng.integers(0, config.vocab_size, count), jnp.int32),
         length=jnp.full(count, length, jnp.int32),
         remaining=jnp.full(count, 1 << 20, jnp.int32),
-        sampling=dataclasses.replace(rows.sampling, wants_logprob=jnp.ones(count, bool)),
+        sampling=dataclasses.replace(rows.sampling, num_logprobs=jnp.zeros(count, jnp.int32)),
     )
 
 
-def greedy(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def greedy(logits: jax.Array, rows: SamplingRows, *_: Any, **__: Any) -> sampling.Sampled:
     """`graphs.sampling.sample` for greedy rows."""
-    token = sampling.argmax(logits)
-    return token, sampling.token_logprob(logits, token)
+    token = argmax(logits)
+    return sampling.Sampled(token, token_logprob(logits, token), jnp.zeros((1, len(token)), jnp.int32))
 
 
 class DecodeStep:
@@ -139,7 +141,7 @@ class DecodeStep:
         positions: int,
         cache_dtype: jnp.dtype | None = None,
         cache: Any = None,
-        function: Callable[..., tuple[Any, Rows, jax.Array]] = decode_step,
+        function: Callable[..., tuple[Any, Rows, jax.Array, jax.Array]] = decode_step,
     ) -> None:
         self.weights = weights
         self.cache: KVCache = cache or spec.attention.make_cache(
@@ -149,11 +151,12 @@ class DecodeStep:
         self.rope = jax.device_put(rope_table(spec.config, positions))
         self.rows = busy_rows(spec.config, rows, length)
         self.scheduled = jnp.ones(rows, bool)
+        self.tables = jax.device_put(make_tables(rows, spec.config.vocab_size))
         self._inventory = Inventory()
         program = Program(
             name="step",
             function=functools.partial(function, spec, key_length),
-            arguments=(self.weights, self.rope, self.cache, self.rows, self.scheduled),
+            arguments=(self.weights, self.rope, self.cache, self.rows, self.scheduled, self.tables),
             donate=(2,),
         )
         with mock.patch.object(decode, "sample", greedy):
@@ -163,8 +166,8 @@ class DecodeStep:
     def __call__(self) -> jax.Array:
         """One step; packed samples `[2, B]`."""
         samples: jax.Array
-        self.cache, _, samples = self._inventory(
-            "step", self.weights, self.rope, self.cache, self.rows, self.scheduled
+        self.cache, _, samples, _ = self._inventory(
+            "step", self.weights, self.rope, self.cache, self.rows, self.scheduled, self.tables
         )
         return samples.block_until_ready()
 

@@ -157,14 +157,14 @@ def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, *, length: Any, live
     return layer, attend_decode(self, layer, qkv, length=length + 1, live=nobody, **rest)[1]
 
 
-def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any) -> Any:
+def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
     slot = jnp.arange(position.shape[0], dtype=jnp.uint32)
-    return sampling.sample(logits, replace(rows, seed=rows.seed + slot[:, None]), position)
+    return sampling.sample(logits, replace(rows, seed=rows.seed + slot[:, None]), position, *rest, **named)
 
 
-def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any) -> Any:
+def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
     widest = jnp.broadcast_to(jnp.max(rows.top_k), rows.top_k.shape)
-    return sampling.sample(logits, replace(rows, top_k=widest), position)
+    return sampling.sample(logits, replace(rows, top_k=widest), position, *rest, **named)
 
 
 def attend_everything_writes(self: Any, layer: Any, qkv: Any, *, live: Any, **rest: Any) -> Any:

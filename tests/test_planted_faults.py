@@ -109,15 +109,15 @@ def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_ver
 # -- caught by verify -------------------------------------------------------------------------------------------
 
 
-def decode_counts_steps(*arguments: Any) -> Any:
+def decode_counts_steps(*arguments: Any, **named: Any) -> Any:
     """A decode step that counts itself, in the state of the last row, which must have no owner."""
-    cache, rows, samples = decode.decode_step(*arguments)
+    cache, rows, *samples = decode.decode_step(*arguments, **named)
     counted = rows.sampling.top_k.at[-1].add(1)
-    return cache, replace(rows, sampling=replace(rows.sampling, top_k=counted)), samples
+    return cache, replace(rows, sampling=replace(rows.sampling, top_k=counted)), *samples
 
 
-def noise_keyed_by_step(logits: Any, rows: SamplingRows, position: Any) -> Any:
-    return sampling.sample(logits, rows, jnp.broadcast_to(rows.top_k[-1], position.shape))
+def noise_keyed_by_step(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
+    return sampling.sample(logits, rows, jnp.broadcast_to(rows.top_k[-1], position.shape), *rest, **named)
 
 
 def test_noise_keyed_by_the_step_is_caught_by_verify(

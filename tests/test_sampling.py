@@ -11,25 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import sampling
+from graphs import sampling, thresholds, vocabulary
+from graphs.logprobs import token_logprob
 from graphs.projection import feature_major
-from graphs.rows import SamplingRows
+from graphs.rows import SamplingRows, make_sampling_rows
 
 ROWS = 8
 
 
 def rows(**fields: Any) -> SamplingRows:
+    """Rows that sample at temperature 1 with a seed each and want log-probabilities, but for `fields`."""
+    state = make_sampling_rows(ROWS)
     values: dict[str, Any] = {
-        "temperature": np.ones(ROWS, np.float32),
-        "top_k": np.zeros(ROWS, np.int32),
-        "top_p": np.ones(ROWS, np.float32),
-        "min_p": np.zeros(ROWS, np.float32),
-        "seed": np.stack([np.zeros(ROWS, np.uint32), np.arange(ROWS, dtype=np.uint32)], axis=1),
-        "wants_logprob": np.ones(ROWS, bool),
+        "temperature": 1.0,
+        "seed": [[0, row] for row in range(ROWS)],
+        "num_logprobs": 0,
+        **fields,
     }
-    for name, value in fields.items():
-        values[name] = np.broadcast_to(np.asarray(value, values[name].dtype), values[name].shape)
-    return SamplingRows(**{name: jnp.asarray(value) for name, value in values.items()})
+    for name, value in values.items():
+        getattr(state, name)[:] = np.asarray(value)
+    return jax.tree.map(jnp.asarray, state)
 
 
 def random_logits(vocabulary: int, seed: int, spread: float = 3.0) -> np.ndarray:
@@ -65,10 +66,12 @@ def test_each_row_keeps_exactly_what_its_own_parameters_keep(
     logits = random_logits(vocabulary, seed)
     state = rows(top_k=top_k, top_p=top_p, min_p=min_p)
     peak = logits.max(axis=0)
-    threshold = np.asarray(jax.jit(sampling._threshold)(jnp.asarray(logits), jnp.asarray(peak), state))
+    least = np.asarray(
+        jax.jit(thresholds.threshold)(jnp.asarray(logits), jnp.asarray(peak), state, jnp.ones(ROWS, bool))
+    )
     for row in range(ROWS):
         weight = np.exp(logits[:, row].astype(np.float64) - peak[row])
-        mine = {int(t) for t in np.nonzero((logits[:, row] >= threshold[row]) & (weight >= min_p[row]))[0]}
+        mine = {int(t) for t in np.nonzero((logits[:, row] >= least[row]) & (weight >= min_p[row]))[0]}
         expected = kept(logits[:, row], top_k[row], top_p[row], min_p[row])
         # float32 sums may move the edge of a nucleus by the token whose cumulative mass ties with top_p
         assert len(mine ^ expected) <= (1 if top_p[row] < 1 else 0), (row, len(mine), len(expected))
@@ -79,28 +82,30 @@ def test_bisection_and_candidates_agree() -> None:
     state = rows(top_k=[0, 1, 7, 64, 128, 0, 20, 3], top_p=[0.9, 1, 0.5, 0.9, 1, 0.2, 0.99, 0.7], min_p=0.0)
     peak = jnp.asarray(logits.max(axis=0))
     wanted = jnp.where(state.top_k > 0, state.top_k, 4096)
-    fast = sampling._threshold(jnp.asarray(logits), peak, state)
-    slow = sampling._threshold_by_bisection(jnp.asarray(logits), peak, wanted, state)
+    fast = thresholds.threshold(jnp.asarray(logits), peak, state, jnp.ones(ROWS, bool))
+    slow = thresholds.bisect(jnp.asarray(logits), peak, wanted, state.top_p, state.min_p)
     np.testing.assert_array_equal(np.asarray(fast), np.asarray(slow))
 
 
 def test_temperature_zero_is_argmax_with_the_lowest_id_on_ties() -> None:
     logits = np.zeros((199, ROWS), np.float32)
     logits[[70, 130, 198]] = 5.0
-    token, _ = sample(jnp.asarray(logits), rows(temperature=0.0), jnp.arange(ROWS))
+    token, *_ = sample(jnp.asarray(logits), rows(temperature=0.0), jnp.arange(ROWS))
     assert np.asarray(token).tolist() == [70] * ROWS
 
 
-@pytest.mark.parametrize("vocabulary", [64, 199, 4096])
-def test_two_level_argmax_is_argmax(vocabulary: int) -> None:
+@pytest.mark.parametrize("size", [64, 199, 4096])
+def test_two_level_argmax_is_argmax(size: int) -> None:
     for seed in range(20):
-        logits = np.round(random_logits(vocabulary, seed))  # many ties
-        np.testing.assert_array_equal(np.asarray(sampling.argmax(jnp.asarray(logits))), logits.argmax(axis=0))
+        logits = np.round(random_logits(size, seed))  # many ties
+        np.testing.assert_array_equal(
+            np.asarray(vocabulary.argmax(jnp.asarray(logits))), logits.argmax(axis=0)
+        )
 
 
 def test_logprob_is_raw_whatever_the_temperature() -> None:
     logits = random_logits(512, 5)
-    token, logprob = sample(jnp.asarray(logits), rows(temperature=0.3, top_k=5), jnp.arange(ROWS))
+    token, logprob, _ = sample(jnp.asarray(logits), rows(temperature=0.3, top_k=5), jnp.arange(ROWS))
     shifted = logits.astype(np.float64)
     expected = shifted - np.log(np.exp(shifted).sum(axis=0))
     np.testing.assert_allclose(np.asarray(logprob), expected[np.asarray(token), np.arange(ROWS)], atol=1e-5)
@@ -116,7 +121,7 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob() -> None:
     @jax.jit
     def logprobs(hidden: jax.Array) -> jax.Array:
         logits = feature_major(head, hidden)
-        return sampling.token_logprob(logits, sampling.argmax(logits))
+        return token_logprob(logits, vocabulary.argmax(logits))
 
     def by(count: int) -> np.ndarray:
         return np.concatenate([np.asarray(logprobs(part)) for part in np.split(hidden, len(hidden) // count)])
@@ -128,7 +133,7 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob() -> None:
 
 def test_top_k_one_is_greedy_for_sampled_rows() -> None:
     logits = random_logits(512, 6)
-    token, _ = sample(jnp.asarray(logits), rows(top_k=1), jnp.arange(ROWS))
+    token, *_ = sample(jnp.asarray(logits), rows(top_k=1), jnp.arange(ROWS))
     np.testing.assert_array_equal(np.asarray(token), logits.argmax(axis=0))
 
 
@@ -148,25 +153,25 @@ def test_noise_depends_on_seed_and_position_only() -> None:
     column = random_logits(512, 9)[:, :1]
     logits = jnp.asarray(np.repeat(column, ROWS, axis=1))
     same = rows(seed=[[0, 7]] * ROWS, temperature=1.5)
-    token, _ = sample(logits, same, jnp.full(ROWS, 11))
+    token, *_ = sample(logits, same, jnp.full(ROWS, 11))
     assert len(set(np.asarray(token).tolist())) == 1
     mixed = rows(
         seed=[[0, 7], *([[0, n + 90] for n in range(ROWS - 1)])],
         temperature=1.5,
         top_k=[0] + [3] * (ROWS - 1),
     )
-    other, _ = sample(logits, mixed, jnp.full(ROWS, 11))
+    other, *_ = sample(logits, mixed, jnp.full(ROWS, 11))
     assert int(other[0]) == int(token[0])
-    many_seeds, _ = sample(logits, rows(temperature=1.5), jnp.full(ROWS, 11))
-    many_positions, _ = sample(logits, same, jnp.arange(ROWS))
+    many_seeds, *_ = sample(logits, rows(temperature=1.5), jnp.full(ROWS, 11))
+    many_positions, *_ = sample(logits, same, jnp.arange(ROWS))
     assert len(set(np.asarray(many_seeds).tolist())) > 1
     assert len(set(np.asarray(many_positions).tolist())) > 1
 
 
 def test_greedy_rows_do_not_notice_sampled_peers() -> None:
     logits = jnp.asarray(random_logits(512, 10))
-    alone, _ = sample(logits, rows(temperature=0.0), jnp.arange(ROWS))
-    mixed, _ = sample(logits, rows(temperature=[0, 1, 0, 2, 0, 0.5, 0, 1]), jnp.arange(ROWS))
+    alone, *_ = sample(logits, rows(temperature=0.0), jnp.arange(ROWS))
+    mixed, *_ = sample(logits, rows(temperature=[0, 1, 0, 2, 0, 0.5, 0, 1]), jnp.arange(ROWS))
     np.testing.assert_array_equal(np.asarray(alone)[::2], np.asarray(mixed)[::2])
 
 
@@ -174,7 +179,7 @@ def test_greedy_rows_do_not_notice_sampled_peers() -> None:
 @given(st.integers(0, 2**31), st.sampled_from([1, 63, 64, 65, 130, 5000]))
 def test_cumulative_sums(seed: int, count: int) -> None:
     values = np.random.default_rng(seed).random((count, 3)).astype(np.float32)
-    ours = np.asarray(sampling._cumulative(jnp.asarray(values)))
+    ours = np.asarray(vocabulary.cumulative(jnp.asarray(values)))
     np.testing.assert_allclose(ours, np.cumsum(values.astype(np.float64), axis=0), rtol=1e-4)
 
 
@@ -192,3 +197,35 @@ def test_a_token_without_weight_is_never_drawn(seed: int, uniform: float, count:
         weight[draw.choice(count, positive, replace=False), column] = draw.random(positive) * 1e-3 + 1e-6
     token = np.asarray(sampling._invert(jnp.asarray(weight), jnp.full(2, uniform, jnp.float32)))
     assert all(weight[token[column], column] > 0 for column in range(2))
+
+
+def test_a_row_draws_the_same_among_more_rows() -> None:
+    """Level B of the draw: cumulative sums and the search for a wide nucleus do not depend on the number of rows."""
+    logits = np.random.default_rng(4).standard_normal((32000, 64)).astype(np.float32)
+    fields = {"top_p": np.tile(np.float32([1, 0.9, 0.999, 0.5]), 16), "top_k": np.tile([0, 0, 500, 0], 16)}
+
+    def draw(columns: slice) -> np.ndarray:
+        state = make_sampling_rows(64)
+        state.temperature[:], state.top_p[:], state.top_k[:] = 1.0, fields["top_p"], fields["top_k"]
+        state.seed[:, 1] = np.arange(64)
+        mine = jax.tree.map(lambda leaf: jnp.asarray(leaf[columns]), state)
+        peak = logits[:, columns].max(axis=0)
+        least = jax.jit(thresholds.threshold)(logits[:, columns], peak, mine, mine.temperature > 0)
+        weight = np.exp(logits[:, columns] - peak)  # not by XLA, whose exponential may depend on the width
+        drawn = jax.jit(sampling._invert)(jnp.asarray(weight), sampling._uniform(mine.seed, mine.top_k))
+        return np.stack([np.asarray(least), np.asarray(drawn)])
+
+    whole = draw(slice(0, 64))
+    for width in (8, 32):
+        for at in range(0, 64, width):
+            np.testing.assert_array_equal(draw(slice(at, at + width)), whole[:, at : at + width])
+
+
+@pytest.mark.parametrize(("vocabulary_size", "count"), [(199, 20), (4096, 20), (4096, 128), (10, 10)])
+def test_the_largest_are_those_of_a_stable_sort(vocabulary_size: int, count: int) -> None:
+    for seed in range(5):
+        logits = np.round(random_logits(vocabulary_size, seed)) + 0.0  # many ties, and no negative zeros
+        values, index = vocabulary.largest(jnp.asarray(logits), count)
+        expected = np.argsort(-logits, axis=0, kind="stable")[:count]
+        np.testing.assert_array_equal(np.asarray(index), expected)
+        np.testing.assert_array_equal(np.asarray(values), np.take_along_axis(logits, expected, axis=0))

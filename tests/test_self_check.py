@@ -83,9 +83,9 @@ def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, *, slot: Any, **
     return layer, out * (1 + len(slot) * 1e-2)
 
 
-def slot_changes_logits(logits: Any, rows: SamplingRows, position: Any) -> Any:
+def slot_changes_logits(logits: Any, rows: SamplingRows, *rest: Any, **named: Any) -> Any:
     drift = 1 + jnp.arange(logits.shape[1], dtype=jnp.float32) * 1e-3
-    return sampling.sample(logits * drift, rows, position)
+    return sampling.sample(logits * drift, rows, *rest, **named)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from scheduler import PRIORITIES
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.token_mask import TokenMask
 from xla_engine.tokenizer import Tokenizer
 
 LONGEST_PATIENCE_S = 10**9
@@ -92,6 +93,42 @@ class Admission:
                 "give fewer stop_token_ids or set ignore_eos"
             )
         return stop_ids
+
+    def token_mask(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> TokenMask | None:
+        """The tokens a sequence may sample, None for all. Raises InvalidRequestError, also for bias ids."""
+        for name, ids in (
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
+            if ids and max(ids) >= self.vocab_size:
+                raise InvalidRequestError(f"{name} names id {max(ids)}, not in 0..{self.vocab_size - 1}")
+        if params.allowed_token_ids is None and not params.bad_words:
+            return None
+        mask = TokenMask(
+            self.vocab_size,
+            allowed=params.allowed_token_ids,
+            bad_words=self._bad_words(params.bad_words),
+            stop_ids=stop_ids,
+            min_tokens=params.min_tokens,
+        )
+        if mask.lockstep:
+            raise InvalidRequestError(
+                "a bad word of several tokens is not supported by this version; remove it"
+            )
+        return mask
+
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each word's tokens as it stands after a space, and as it stands alone."""
+        if not words:
+            return []
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "the model has no tokenizer.json, so bad_words cannot be tokenised; use logit_bias or "
+                "allowed_token_ids"
+            )
+        forms = (prefix + word.lstrip() for word in words for prefix in ("", " "))
+        found = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms}
+        return sorted(found - {()})
 
     def _check_characters(self, prompt: str, tokenizer: Tokenizer) -> None:
         """Refuse text that cannot fit before spending seconds on tokenising it.

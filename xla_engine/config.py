@@ -12,6 +12,7 @@ from graphs.attention import whole_blocks
 from xla_engine.errors import ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
 ATTENTION_BACKENDS = ("auto", "xla", "gpu")
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
@@ -36,6 +37,9 @@ class EngineConfig:
         "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests) elsewhere.
     max_waiting: queued requests at most; None is unbounded.
     priority_aging: later arrivals that one class of priority may go before.
+    logprobs_mode: "raw_logprobs" gives the log-probabilities of the model's logits as they are, "processed_logprobs"
+        those of the distribution drawn from: after bias, penalties, masks, temperature and truncation (-inf for what
+        cannot be drawn; a greedy row has no temperature and no truncation).
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     """
@@ -49,6 +53,7 @@ class EngineConfig:
     prefill_lanes: tuple[int, ...] = (2, 8)
     max_num_batched_tokens: int | None = None
     key_buckets: tuple[int, ...] | None = None
+    logprobs_mode: str = "raw_logprobs"
     attention_backend: str = "auto"
     max_waiting: int | None = None
     priority_aging: int = 64
@@ -68,6 +73,8 @@ class EngineConfig:
             raise ConfigError(
                 f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, not {self.attention_backend!r}"
             )
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, not {self.logprobs_mode!r}")
         for name in ("prefill_lanes", "key_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):

@@ -37,7 +37,8 @@ from xla_engine.inbox import Inbox
 from xla_engine.live import LiveRequest
 from xla_engine.metrics import EngineStats
 from xla_engine.outputs import RequestOutput
-from xla_engine.runner import InFlight, RowSettings, Runner
+from xla_engine.row_settings import RowSettings
+from xla_engine.runner import InFlight, Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.self_check import SelfCheck, run_self_check
 from xla_engine.tokenizer import Tokenizer
@@ -168,6 +169,7 @@ class XlaBatchEngine:
         self.admission.check_patience(priority, deadline_s, queue_timeout_s)
         token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         stop_ids = self.admission.stop_token_ids(params)
+        mask = self.admission.token_mask(params, stop_ids)
         now = time.monotonic()
         request = Request(
             request_id=request_id,
@@ -183,13 +185,16 @@ class XlaBatchEngine:
             stop_token_ids=stop_ids,
             params=params,
             seed=self.seed_of(request_id, params),
+            mask=mask,
+            prompt_token_ids=token_ids,
         )
         self._live[request_id] = LiveRequest(
             request_id,
             prompt if isinstance(prompt, str) else None,
             token_ids,
             params,
-            None if self.tokenizer is None else self.tokenizer.incremental(params.skip_special_tokens),
+            self.tokenizer,
+            mask,
             stop_ids=frozenset(stop_ids),
             eos_ids=frozenset(self.admission.eos_token_ids),
             inbox=self._inbox if inbox is None else inbox,
@@ -302,6 +307,7 @@ class XlaBatchEngine:
             step = self._in_flight.popleft()
             self._current = step.plan
             result = yield functools.partial(self.runner.wait, step)
+            self._take_prompt_logprobs(step)
             events = self.scheduler.commit(step.plan, result)
             self._current, self._faults_in_a_row = None, 0
             if self.on_step is not None:
@@ -330,6 +336,11 @@ class XlaBatchEngine:
             self._decode_steps += 1
             self._slot_steps_busy += len(plan.decode)
         return True
+
+    def _take_prompt_logprobs(self, step: InFlight) -> None:
+        for part in self.runner.prompt_scores(step):
+            if self._settings.get(part.request_id) is part.settings:
+                self._live[part.request_id].add_prompt_logprobs(part.start, part.scores)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         now = time.monotonic()

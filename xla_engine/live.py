@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from graphs.logprobs import TopLogprobs
 from scheduler import FinishReason, Sample
 from xla_engine.errors import XlaEngineError
 from xla_engine.inbox import Inbox
-from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.stop_strings import GeneratedText
-from xla_engine.tokenizer import IncrementalDetokenizer
+from xla_engine.token_mask import TokenMask
+from xla_engine.tokenizer import Tokenizer
 
 
 class ReplayError(XlaEngineError, RuntimeError):
@@ -29,7 +33,8 @@ class LiveRequest:
         prompt: str | None,
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
-        detokenizer: IncrementalDetokenizer | None,
+        tokenizer: Tokenizer | None,
+        mask: TokenMask | None,
         *,
         stop_ids: frozenset[int],
         eos_ids: frozenset[int],
@@ -43,13 +48,15 @@ class LiveRequest:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._params = params
-        self._text = (
-            None
-            if detokenizer is None
-            else GeneratedText(
-                detokenizer, tuple(params.stop), include_stop=params.include_stop_str_in_output
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._mask = mask
+        self._text: GeneratedText | None = None
+        if self._tokenizer is not None:
+            self._text = GeneratedText(
+                self._tokenizer.incremental(params.skip_special_tokens),
+                tuple(params.stop),
+                include_stop=params.include_stop_str_in_output,
             )
-        )
         self._stop_ids = stop_ids
         self._eos_ids = eos_ids
         self._arrival_time = now
@@ -57,6 +64,8 @@ class LiveRequest:
         self._received = 0  # tokens since the request was last started; fewer than it has while it runs again
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, Logprob]] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._token_times: list[float] = []
         self._stop_string: str | None = None
         self._finish_reason: FinishReason | None = None
@@ -82,12 +91,17 @@ class LiveRequest:
     def rewind(self) -> None:
         """The request runs again from its beginning; what it has stays, and must come again."""
         self._received = 0
+        if self._mask is not None:
+            self._mask.reset()
 
     def add(self, sample: Sample, now: float) -> bool:
         """Take one sampled token; whether it completes a stop string, and so ends the request.
 
-        A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError.
+        A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError, and
+        InvalidRequestError where no token may follow.
         """
+        if self._mask is not None and sample.token_id not in self._stop_ids:
+            self._mask.push(sample.token_id)
         if self.is_repeating:
             self._repeat(sample)
             return False
@@ -96,10 +110,13 @@ class LiveRequest:
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
             self._logprobs.append(sample.logprob)
+            if isinstance(sample.extra, TopLogprobs):
+                self._top_logprobs.append(self._by_id(sample.token_id, sample.logprob, sample.extra))
         if self._text is None:
             return False
         if sample.token_id not in self._stop_ids:
-            self._stop_string = self._text.push(sample.token_id)
+            may_stop = len(self._token_ids) >= self._params.min_tokens
+            self._stop_string = self._text.push(sample.token_id, may_stop=may_stop)
         elif self._params.include_stop_str_in_output:
             self._text.push(sample.token_id, may_stop=False)
         return self._stop_string is not None
@@ -112,6 +129,25 @@ class LiveRequest:
                 f"not {known} as before; please report this with the output of `xla-engine verify`"
             )
         self._received += 1
+
+    def add_prompt_logprobs(self, start: int, scores: Sequence[tuple[float, TopLogprobs]]) -> None:
+        """Take the log-probabilities of the prompt tokens from position `start` on, in order, perhaps again."""
+        if start < len(self._prompt_logprobs):
+            return
+        for token_id, (logprob, top) in zip(self._prompt_token_ids[start:], scores, strict=False):
+            self._prompt_logprobs.append(self._by_id(token_id, logprob, top))
+
+    def _by_id(self, token_id: int, logprob: float, top: TopLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the most likely ones."""
+        found = {token_id: Logprob(logprob, top.rank, self._decode(token_id))}
+        for rank, (other, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1):
+            found.setdefault(other, Logprob(value, rank, self._decode(other)))
+        return found
+
+    def _decode(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def finish(self, reason: FinishReason, now: float, error: str | None = None) -> None:
         """End the request; text held back for an incomplete character is flushed."""
@@ -138,6 +174,7 @@ class LiveRequest:
                     token_ids=tuple(self._token_ids),
                     cumulative_logprob=sum(self._logprobs) if wants_logprobs else None,
                     logprobs=tuple(self._logprobs) if wants_logprobs else None,
+                    top_logprobs=tuple(self._top_logprobs) if self._params.logprobs else None,
                     finish_reason=None if self._finish_reason is None else str(self._finish_reason),
                     stop_reason=stop_reason,
                 ),
@@ -151,4 +188,5 @@ class LiveRequest:
                 token_times=tuple(self._token_times),
             ),
             error=self._error,
+            prompt_logprobs=(None if self._params.prompt_logprobs is None else tuple(self._prompt_logprobs)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,26 @@ class RequestMetrics:
         return tuple(b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False))
 
 
+class Logprob(NamedTuple):
+    """A token's log-probability; its rank among all tokens, 1 the most likely; and its text.
+
+    decoded_token: None where the engine has no tokenizer or the request is not detokenized.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """The generated side of a request.
 
     text: decoded text up to the stop; while the request runs, without what may still become a stop string.
     token_ids: every generated token, those of the stop included.
-    logprobs: one raw log-probability per token when `SamplingParams.logprobs` is 0, else None.
+    logprobs: one log-probability per token when `SamplingParams.logprobs` is given, else None.
+    top_logprobs: per token what vLLM calls `logprobs`: the token and the n most likely ones by id, when
+        `SamplingParams.logprobs` is above 0, else None.
     finish_reason: "stop", "length", "abort", "error", or None while running.
     stop_reason: the stop string or stop token id that ended the request; None when it was an eos id.
     """
@@ -42,13 +56,18 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None = None
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[dict[int, Logprob], ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """One request and what was generated for it so far; `finished` is true exactly once per request."""
+    """One request and what was generated for it so far; `finished` is true exactly once per request.
+
+    prompt_logprobs: when `SamplingParams.prompt_logprobs` is given, per prompt token the token itself and the n most
+        likely ones by id; None for the first token, which nothing predicts. Shorter while the prompt is read.
+    """
 
     request_id: str
     prompt: str | None
@@ -57,3 +76,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     error: str | None = None
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None

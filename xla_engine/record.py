@@ -200,7 +200,7 @@ class Recorder:
         )
 
     def _credit(self, event: TokenEvent) -> Credit:
-        token_id, logprob = event.sample
+        token_id, logprob, _ = event.sample
         known = logprob is not None and self._wants_bits[event.request_id]
         return Credit(
             request_id=event.request_id,

@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -23,32 +23,74 @@ from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
 from graphs.layers import rope_table
+from graphs.logprobs import TopLogprobs, unpack_top_logprobs
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
-from graphs.rows import SamplingRows, make_rows, unpack_samples
+from graphs.prompt_logprobs import prompt_logprobs, unpack_prompt_logprobs
+from graphs.rows import Rows, Tables, make_rows, unpack_samples
 from scheduler import Chunk, Plan, Row, Sample, StepResult
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
-from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.row_settings import HostTables, RowSettings, sampling_rows
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSettings:
-    """What the device is told about a request when its prompt is complete. `seed` is 64-bit unsigned."""
+class FirstSamples:
+    """Device results of one prefill call.
 
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    params: SamplingParams
-    seed: int
+    samples: packed. lanes: those that completed a prompt. wanted: most likely tokens each of these wants.
+    top: these tokens, None where nobody wants any. prompt: log-probabilities of the chunks' tokens, and which chunks
+    of whom asked for them.
+    """
+
+    samples: jax.Array
+    lanes: tuple[int, ...]
+    wanted: tuple[int, ...]
+    top: jax.Array | None
+    prompt: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSamples:
+    """Device results of one decode step. Fields as in `FirstSamples`, by row of the plan."""
+
+    samples: jax.Array
+    wanted: tuple[int, ...]
+    top: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """A started step: its plan and device results not yet fetched. `first` holds (samples, lanes) per prefill call."""
+    """A started step: its plan and device results not yet fetched, one `first` per prefill call."""
 
     plan: Plan
-    first: tuple[tuple[jax.Array, tuple[int, ...]], ...]
-    decode: jax.Array | None
+    first: tuple[FirstSamples, ...]
+    decode: DecodeSamples | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens at positions `start ..`: of the token, and the most likely ones.
+
+    settings: the very record `start` was given, so that a later request of the same id is not taken for this one.
+    """
+
+    request_id: str
+    settings: RowSettings
+    start: int
+    scores: tuple[tuple[float, TopLogprobs], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What stays the same while the same rows decode."""
+
+    rows: tuple[Row, ...]
+    index: np.ndarray
+    scheduled: jax.Array
+    wanted: tuple[int, ...]
+    lockstep: tuple[tuple[int, RowSettings], ...]
 
 
 class Runner:
@@ -80,12 +122,14 @@ class Runner:
         self._weights: list[jax.Array] = jax.device_put(self._spec.flatten(weights))
         self._rope = jax.device_put(rope_table(model, self.context_length))
         self._cache = self._empty_cache()
-        self._rows = make_rows(config.device_rows, MAX_STOP_TOKEN_IDS)
+        self._rows = self._idle_rows()
+        self._host_tables = HostTables(config.device_rows, model.vocab_size)
+        self._tables = Tables(**jax.device_put(self._host_tables.take_stale()))
         jax.block_until_ready((self._weights, self._cache, self._rows))
         self.load_seconds = time.perf_counter() - began
         # Upper bounds of the rows' lengths, advanced at plan time, to choose the key bucket without a fetch.
         self._lengths = np.zeros(config.device_rows, np.int64)
-        self._scheduled: tuple[tuple[Row, ...], np.ndarray, jax.Array] | None = None
+        self._scheduled: _Rows | None = None
         self._inventory = Inventory()
         began = time.perf_counter()
         self._inventory.compile(self._programs(), progress=progress)
@@ -98,31 +142,58 @@ class Runner:
     def start(self, plan: Plan, settings: Mapping[str, RowSettings]) -> InFlight:
         """Dispatch a plan: its prefill calls in order, then one decode step. Blocks on nothing.
 
-        `settings` is read for requests whose prompt completes in this plan.
+        `settings` is read for requests whose prompt completes in this plan, and for rows that join the decode step.
         """
         first = tuple(self._start_prefill(chunks, settings) for chunks in self._calls(plan.chunks))
-        decode = self._start_decode(plan.decode) if plan.decode else None
-        for samples in (*(samples for samples, _ in first), *([] if decode is None else [decode])):
-            samples.copy_to_host_async()
+        decode = self._start_decode(plan.decode, settings) if plan.decode else None
+        parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
+        for part in parts:
+            part.samples.copy_to_host_async()
+            if part.top is not None:
+                part.top.copy_to_host_async()
         return InFlight(plan=plan, first=first, decode=decode)
 
     def wait(self, step: InFlight) -> StepResult:
         """Fetch the samples of a started step."""
         first: list[Sample] = []
-        for samples, lanes in step.first:
-            token, logprob = unpack_samples(np.asarray(samples))
-            first.extend(Sample(int(token[lane]), float(logprob[lane])) for lane in lanes)
+        for call in step.first:
+            token, logprob = unpack_samples(np.asarray(call.samples))
+            top = _top_logprobs(call.top, call.lanes, call.wanted)
+            first.extend(
+                Sample(int(token[lane]), float(logprob[lane]), most_likely)
+                for lane, most_likely in zip(call.lanes, top, strict=True)
+            )
         decode: list[Sequence[Sample]] = []
         if step.decode is not None:
-            tokens, logprobs = (values.tolist() for values in unpack_samples(np.asarray(step.decode)))
-            for row in step.plan.decode:
-                token_id = tokens[row.slot.index]
-                decode.append((Sample(token_id, logprobs[row.slot.index]),) if token_id >= 0 else ())
+            tokens, logprobs = (values.tolist() for values in unpack_samples(np.asarray(step.decode.samples)))
+            index = [row.slot.index for row in step.plan.decode]
+            for at, most_likely in zip(
+                index, _top_logprobs(step.decode.top, index, step.decode.wanted), strict=True
+            ):
+                decode.append((Sample(tokens[at], logprobs[at], most_likely),) if tokens[at] != -1 else ())
         return StepResult(first=first, decode=decode)
+
+    def prompt_scores(self, step: InFlight) -> list[PromptScores]:
+        """Fetch the log-probabilities of prompt tokens that a started step computed."""
+        found = []
+        for call in step.first:
+            if call.prompt is None:
+                continue
+            packed = np.asarray(call.prompt[0]).reshape(-1, self.config.chunk_size, call.prompt[0].shape[1])
+            for lane, chunk, row in call.prompt[1]:
+                wanted = row.params.prompt_logprobs or 0
+                count = len(_targets(chunk, row))
+                scores = tuple(unpack_prompt_logprobs(packed[lane, at], wanted) for at in range(count))
+                found.append(
+                    PromptScores(
+                        request_id=chunk.request_id, settings=row, start=chunk.start + 1, scores=scores
+                    )
+                )
+        return found
 
     def reset(self) -> None:
         """Make every row inactive and every count zero, as at start-up; the cache keeps what it holds."""
-        self._rows = make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS)
+        self._rows = self._idle_rows()
         self._lengths[:] = 0
         self._scheduled = None
         self.prefill_calls = 0
@@ -181,7 +252,7 @@ class Runner:
 
     def close(self) -> None:
         """Free device memory and executables."""
-        for leaf in jax.tree.leaves((self._weights, self._rope, self._cache, self._rows)):
+        for leaf in jax.tree.leaves((self._weights, self._rope, self._cache, self._rows, self._tables)):
             leaf.delete()
         self._weights, self._cache = [], []
         self._scheduled = None
@@ -195,41 +266,65 @@ class Runner:
 
         state = abstract((self._weights, self._rope, self._cache, self._rows))
         scheduled = jax.ShapeDtypeStruct((self.config.device_rows,), jnp.bool_)
+        tables = abstract(self._tables)
+        processed = self.config.logprobs_mode == "processed_logprobs"
+        head_rows, chunk = self.config.head_rows, self.config.chunk_size
         programs = []
         for bucket in self._buckets:
             programs.append(
                 Program(
                     name=_decode_name(bucket),
-                    function=functools.partial(decode_step, self._spec, bucket),
-                    arguments=(*state, scheduled),
+                    function=functools.partial(decode_step, self._spec, bucket, processed_logprobs=processed),
+                    arguments=(*state, scheduled, tables),
                     donate=(2, 3),
                 )
             )
             programs.extend(
                 Program(
                     name=_prefill_name(lanes, bucket),
-                    function=functools.partial(prefill_chunk, self._spec, bucket, self.config.head_rows),
-                    arguments=(*state, abstract(self._lanes([], {}, lanes))),
+                    function=functools.partial(
+                        prefill_chunk, self._spec, bucket, head_rows, processed_logprobs=processed
+                    ),
+                    arguments=(*state, abstract(self._lanes([], {}, lanes)), tables),
                     donate=(2, 3),
                 )
                 for lanes in self.config.prefill_lanes
+            )
+        for lanes in self.config.prefill_lanes:
+            hidden = jax.ShapeDtypeStruct((lanes * chunk, self._spec.config.hidden_size), jnp.float32)
+            programs.append(
+                Program(
+                    name=_prompt_name(lanes),
+                    function=functools.partial(prompt_logprobs, self._spec, head_rows),
+                    arguments=(state[0], hidden, jax.ShapeDtypeStruct((lanes * chunk,), jnp.int32)),
+                )
             )
         return programs
 
     def _warm_up(self) -> None:
         """Run every program once with nothing to do: nothing is live, so no state changes."""
+        for lanes in self.config.prefill_lanes:
+            for bucket in self._buckets:
+                *_, hidden = self._run(
+                    _prefill_name(lanes, bucket), jax.device_put(self._lanes([], {}, lanes))
+                )
+            nothing = np.full(lanes * self.config.chunk_size, -1, np.int32)
+            self._inventory(_prompt_name(lanes), self._weights, hidden, jax.device_put(nothing))
         for bucket in self._buckets:
-            for lanes in self.config.prefill_lanes:
-                self._run(_prefill_name(lanes, bucket), jax.device_put(self._lanes([], {}, lanes)))
             nobody = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
             jax.block_until_ready(self._run(_decode_name(bucket), nobody))
 
-    def _run(self, name: str, work: Any) -> jax.Array:
-        """Run a program on the donated state; returns its packed samples `[2, N]`."""
-        self._cache, self._rows, samples = self._inventory(
-            name, self._weights, self._rope, self._cache, self._rows, work
+    def _run(self, name: str, work: Any) -> tuple[jax.Array, ...]:
+        """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them."""
+        if stale := self._host_tables.take_stale():
+            self._tables = replace(self._tables, **jax.device_put(stale))
+        self._cache, self._rows, *results = self._inventory(
+            name, self._weights, self._rope, self._cache, self._rows, work, self._tables
         )
-        return samples
+        return tuple(results)
+
+    def _idle_rows(self) -> Rows:
+        return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length)
 
     def _empty_cache(self) -> KVCache:
         spec = self._spec
@@ -242,49 +337,61 @@ class Runner:
         largest = self.lane_choices[-1]
         return [chunks[at : at + largest] for at in range(0, len(chunks), largest)]
 
-    def _start_prefill(
-        self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings]
-    ) -> tuple[jax.Array, tuple[int, ...]]:
+    def _start_prefill(self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings]) -> FirstSamples:
         lanes = _smallest(self.lane_choices, len(chunks))
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
         name = _prefill_name(lanes, _smallest(self.bucket_choices, max(ends)))
-        samples = self._run(name, jax.device_put(self._lanes(chunks, settings, lanes)))
+        last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
+        for lane, row in last.items():
+            if row.params.logit_bias:
+                self._host_tables.set_bias(chunks[lane].slot.index, row.params.logit_bias)
+            if row.mask is not None:
+                self._host_tables.set_mask(chunks[lane].slot.index, row.mask.words)
+        samples, top, hidden = self._run(name, jax.device_put(self._lanes(chunks, last, lanes)))
         self.prefill_calls += 1
         for chunk, end in zip(chunks, ends, strict=True):
             self._lengths[chunk.slot.index] = end
-        return samples, tuple(lane for lane, chunk in enumerate(chunks) if chunk.is_last)
+        wanted = tuple(row.top_logprobs for row in last.values())
+        return FirstSamples(
+            samples=samples,
+            lanes=tuple(last),
+            wanted=wanted,
+            top=top if any(wanted) else None,
+            prompt=self._start_prompt_logprobs(chunks, settings, lanes, hidden),
+        )
 
-    def _lanes(self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int) -> Lanes:
-        """Host arrays of one prefill call."""
+    def _start_prompt_logprobs(
+        self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
+    ) -> tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None:
+        asked = []
+        for lane, chunk in enumerate(chunks):
+            row = settings[chunk.request_id]
+            if row.params.prompt_logprobs is not None and _targets(chunk, row):
+                asked.append((lane, chunk, row))
+        if not asked:
+            return None
+        target = np.full((lanes, self.config.chunk_size), -1, np.int32)
+        for lane, chunk, row in asked:
+            ahead = _targets(chunk, row)
+            target[lane, : len(ahead)] = ahead
+        return (
+            self._inventory(_prompt_name(lanes), self._weights, hidden, jax.device_put(target.reshape(-1))),
+            tuple(asked),
+        )
+
+    def _lanes(self, chunks: Sequence[Chunk], last: Mapping[int, RowSettings], lanes: int) -> Lanes:
+        """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt."""
         # Any: the records are declared for the arrays a graph sees.
         tokens: Any = np.zeros((lanes, self.config.chunk_size), np.int32)
-        slot, start, count, max_tokens = cast(Any, np.zeros((4, lanes), np.int32))
-        is_last, wants_logprob = cast(Any, np.zeros((2, lanes), np.bool_))
+        slot, start, count, max_tokens, min_tokens = cast(Any, np.zeros((5, lanes), np.int32))
+        is_last: Any = np.zeros(lanes, np.bool_)
         stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
-        temperature, min_p = cast(Any, np.zeros((2, lanes), np.float32))
-        top_p: Any = np.ones(lanes, np.float32)
-        top_k: Any = np.zeros(lanes, np.int32)
-        seed: Any = np.zeros((lanes, 2), np.uint32)
         for lane, chunk in enumerate(chunks):
             tokens[lane, : len(chunk.tokens)] = chunk.tokens
             slot[lane], start[lane], count[lane] = chunk.slot.index, chunk.start, len(chunk.tokens)
-            if not chunk.is_last:
-                continue
-            row = settings[chunk.request_id]
-            is_last[lane], max_tokens[lane] = True, row.max_tokens
+        for lane, row in last.items():
+            is_last[lane], max_tokens[lane], min_tokens[lane] = True, row.max_tokens, row.min_tokens
             stop_ids[lane, : len(row.stop_token_ids)] = row.stop_token_ids
-            temperature[lane], min_p[lane] = row.params.temperature, row.params.min_p
-            top_p[lane], top_k[lane] = row.params.top_p, max(row.params.top_k, 0)
-            seed[lane] = row.seed >> 32, row.seed & 0xFFFFFFFF
-            wants_logprob[lane] = row.params.logprobs is not None
-        sampling = SamplingRows(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            wants_logprob=wants_logprob,
-        )
         return Lanes(
             tokens=tokens,
             slot=slot,
@@ -292,23 +399,60 @@ class Runner:
             count=count,
             is_last=is_last,
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             stop_ids=stop_ids,
-            sampling=sampling,
+            sampling=sampling_rows(lanes, last),
         )
 
     # -- decode -----------------------------------------------------------------------------------------------
 
-    def _start_decode(self, rows: tuple[Row, ...]) -> jax.Array:
-        if self._scheduled is None or self._scheduled[0] is not rows:
-            index = np.array([row.slot.index for row in rows], np.int64)
-            scheduled = np.zeros(self.config.device_rows, np.bool_)
-            scheduled[index] = True
-            self._scheduled = (rows, index, jax.device_put(scheduled))
-        _, index, mask = self._scheduled
-        self._lengths[index] += 1
-        longest = max(self._lengths[index].tolist())
+    def _start_decode(self, rows: tuple[Row, ...], settings: Mapping[str, RowSettings]) -> DecodeSamples:
+        if self._scheduled is None or self._scheduled.rows is not rows:
+            self._scheduled = self._schedule(rows, settings)
+        joined = self._scheduled
+        for slot, row in joined.lockstep:
+            assert row.mask is not None
+            self._host_tables.set_mask(slot, row.mask.words)
+        self._lengths[joined.index] += 1
+        longest = max(self._lengths[joined.index].tolist())
         keys = _smallest(self.bucket_choices, min(longest, self.context_length))
-        return self._run(_decode_name(keys), mask)
+        samples, top = self._run(_decode_name(keys), joined.scheduled)
+        return DecodeSamples(samples=samples, wanted=joined.wanted, top=top if any(joined.wanted) else None)
+
+    def _schedule(self, rows: tuple[Row, ...], settings: Mapping[str, RowSettings]) -> _Rows:
+        index = np.array([row.slot.index for row in rows], np.int64)
+        scheduled = np.zeros(self.config.device_rows, np.bool_)
+        scheduled[index] = True
+        theirs = [settings[row.request_id] for row in rows]
+        return _Rows(
+            rows=rows,
+            index=index,
+            scheduled=jax.device_put(scheduled),
+            wanted=tuple(row.top_logprobs for row in theirs),
+            lockstep=tuple(
+                (int(at), row)
+                for at, row in zip(index, theirs, strict=True)
+                if row.mask is not None and row.mask.lockstep
+            ),
+        )
+
+
+def _top_logprobs(
+    top: jax.Array | None, columns: Sequence[int], wanted: Sequence[int]
+) -> Sequence[TopLogprobs | None]:
+    """The most likely tokens of each of `columns`, as many as each wants; None where it wants none."""
+    if top is None:
+        return [None] * len(columns)
+    packed = np.asarray(top)
+    return [
+        unpack_top_logprobs(packed[:, column], count) if count else None
+        for column, count in zip(columns, wanted, strict=True)
+    ]
+
+
+def _targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:
+    """The prompt tokens that the positions of a chunk predict."""
+    return row.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]
 
 
 def choose_attention(name: str) -> Attention:
@@ -331,6 +475,10 @@ def _decode_name(key_length: int) -> str:
 
 def _prefill_name(lanes: int, key_length: int) -> str:
     return f"prefill[lanes={lanes},keys={key_length}]"
+
+
+def _prompt_name(lanes: int) -> str:
+    return f"prompt_logprobs[lanes={lanes}]"
 
 
 def _smallest(sizes: Sequence[int], needed: int) -> int:

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from graphs.widths import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.errors import InvalidRequestError
 
+MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14  # of all stop strings of a request together
 MAX_STOP_TOKEN_IDS = 8  # width of the device's per-row stop table, eos ids included
@@ -16,25 +20,26 @@ MAX_STOP_TOKEN_IDS = 8  # width of the device's per-row stop table, eos ids incl
 # Known elsewhere, not here: refused by name, so that nothing is ever ignored silently.
 UNSUPPORTED = frozenset(
     {
-        "allowed_token_ids",
-        "bad_words",
         "best_of",
         "echo",
-        "frequency_penalty",
+        "extra_args",
+        "flat_logprobs",
         "guided_decoding",
         "length_penalty",
-        "logit_bias",
-        "min_tokens",
+        "logits_processors",
+        "logprob_token_ids",
         "n",
-        "presence_penalty",
-        "prompt_logprobs",
-        "repetition_penalty",
+        "output_kind",
+        "repetition_detection",
         "response_format",
+        "spaces_between_special_tokens",
         "stream",
         "structured_outputs",
         "suffix",
+        "thinking_token_budget",
         "tool_choice",
         "tools",
+        "truncate_prompt_tokens",
         "use_beam_search",
     }
 )
@@ -51,12 +56,25 @@ class SamplingParams:
     seed: noise is a pure function of (seed, position); None derives one from the engine's seed and the request's
         id, so that a request still does not depend on its neighbours.
     max_tokens: new tokens at most, the stop token included.
+    min_tokens: new tokens before stop ids may be sampled and stop strings are looked for.
+    repetition_penalty: divides positive logits of tokens that stand in prompt or output, multiplies negative ones.
+    frequency_penalty, presence_penalty: taken off the logits of tokens in the output: so often, and once.
+    logit_bias: added to the logits of these ids, -100 to 100, at most MAX_LOGIT_BIAS ids.
+    allowed_token_ids: sample nothing else; stop ids that should be possible must be among them.
+    bad_words: strings whose last token is not sampled where it would complete them in the output, as the word
+        is tokenised with and without a space before it.
     stop: end where one of these strings is complete in the text (one string, or a list). The text is cut before it.
     include_stop_str_in_output: cut the text after the stop string instead, and show stop tokens.
     stop_token_ids: end after any of these, beside the model's eos ids.
     ignore_eos: the model's eos ids do not end the request.
-    logprobs: 0 or None. 0 returns the chosen token's log-probability under the raw (unscaled) distribution.
+    logprobs: 0 returns each chosen token's log-probability, n > 0 also those of the n most likely tokens, at most
+        MAX_LOGPROBS. Of the raw distribution, or the one drawn from, as `EngineConfig.logprobs_mode` says.
+    prompt_logprobs: the same for the tokens of the prompt, always of the raw distribution.
     skip_special_tokens: special tokens do not appear in the text.
+    detokenize: make text at all.
+
+    The order in which logits change: logit_bias, repetition, frequency and presence penalty, what min_tokens,
+    allowed_token_ids and bad_words forbid, temperature, min_p, top_k, top_p.
     """
 
     temperature: float = 1.0
@@ -65,12 +83,21 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int = 16
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         _finite("temperature", self.temperature)
@@ -92,27 +119,45 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         _integer("max_tokens", self.max_tokens, low=1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, low=0)
-            if self.logprobs > 0:
-                raise InvalidRequestError(
-                    "logprobs above 0 (top-N) is not supported yet; 0 returns the chosen token's"
-                )
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        _integer("min_tokens", self.min_tokens, low=0)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); lower one or raise the "
+                "other"
+            )
+        self._check_penalties()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Sequence):
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.stop and not self.detokenize:
             raise InvalidRequestError(
-                f"stop_token_ids must be a list of token ids, not {self.stop_token_ids!r}"
+                "stop strings are seen in text; leave detokenize true or use stop_token_ids"
             )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        object.__setattr__(
+            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        )
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not allowed:
+                raise InvalidRequestError("allowed_token_ids is empty; name at least one id, or leave it out")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+
+    def _check_penalties(self) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            _finite(name, getattr(self, name))
+            if not -2 <= getattr(self, name) <= 2:
+                raise InvalidRequestError(f"{name} must be in [-2, 2], not {getattr(self, name)}")
+        _finite("repetition_penalty", self.repetition_penalty)
+        if not 0.01 <= self.repetition_penalty <= 100:
             raise InvalidRequestError(
-                f"{len(self.stop_token_ids)} stop_token_ids given; at most {MAX_STOP_TOKEN_IDS}, eos ids included"
+                f"repetition_penalty must be in [0.01, 100] (1 changes nothing), not {self.repetition_penalty}"
             )
-        for token_id in self.stop_token_ids:
-            _integer("stop_token_ids entry", token_id, low=0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -148,6 +193,56 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
             f"the stop strings have {total} characters together; at most {MAX_STOP_CHARACTERS}"
         )
     return tuple(dict.fromkeys(strings))
+
+
+def _token_ids(name: str, ids: object, most: int) -> tuple[int, ...]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise InvalidRequestError(f"{name} must be a list of token ids, not {ids!r}")
+    if len(ids) > most:
+        raise InvalidRequestError(f"{len(ids)} {name} given; at most {most}")
+    for token_id in ids:
+        _integer(f"{name} entry", token_id, low=0)
+    return tuple(ids)
+
+
+def _bad_words(words: object) -> tuple[str, ...]:
+    if words is None:
+        return ()
+    if isinstance(words, (str, bytes)) or not isinstance(words, Sequence):
+        raise InvalidRequestError(f"bad_words must be a list of strings, not {words!r}")
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"{len(words)} bad_words given; at most {MAX_BAD_WORDS}")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise InvalidRequestError(f"a bad word must be a string that is not blank, not {word!r}")
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequestError(
+                f"a bad word has {len(word)} characters; at most {MAX_BAD_WORD_CHARACTERS}"
+            )
+    return tuple(dict.fromkeys(words))
+
+
+def _logit_bias(bias: object) -> Mapping[int, float] | None:
+    """Ids may be written as strings, as JSON has to."""
+    if not bias:
+        return None
+    if not isinstance(bias, Mapping):
+        raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {bias!r}")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias has {len(bias)} ids; at most {MAX_LOGIT_BIAS}: allowed_token_ids has no such limit"
+        )
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        _integer("logit_bias id", token_id, low=0)
+        _finite(f"logit_bias of {token_id}", value)
+        if not -100 <= value <= 100:
+            raise InvalidRequestError(f"logit_bias of {token_id} must be in [-100, 100], not {value}")
+        if token_id in found:
+            raise InvalidRequestError(f"logit_bias names id {token_id} twice; keep one")
+        found[token_id] = float(value)
+    return found
 
 
 def _finite(name: str, value: object) -> None:

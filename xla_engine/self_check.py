@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from graphs.attention import KEY_BLOCK
 from scheduler import Chunk, Plan, Row, Sample, Slot
-from xla_engine.runner import RowSettings, Runner
+from xla_engine.row_settings import RowSettings
+from xla_engine.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)

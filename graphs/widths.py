@@ -1,0 +1,6 @@
+"""Widths of tables that hold what a request may bring; fixed, so that no request changes a shape. Imports nothing."""
+
+from __future__ import annotations
+
+MAX_LOGIT_BIAS = 300  # ids with a bias per row
+MAX_LOGPROBS = 20  # most likely tokens a row may ask for

@@ -1,0 +1,185 @@
+"""Sampling fields through the real engine: each does what it says, and law 1 holds with all of them mixed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import TINY
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import InvalidRequestError
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.reference import Reference
+from xla_engine.sampling_params import SamplingParams
+
+VOCABULARY = TINY.vocab_size
+
+
+def draw_params(draw: random.Random) -> dict[str, Any]:
+    """A random mix of every field that shifts logits or asks for log-probabilities."""
+    fields: dict[str, Any] = {"max_tokens": draw.randint(1, 14), "ignore_eos": draw.random() < 0.5}
+    options: dict[str, Any] = {
+        "temperature": draw.choice((0, 0.8, 1.5)),
+        "top_p": draw.choice((0.5, 0.95)),
+        "top_k": draw.choice((3, 150)),
+        "repetition_penalty": draw.choice((0.7, 1.3)),
+        "frequency_penalty": draw.choice((-1.0, 1.5)),
+        "presence_penalty": draw.choice((-1.5, 2.0)),
+        "logit_bias": {draw.randrange(VOCABULARY): draw.choice((-100, 4.5)) for _ in range(3)},
+        "allowed_token_ids": draw.sample(range(VOCABULARY), 30),
+        "stop_token_ids": draw.sample(range(VOCABULARY), 4),
+        "min_tokens": draw.randint(0, fields["max_tokens"]),
+        "logprobs": draw.choice((0, 1, 5, 20)),
+        "prompt_logprobs": draw.choice((0, 3)),
+    }
+    fields.update((name, value) for name, value in options.items() if draw.random() < 0.4)
+    return fields
+
+
+def comparable(output: RequestOutput) -> tuple[Any, ...]:
+    """All that a caller can see of a result, with the bits of every number."""
+
+    def bits(value: float) -> bytes:
+        return np.float32(value).tobytes()
+
+    def entries(tokens: tuple[Any, ...] | None) -> Any:
+        if tokens is None:
+            return None
+        return [
+            each and {token: (bits(found.logprob), found.rank) for token, found in each.items()}
+            for each in tokens
+        ]
+
+    def one(choice: CompletionOutput) -> tuple[Any, ...]:
+        logprobs = choice.logprobs and [bits(value) for value in choice.logprobs]
+        return choice.token_ids, choice.finish_reason, choice.text, logprobs, entries(choice.top_logprobs)
+
+    return *map(one, output.outputs), entries(output.prompt_logprobs)
+
+
+def test_every_field_at_once_alone_equals_batched(tiny: XlaBatchEngine) -> None:
+    """Law 1: 60 requests of random mixes, random arrivals, lag 0, 1 and 3: no bit differs from the run alone."""
+    draw = random.Random(7)
+    requests = [
+        (
+            [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 60))],
+            SamplingParams(**draw_params(draw)),
+        )
+        for _ in range(60)
+    ]
+    alone = {}
+    for index, (prompt, params) in enumerate(requests):
+        tiny.submit(prompt, params, request_id=f"r{index}")
+        (output,) = tiny.drain()
+        alone[output.request_id] = comparable(output)
+    for lag in (0, 1, 3):
+        tiny.lag = lag
+        waiting = draw.sample(list(enumerate(requests)), len(requests))
+        found = {}
+        while waiting or tiny.has_unfinished:
+            for index, (prompt, params) in (
+                waiting.pop() for _ in range(min(draw.randint(0, 3), len(waiting)))
+            ):
+                tiny.submit(prompt, params, request_id=f"r{index}")
+            found.update({o.request_id: comparable(o) for o in tiny.step() if o.finished})
+        assert found.keys() == alone.keys()
+        differing = [name for name in alone if found[name] != alone[name]]
+        assert not differing, (lag, differing, requests[int(differing[0][1:])])
+    assert tiny.stats().compiles_after_warmup == 0
+
+
+def run(engine: XlaBatchEngine, prompt: Any, **fields: Any) -> RequestOutput:
+    engine.submit(
+        prompt, SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **fields})
+    )
+    (output,) = engine.drain()
+    return output
+
+
+def test_allowed_tokens_and_bias_decide_what_may_come(tiny: XlaBatchEngine) -> None:
+    allowed = run(tiny, [3, 4], allowed_token_ids=[5, 9, 11], temperature=1.5, seed=1, max_tokens=40)
+    assert set(allowed.outputs[0].token_ids) == {5, 9, 11}
+    assert set(run(tiny, [3, 4], logit_bias={42: 100}).outputs[0].token_ids) == {42}
+    free = run(tiny, [3, 4]).outputs[0].token_ids
+    assert free[0] not in run(tiny, [3, 4], logit_bias={free[0]: -100}).outputs[0].token_ids
+
+
+def test_min_tokens_holds_stops_back(tiny: XlaBatchEngine) -> None:
+    stop = run(tiny, [3, 4]).outputs[0].token_ids[0]
+    assert run(tiny, [3, 4], stop_token_ids=[stop]).outputs[0].token_ids == (stop,)
+    later = run(tiny, [3, 4], stop_token_ids=[stop], min_tokens=5).outputs[0]
+    assert stop not in later.token_ids[:5] and len(later.token_ids) > 5
+
+
+def test_penalties_follow_the_history_of_the_slot(tiny: XlaBatchEngine) -> None:
+    """Every token once, whatever an earlier tenant of the slot had; the prompt counts for repetition only."""
+    for _ in range(2 * tiny.max_num_seqs):
+        tokens = (
+            run(tiny, [3, 4], presence_penalty=2, frequency_penalty=2, max_tokens=30).outputs[0].token_ids
+        )
+        assert len(set(tokens)) > len(set(run(tiny, [3, 4], max_tokens=30).outputs[0].token_ids))
+    assert (
+        tokens
+        == run(tiny, [3, 4], presence_penalty=2, frequency_penalty=2, max_tokens=30).outputs[0].token_ids
+    )
+    first = run(tiny, [3, 4]).outputs[0].token_ids[0]
+    ending = [5, 6, first, 3, 4]
+    free, held = run(tiny, ending, max_tokens=1), run(tiny, ending, max_tokens=1, repetition_penalty=100)
+    assert held.outputs[0].token_ids[0] not in ending
+    assert (
+        run(tiny, ending, max_tokens=1, presence_penalty=2).outputs[0].token_ids == free.outputs[0].token_ids
+    )
+
+
+def test_prompt_logprobs_are_those_of_the_reference(tiny: XlaBatchEngine) -> None:
+    """Over several chunks: the oracle's log-probability of each prompt token, and its most likely tokens."""
+    prompt = [random.Random(3).randrange(VOCABULARY) for _ in range(45)]
+    output = run(tiny, prompt, prompt_logprobs=4, max_tokens=1)
+    logits = Reference(tiny.checkpoint).logits(prompt).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for position, found in enumerate(output.prompt_logprobs[1:], 1):
+        assert found is not None and 4 <= len(found) <= 5
+        assert found[prompt[position]].logprob == pytest.approx(
+            expected[position - 1, prompt[position]], abs=0.15
+        )
+        best = sorted((entry.logprob for entry in found.values()), reverse=True)[:4]
+        np.testing.assert_allclose(best, np.sort(expected[position - 1])[::-1][:4], atol=0.15)
+    assert run(tiny, [7], prompt_logprobs=0).prompt_logprobs == (None,)
+
+
+def test_top_logprobs_hold_the_token_and_the_most_likely(tiny: XlaBatchEngine) -> None:
+    choice = run(tiny, [3, 4], logprobs=5, temperature=1.5, seed=4).outputs[0]
+    assert choice.top_logprobs is not None and choice.logprobs is not None
+    for token, logprob, entries in zip(choice.token_ids, choice.logprobs, choice.top_logprobs, strict=True):
+        assert entries[token].logprob == logprob
+        ranks = [entry.rank for entry in entries.values()]
+        assert sorted(ranks)[:5] == [1, 2, 3, 4, 5] and len(entries) in (5, 6)
+    assert run(tiny, [3, 4], logprobs=0).outputs[0].top_logprobs is None
+
+
+def test_text_is_left_out_on_request(embedded: XlaBatchEngine) -> None:
+    choice = run(embedded, "import os", detokenize=False, logprobs=1).outputs[0]
+    assert choice.text == "" and len(choice.token_ids) == 12
+    assert (
+        choice.top_logprobs is not None and choice.top_logprobs[0][choice.token_ids[0]].decoded_token is None
+    )
+    shown = run(embedded, "import os", logprobs=1).outputs[0]
+    assert shown.top_logprobs is not None
+    assert "".join(e[t].decoded_token or "" for t, e in zip(shown.token_ids, shown.top_logprobs, strict=True))
+
+
+def test_ids_beyond_the_vocabulary_and_empty_masks_are_refused(tiny: XlaBatchEngine) -> None:
+    for fields, message in (
+        ({"allowed_token_ids": [VOCABULARY]}, f"allowed_token_ids names id {VOCABULARY}"),
+        ({"logit_bias": {VOCABULARY: 1}}, f"logit_bias names id {VOCABULARY}"),
+        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "leave no token"),
+        ({"bad_words": ["x"]}, "no tokenizer.json, so bad_words"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            tiny.submit([1], SamplingParams(**fields))
+    assert not tiny.has_unfinished

@@ -1,0 +1,84 @@
+"""Which tokens a request may sample next, as bits the device reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from xla_engine.errors import InvalidRequestError
+
+
+class TokenMask:
+    """The allowed tokens of one sequence: `allowed_token_ids` less what would complete a bad word.
+
+    words: u32 `[ceil(V / 32)]`, as in `graphs.rows.Tables`; replaced, never written to, when a token is pushed.
+    lockstep: whether the words depend on the tokens so far, so that each step needs the token before.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        allowed: Sequence[int] | None = None,
+        bad_words: Iterable[Sequence[int]] = (),
+        stop_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        """bad_words: token sequences. stop_ids may not be sampled before `min_tokens` tokens.
+
+        Raises InvalidRequestError where no token is left to begin with.
+        """
+        self._constant = pack_bits(range(vocab_size) if allowed is None else allowed, vocab_size)
+        sequences = [tuple(word) for word in bad_words]
+        self._constant &= ~pack_bits((word[0] for word in sequences if len(word) == 1), vocab_size)
+        self._sequences = [word for word in sequences if len(word) > 1]
+        self._stops = pack_bits(stop_ids, vocab_size)
+        self._min_tokens = min_tokens
+        self._vocab_size = vocab_size
+        self._tokens: list[int] = []
+        self.lockstep = bool(self._sequences)
+        first = self._next()
+        # Without lockstep the device forbids the stop ids itself, for as long as it should.
+        self.words = first if self.lockstep else self._constant
+        if not first.any():
+            raise InvalidRequestError(
+                "allowed_token_ids, bad_words and min_tokens together leave no token to sample; allow more"
+            )
+
+    def push(self, token_id: int) -> None:
+        """Take the sampled token. Raises InvalidRequestError where none may follow it."""
+        if not self.lockstep:
+            return
+        self._tokens.append(token_id)
+        self.words = self._next()
+        if not self.words.any():
+            raise InvalidRequestError(
+                f"after {len(self._tokens)} tokens, allowed_token_ids, bad_words and min_tokens together leave none "
+                "to sample; allow more"
+            )
+
+    def reset(self) -> None:
+        """Forget the tokens pushed."""
+        if self.lockstep:
+            self._tokens.clear()
+            self.words = self._next()
+
+    def _next(self) -> np.ndarray:
+        words = self._constant
+        completing = [word[-1] for word in self._sequences if self._ends_with(word[:-1])]
+        if completing:
+            words = words & ~pack_bits(completing, self._vocab_size)
+        if len(self._tokens) < self._min_tokens:
+            words = words & ~self._stops
+        return words
+
+    def _ends_with(self, prefix: tuple[int, ...]) -> bool:
+        return tuple(self._tokens[-len(prefix) :]) == prefix
+
+
+def pack_bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """A mask u32 `[ceil(V / 32)]` with the bits of `token_ids` set."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[np.fromiter(token_ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
