@@ -1,4 +1,5 @@
-"""The real engine under anything a caller may do, in any order: hypothesis draws it, and shrinks what fails.
+"""The real engine under anything a caller and a device may do, in any order: hypothesis draws it, and shrinks what
+fails. Stop strings, priorities, deadlines, faults and interrupts are part of it.
 
 Two engines of one configuration on a very small random model: one is driven, the other runs each request alone. More
 examples: `pytest tests/test_stateful_engine.py --hypothesis-profile NAME`, with a profile that sets `max_examples`.
@@ -6,26 +7,32 @@ examples: `pytest tests/test_stateful_engine.py --hypothesis-profile NAME`, with
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+import xla_engine.engine as engine_module
 from graphs.config import ModelConfig
+from scheduler import StepResult
 from xla_engine.checkpoint import Checkpoint, random_weights
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine import FAULTS_IN_A_ROW, XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.runner import InFlight
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.schedule import Case, run_alone
+from xla_engine.tokenizer import Tokenizer
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -61,7 +68,31 @@ params = st.builds(
     max_tokens=st.integers(1, 16),
     logprobs=st.just(0),
     stop_token_ids=st.lists(token_ids, max_size=3),
+    stop=st.lists(st.text("ab", min_size=2, max_size=9), max_size=2),
+    include_stop_str_in_output=st.booleans(),
 )
+priorities = st.sampled_from([0, 0, 0, -10, 1, 10])
+patience = st.none() | st.none() | st.integers(1, 30)
+
+
+def letters() -> Tokenizer:
+    """Tokens are the short strings of two letters, so that stop strings lie across their edges."""
+    strings = ["".join(word) for length in range(1, 6) for word in itertools.product("ab", repeat=length)]
+    model = tokenizers.models.WordLevel(
+        {word: number for number, word in enumerate(strings[: MODEL.vocab_size])}
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = tokenizers.decoders.Fuse()
+    return Tokenizer(backend)
+
+
+class Clock:
+    """The engine's clock, moved by hand."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def engine() -> XlaBatchEngine:
@@ -75,7 +106,7 @@ def engine() -> XlaBatchEngine:
         dtype="bfloat16",
         fingerprint="nano",
     )
-    return XlaBatchEngine(checkpoint, None, CONFIG)
+    return XlaBatchEngine(checkpoint, letters(), CONFIG)
 
 
 @dataclass(slots=True)
@@ -84,15 +115,23 @@ class Life:
 
     case: Case
     alone: CompletionOutput
+    deadline: float | None
+    queue_deadline: float | None
+    faults: int  # of the engine, when it came
     tokens: int = 0  # delivered so far
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Submit, step, abort, drain, change the lag, look: the laws hold after each."""
 
+    clock: ClassVar[Clock]
     driven: ClassVar[XlaBatchEngine]
     aside: ClassVar[XlaBatchEngine]
     most_waiting: ClassVar[int] = 0
+    ends: ClassVar[Counter[str]] = Counter()
+    in_trouble: ClassVar[BaseException | None] = None  # what the next read of a step raises
+    faults: ClassVar[int] = 0
+    stop_strings: ClassVar[int] = 0
     alone: ClassVar[dict[str, CompletionOutput]] = {}  # by content
 
     def __init__(self) -> None:
@@ -100,18 +139,44 @@ class EngineMachine(RuleBasedStateMachine):
         self.live: dict[str, Life] = {}
         self.aborted: dict[str, deque[Life]] = {}  # ended, their output not delivered yet
 
-    @rule(request_id=request_ids, prompt=prompts, params=params)
-    def submit(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    @rule(
+        request_id=request_ids,
+        prompt=prompts,
+        params=params,
+        priority=priorities,
+        deadline_s=patience,
+        queue_timeout_s=patience,
+    )
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        deadline_s: int | None = None,
+        queue_timeout_s: int | None = None,
+    ) -> None:
         case = Case(request_id=request_id, prompt_token_ids=tuple(prompt), params=params)
         if request_id in self.live:
             with pytest.raises(InvalidRequestError, match="choose another"):
                 self.driven.submit(prompt, params, request_id=request_id)
             return
-        self.driven.submit(prompt, params, request_id=request_id)
+        self.driven.submit(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_timeout_s=queue_timeout_s,
+        )
         content = repr(case)
         if content not in self.alone:
             self.alone[content] = run_alone(self.aside, case)
-        self.live[request_id] = Life(case, self.alone[content])
+        now = self.clock.now
+        deadline, queue_deadline = (
+            None if seconds is None else now + seconds for seconds in (deadline_s, queue_timeout_s)
+        )
+        self.live[request_id] = Life(case, self.alone[content], deadline, queue_deadline, self.faults)
 
     @rule(prompts=st.lists(st.tuples(request_ids, prompts, params), min_size=3, max_size=6))
     def submit_more_than_there_are_slots(self, prompts: list[tuple[str, list[int], SamplingParams]]) -> None:
@@ -121,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(turns=st.integers(1, 5))
     def step(self, turns: int) -> None:
         for _ in range(turns):
-            self.take(self.driven.step())
+            self.run(self.driven.step)
 
     @rule(request_id=request_ids)
     def abort(self, request_id: str) -> None:
@@ -132,9 +197,17 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.take(self.driven.drain())
-        assert not self.driven.has_unfinished
+        while self.driven.has_unfinished:
+            self.run(self.driven.drain)
         assert not self.live and not any(self.aborted.values()), "ended without a terminal output"
+
+    @rule(seconds=st.integers(1, 10))
+    def pass_time(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    @rule(error=st.sampled_from([RuntimeError("planted"), MemoryError("planted"), KeyboardInterrupt()]))
+    def trouble(self, error: BaseException) -> None:
+        type(self).in_trouble = error
 
     @rule(lag=st.integers(0, 3))
     def change_lag(self, lag: int) -> None:
@@ -161,8 +234,32 @@ class EngineMachine(RuleBasedStateMachine):
         finally:
             if self.driven._closed is not None or self.driven.has_unfinished:
                 self.driven.close()
-                type(self).driven = engine()
+                self.start()
             self.driven.lag = CONFIG.lag
+
+    def run(self, call: Callable[[], list[RequestOutput]]) -> None:
+        try:
+            self.take(call())
+        except KeyboardInterrupt:
+            self.take(self.driven.step())  # what had ended before the interrupt is there
+
+    @classmethod
+    def start(cls) -> None:
+        """A fresh engine, whose next read of a step may raise, though not four times in a row."""
+        cls.driven = engine()
+        real, in_a_row = cls.driven.runner.wait, 0
+
+        def wait(step: InFlight) -> StepResult:
+            nonlocal in_a_row
+            error, cls.in_trouble = cls.in_trouble, None
+            in_a_row = 0 if error is None else in_a_row + 1
+            if error is None or in_a_row == FAULTS_IN_A_ROW:
+                in_a_row = 0
+                return real(step)
+            cls.faults += isinstance(error, Exception)
+            raise error
+
+        cls.driven.runner.wait = wait  # type: ignore[method-assign]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
         """Check what a turn delivered, against what the requests return alone."""
@@ -172,6 +269,8 @@ class EngineMachine(RuleBasedStateMachine):
                 life = self.aborted[output.request_id].popleft()
             else:
                 life = self.live[output.request_id]
+            if output.finished:
+                self.ends[str(found.finish_reason)] += 1
             assert output.prompt_token_ids == life.case.prompt_token_ids
             count = len(found.token_ids)
             assert found.token_ids == life.alone.token_ids[:count]
@@ -179,17 +278,36 @@ class EngineMachine(RuleBasedStateMachine):
             assert life.tokens <= count, "a token was taken back"
             assert output.finished == (found.finish_reason is not None)
             life.tokens = count
-            if output.finished and found.finish_reason != "abort":
-                assert (count, found.finish_reason) == (len(life.alone.token_ids), life.alone.finish_reason)
+            if not output.finished:
+                assert life.alone.text.startswith(found.text)
+            elif found.finish_reason != "abort":
+                self.check_end(life, output, found)
                 del self.live[output.request_id]
+
+    def check_end(self, life: Life, output: RequestOutput, found: CompletionOutput) -> None:
+        """An end of its own is that of the request alone, text included; any other has its cause."""
+        now = self.clock.now
+        match found.finish_reason:
+            case "deadline":
+                assert life.deadline is not None and life.deadline <= now
+            case "queue_timeout":
+                assert life.queue_deadline is not None and life.queue_deadline <= now and not found.token_ids
+            case "error":
+                assert self.faults >= life.faults + 2 and "planted" in str(output.error)
+            case _:
+                assert found == life.alone
+                type(self).stop_strings += isinstance(found.stop_reason, str)
 
 
 def bits(output: CompletionOutput) -> bytes:
     return np.asarray(output.logprobs, np.float32).tobytes()
 
 
-def test_any_use_of_the_engine_keeps_the_laws() -> None:
-    EngineMachine.driven, EngineMachine.aside = engine(), engine()
+def test_any_use_of_the_engine_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    EngineMachine.clock = Clock()
+    monkeypatch.setattr(engine_module, "time", EngineMachine.clock)
+    EngineMachine.start()
+    EngineMachine.aside = engine()
     compiled = EngineMachine.driven.stats().compiles_after_warmup  # by the other engine
     try:
         run_state_machine_as_test(EngineMachine, settings=SETTINGS)
@@ -197,6 +315,9 @@ def test_any_use_of_the_engine_keeps_the_laws() -> None:
         assert EngineMachine.most_waiting > 1, "slots were contended"
         counters = EngineMachine.driven.snapshot().counters
         assert counters.tokens_dropped > 0, "tenancies ended with tokens in flight"
+        seen = set(EngineMachine.ends)
+        assert seen == {"stop", "length", "abort", "deadline", "queue_timeout", "error"}, seen
+        assert EngineMachine.stop_strings > 0 and EngineMachine.driven.stats().recoveries > 0
     finally:
         EngineMachine.alone.clear()
         EngineMachine.driven.close()
