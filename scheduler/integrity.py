@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from scheduler.decoding import Decoding
+from scheduler.lockstep import Lockstep
 from scheduler.prefilling import Prefilling
 from scheduler.request import Status
 from scheduler.slots import Slots
@@ -20,6 +21,7 @@ def check(
     waiting: WaitingQueue,
     prefilling: Prefilling,
     decoding: Decoding,
+    lockstep: Lockstep,
     counters: Counters,
     chunk_size: int,
 ) -> None:
@@ -28,6 +30,7 @@ def check(
     slots.check()
     waiting.check()
     decoding.check(next_step)
+    lockstep.check()
     _require(counters.steps_committed <= next_step, "commits ran ahead of plans", counters)
     _require(counters.submitted == len(states) + ended, "a request is lost", counters)
     for request_id, state in states.items():
@@ -41,7 +44,11 @@ def check(
     running = [state for state in holders if state.status is Status.RUNNING]
     _require(same(waiting, Status.WAITING), "the queue is not the requests that wait", states)
     _require(same(prefilling, Status.PREFILLING), "the prompts are not the requests that prefill", states)
-    _require(len(running) == len(decoding), f"{len(decoding)} rows decode", running)
+    _require(
+        len(running) == len(decoding) + len(lockstep),
+        f"{len(decoding)} rows and {len(lockstep)} decode",
+        running,
+    )
     _require(all(slots.holds(state.slot) for state in holders), "a tenancy is over", holders)
     _require(len({state.slot.index for state in holders}) == len(holders), "a slot is shared", holders)
     _require(

@@ -66,7 +66,8 @@ class Plan:
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
         a lane may read the KV that an earlier lane writes.
     decode: the rows that decode, in the order they began to. A row whose last chunk is in this plan is one of
-        them. The tuple is the same object from plan to plan until membership changes.
+        them, unless it is in lockstep: such rows come last, and only when no token of theirs is in flight. Without
+        them, the tuple is the same object from plan to plan until membership changes.
     decisions: in the order taken. Those about the queue concern its head only.
     """
 
@@ -78,7 +79,10 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """No request holds a slot: nothing to run. Such a plan needs no start and no commit."""
+        """Nothing to run: no request holds a slot, or all that do wait for the commit of a step that was started.
+
+        Such a plan needs no start and no commit.
+        """
         return not self.chunks and not self.decode
 
     @property

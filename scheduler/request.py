@@ -36,6 +36,7 @@ class Request:
     prompt_token_ids: at least one token.
     max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
     stop_token_ids: sampling one of these ends the request.
+    lockstep: each token is planned only after the one before it was committed.
     priority: from -10 to 10, the lower the sooner; see `scheduler.policy.place`.
     deadline, queue_deadline: times on the caller's clock. From the first on, `expire` ends the request wherever it
         is; from the second on, if it still waits.
@@ -45,6 +46,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    lockstep: bool = False
     priority: int = 0
     deadline: float | None = None
     queue_deadline: float | None = None

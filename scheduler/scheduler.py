@@ -9,6 +9,7 @@ from scheduler import integrity, snapshot
 from scheduler.config import SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.decoding import Decoding
+from scheduler.lockstep import Lockstep
 from scheduler.plan import (
     NO_CHOICE,
     Chunk,
@@ -50,6 +51,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._prefilling = Prefilling(config.chunk_size, config.max_num_batched_tokens)
         self._decoding = Decoding()
+        self._lockstep = Lockstep()
         self._next_step = 0
         self._committed = 0
         self._submitted = 0
@@ -123,12 +125,19 @@ class Scheduler:
         admitted = self._admit(decisions)
         chunks: tuple[Chunk, ...] = ()
         if self._prefilling:
-            chunks, complete = self._prefilling.plan(len(self._decoding), decisions)
+            chunks, complete = self._prefilling.plan(len(self._decoding) + len(self._lockstep), decisions)
             for state in complete:
                 state.status = Status.RUNNING
-                self._decoding.join(state, self._next_step)
+                if state.request.lockstep:
+                    self._lockstep.join(state)
+                else:
+                    self._decoding.join(state, self._next_step)
         decode = self._decoding.rows
-        decisions.extend(self._hand_over(state) for state in self._decoding.due(self._next_step))
+        planned = self._decoding.due(self._next_step)
+        if self._lockstep:
+            decode += self._lockstep.plan()  # adding nothing leaves the same object
+            planned += self._lockstep.done()
+        decisions.extend(self._hand_over(state) for state in planned)
         plan = Plan(
             step=self._next_step, admitted=admitted, chunks=chunks, decode=decode, decisions=tuple(decisions)
         )
@@ -174,7 +183,7 @@ class Scheduler:
 
     def _hand_over(self, state: RequestState) -> Decision:
         """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
-        self._decoding.leave(state)
+        self._rows_of(state).leave(state)
         self._release(state)
         tokens, slot = state.request.max_tokens, state.slot.index
         return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
@@ -225,12 +234,15 @@ class Scheduler:
         if state.status is Status.WAITING:
             self._waiting.remove(state)
         elif state.holds_slot:
-            part = self._prefilling if state.status is Status.PREFILLING else self._decoding
+            part = self._prefilling if state.status is Status.PREFILLING else self._rows_of(state)
             part.leave(state)
             self._release(state)
         state.status, state.finish_reason = Status.FINISHED, reason
         self._finished[reason] += 1
         self._deadlines.forget_ended(len(self._states))
+
+    def _rows_of(self, state: RequestState) -> Decoding | Lockstep:
+        return self._lockstep if state.request.lockstep else self._decoding
 
     def _release(self, state: RequestState) -> None:
         self._slots.release(state.slot)
@@ -262,6 +274,7 @@ class Scheduler:
             waiting=self._waiting,
             prefilling=self._prefilling,
             decoding=self._decoding,
+            lockstep=self._lockstep,
             counters=self._counters(),
             chunk_size=self.config.chunk_size,
         )

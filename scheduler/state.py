@@ -17,7 +17,8 @@ class RequestState:
         still in flight are credited by it.
     holds_slot: whether the slot of `tenancy` is still this request's.
     prefilled: prompt tokens planned.
-    last_step: the plan that plans this request's last token; known once the whole prompt is planned.
+    last_step: the plan that plans this request's last token; known once the whole prompt is planned. None in lockstep.
+    lockstep_planned: new tokens planned, of a request in lockstep.
     credited: tokens received by commits.
     decision: the latest about it, None before the first.
     """
@@ -29,6 +30,7 @@ class RequestState:
     holds_slot: bool = False
     prefilled: int = 0
     last_step: int | None = None
+    lockstep_planned: int = 0
     credited: int = 0
     finish_reason: FinishReason | None = None
     decision: Decision | None = None
@@ -54,7 +56,7 @@ class RequestState:
         one), so the count follows from `last_step` and no step has to count.
         """
         if self.last_step is None:
-            return 0
+            return self.lockstep_planned
         return self.request.max_tokens - max(self.last_step + 1 - next_step, 0)
 
     def position(self, next_step: int) -> int:

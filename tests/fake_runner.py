@@ -158,7 +158,8 @@ class FakeRunner:
         asked = [row.slot for row in plan.decode]
         require(len(set(asked)) == len(asked), f"a row decodes twice in {plan.decode}")
         for row in self.rows:
-            stalls = row.token is not None and not row.over and row.slot not in asked
+            free = row.request_id is not None and not self.requests[row.request_id].lockstep
+            stalls = free and row.token is not None and not row.over and row.slot not in asked
             require(not stalls, f"a live row was left out of step {plan.step}: {row}")
 
 
@@ -252,9 +253,22 @@ class Loop:
         stuck = not plan.chunks and any(request.status is Status.PREFILLING for request in prompts)
         require(not stuck, f"prompts in slots, but none advances: {plan}")
         self.plans.append(plan)
+        self._check_lockstep(plan)
         if not plan.is_empty:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
+
+    def _check_lockstep(self, plan: Plan) -> None:
+        """A row in lockstep decodes when no sample of its tenancy is in flight, and only then."""
+        in_flight = {part.slot for old, _ in self.in_flight for part in (*old.first_rows, *old.decode)}
+        in_flight |= {chunk.slot for chunk in plan.first_rows}
+        asked = {row.slot for row in plan.decode if self.runner.requests[row.request_id].lockstep}
+        require(not asked & in_flight, f"{asked & in_flight} decode before their last token was read")
+        for row in self.runner.rows:
+            if row.request_id is None or row.slot is None or row.over or row.token is None:
+                continue
+            if self.runner.requests[row.request_id].lockstep and row.slot not in in_flight:
+                require(row.slot in asked, f"{row} could decode, but does not")
 
     def commit(self) -> list[TokenEvent]:
         """Read the oldest step in flight."""

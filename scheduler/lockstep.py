@@ -1,0 +1,54 @@
+"""The rows that decode one token at a time, each after the token before it was read."""
+
+from __future__ import annotations
+
+from scheduler.plan import Row
+from scheduler.state import RequestState
+
+
+class Lockstep:
+    """Running requests whose next token depends on what the host makes of the last one.
+
+    Such a row decodes in a plan only when every token planned for it was credited. Other rows do not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, RequestState] = {}  # by slot index, in the order of joining
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def join(self, state: RequestState) -> None:
+        """Take a request whose first token is planned now."""
+        state.lockstep_planned = 1
+        self._states[state.slot.index] = state
+
+    def leave(self, state: RequestState) -> None:
+        """Take a request out, when its last token is planned or before."""
+        del self._states[state.slot.index]
+
+    def plan(self) -> tuple[Row, ...]:
+        """The rows that decode in this step; each has one more token planned."""
+        ready = [
+            state
+            for state in self._states.values()
+            if state.credited == state.lockstep_planned < state.request.max_tokens
+        ]
+        for state in ready:
+            state.lockstep_planned += 1
+        return tuple(Row(slot=state.slot, request_id=state.request_id) for state in ready)
+
+    def done(self) -> tuple[RequestState, ...]:
+        """The requests whose last token is planned."""
+        return tuple(
+            state for state in self._states.values() if state.lockstep_planned == state.request.max_tokens
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless every request here is in its place and at most one token ahead."""
+        for index, state in self._states.items():
+            ahead = state.lockstep_planned - state.credited
+            if not state.holds_slot or state.slot.index != index or not state.request.lockstep:
+                raise AssertionError(f"in lockstep at slot {index}: {state}")
+            if ahead not in (0, 1):
+                raise AssertionError(f"{ahead} tokens in flight in lockstep: {state}")
