@@ -6,11 +6,12 @@ The engine asks before it queues a request, and a dry run asks without having an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler import PRIORITIES
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.structured_outputs import Grammars
 from xla_engine.token_mask import TokenMask
 from xla_engine.tokenizer import Tokenizer
 
@@ -30,6 +31,7 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     tokenizer: Tokenizer | None
+    _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
     def token_ids(
         self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
@@ -102,20 +104,26 @@ class Admission:
         ):
             if ids and max(ids) >= self.vocab_size:
                 raise InvalidRequestError(f"{name} names id {max(ids)}, not in 0..{self.vocab_size - 1}")
-        if params.allowed_token_ids is None and not params.bad_words:
+        constraint = params.structured_outputs
+        if params.allowed_token_ids is None and not params.bad_words and constraint is None:
             return None
-        mask = TokenMask(
+        return TokenMask(
             self.vocab_size,
             allowed=params.allowed_token_ids,
             bad_words=self._bad_words(params.bad_words),
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,
+            matcher=None if constraint is None else self._grammars().matcher(constraint),
         )
-        if mask.lockstep:
+
+    def _grammars(self) -> Grammars:
+        if self.tokenizer is None:
             raise InvalidRequestError(
-                "a bad word of several tokens is not supported by this version; remove it"
+                "the model has no tokenizer.json, so structured_outputs cannot be followed; use allowed_token_ids"
             )
-        return mask
+        if not self._compiler:
+            self._compiler.append(Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids))
+        return self._compiler[0]
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Each word's tokens as it stands after a space, and as it stands alone."""

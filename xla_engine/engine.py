@@ -176,6 +176,7 @@ class XlaBatchEngine:
             prompt_token_ids=token_ids,
             max_tokens=params.max_tokens,
             stop_token_ids=frozenset(stop_ids),
+            lockstep=mask is not None and mask.lockstep,
             priority=priority,
             deadline=None if deadline_s is None else now + deadline_s,
             queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,

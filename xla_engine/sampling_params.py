@@ -9,6 +9,7 @@ from typing import Any
 
 from graphs.widths import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.errors import InvalidRequestError
+from xla_engine.structured_outputs import StructuredOutputsParams
 
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_BAD_WORDS = 128
@@ -34,7 +35,6 @@ UNSUPPORTED = frozenset(
         "response_format",
         "spaces_between_special_tokens",
         "stream",
-        "structured_outputs",
         "suffix",
         "thinking_token_budget",
         "tool_choice",
@@ -63,6 +63,8 @@ class SamplingParams:
     allowed_token_ids: sample nothing else; stop ids that should be possible must be among them.
     bad_words: strings whose last token is not sampled where it would complete them in the output, as the word
         is tokenised with and without a space before it.
+    structured_outputs: what the whole text must match; see `StructuredOutputsParams`. A text that matches ends with
+        an eos id; one that reaches max_tokens before may be cut short.
     stop: end where one of these strings is complete in the text (one string, or a list). The text is cut before it.
     include_stop_str_in_output: cut the text after the stop string instead, and show stop tokens.
     stop_token_ids: end after any of these, beside the model's eos ids.
@@ -74,7 +76,7 @@ class SamplingParams:
     detokenize: make text at all.
 
     The order in which logits change: logit_bias, repetition, frequency and presence penalty, what min_tokens,
-    allowed_token_ids and bad_words forbid, temperature, min_p, top_k, top_p.
+    allowed_token_ids, bad_words and structured_outputs forbid, temperature, min_p, top_k, top_p.
     """
 
     temperature: float = 1.0
@@ -90,6 +92,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | None = None
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
@@ -142,6 +145,15 @@ class SamplingParams:
         )
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        if isinstance(self.structured_outputs, Mapping):
+            params = StructuredOutputsParams.from_mapping(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", params)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidRequestError(
+                f"structured_outputs must be an object, not {self.structured_outputs!r}"
+            )
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidRequestError("structured_outputs ends a text with an eos id; leave ignore_eos false")
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:

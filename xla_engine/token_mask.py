@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from xla_engine.errors import InvalidRequestError
+from xla_engine.structured_outputs import Matcher
 
 
 class TokenMask:
-    """The allowed tokens of one sequence: `allowed_token_ids` less what would complete a bad word.
+    """The allowed tokens of one sequence: `allowed_token_ids` and what a constraint lets come, less bad words' ends.
 
     words: u32 `[ceil(V / 32)]`, as in `graphs.rows.Tables`; replaced, never written to, when a token is pushed.
     lockstep: whether the words depend on the tokens so far, so that each step needs the token before.
@@ -24,8 +25,10 @@ class TokenMask:
         bad_words: Iterable[Sequence[int]] = (),
         stop_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
-        """bad_words: token sequences. stop_ids may not be sampled before `min_tokens` tokens.
+        """bad_words: token sequences. stop_ids may not be sampled before `min_tokens` tokens, unless a constraint
+        lets nothing else come.
 
         Raises InvalidRequestError where no token is left to begin with.
         """
@@ -37,13 +40,15 @@ class TokenMask:
         self._min_tokens = min_tokens
         self._vocab_size = vocab_size
         self._tokens: list[int] = []
-        self.lockstep = bool(self._sequences)
+        self._matcher = matcher
+        self.lockstep = bool(self._sequences) or matcher is not None
         first = self._next()
         # Without lockstep the device forbids the stop ids itself, for as long as it should.
         self.words = first if self.lockstep else self._constant
         if not first.any():
             raise InvalidRequestError(
-                "allowed_token_ids, bad_words and min_tokens together leave no token to sample; allow more"
+                "allowed_token_ids, bad_words, structured_outputs and min_tokens together leave no token to sample; "
+                "allow more"
             )
 
     def push(self, token_id: int) -> None:
@@ -51,26 +56,31 @@ class TokenMask:
         if not self.lockstep:
             return
         self._tokens.append(token_id)
+        if self._matcher is not None:
+            self._matcher.push(token_id)
         self.words = self._next()
         if not self.words.any():
             raise InvalidRequestError(
-                f"after {len(self._tokens)} tokens, allowed_token_ids, bad_words and min_tokens together leave none "
-                "to sample; allow more"
+                f"after {len(self._tokens)} tokens, allowed_token_ids, bad_words, structured_outputs and min_tokens "
+                "together leave none to sample; allow more"
             )
 
     def reset(self) -> None:
         """Forget the tokens pushed."""
         if self.lockstep:
             self._tokens.clear()
+            if self._matcher is not None:
+                self._matcher.reset()
             self.words = self._next()
 
     def _next(self) -> np.ndarray:
-        words = self._constant
+        words = self._constant if self._matcher is None else self._constant & self._matcher.words()
         completing = [word[-1] for word in self._sequences if self._ends_with(word[:-1])]
         if completing:
             words = words & ~pack_bits(completing, self._vocab_size)
         if len(self._tokens) < self._min_tokens:
-            words = words & ~self._stops
+            held = words & ~self._stops
+            words = words if self._matcher is not None and not held.any() else held
         return words
 
     def _ends_with(self, prefix: tuple[int, ...]) -> bool:

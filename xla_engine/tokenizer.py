@@ -63,6 +63,10 @@ class Tokenizer:
         with raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return str(self._backend.to_str())
+
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A detokenizer for one stream of tokens; the pieces it gives add up to `decode`."""
         return self._rules.start(
