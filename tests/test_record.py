@@ -18,19 +18,21 @@ from scheduler import Plan, TokenEvent
 from xla_engine import cli
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, EngineFaultError
-from xla_engine.record import (
-    Record,
-    RecordError,
-    Trace,
-    from_json,
-    read_record,
-    record_schedule,
-    to_json,
-    write_record,
-)
+from xla_engine.record import Record, RecordError, Trace
+from xla_engine.record_json import from_json, read_record, to_json, write_record
+from xla_engine.recording import record_schedule
 from xla_engine.replay import RecordMismatchError, engine_config, replay
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import Action, Case, Schedule, draw_cases, draw_schedule, run_alone, run_schedule
+from xla_engine.schedule import (
+    Action,
+    Case,
+    Schedule,
+    ScheduleError,
+    draw_cases,
+    draw_schedule,
+    run_alone,
+    run_schedule,
+)
 
 Alter = Callable[[dict[str, Any]], None]
 
@@ -64,6 +66,36 @@ def test_round_trip(honest: Record, tmp_path: Path) -> None:
     assert len(to_json(honest)) < 100_000
     assert len(honest.schedule.cases) == 40 and honest.schedule.neighbours
     assert any(action.kind == "abort" for action in honest.schedule.actions)
+
+
+def test_limits_a_hand_edited_record_breaks_are_told(
+    make_engine: Callable[..., XlaBatchEngine], tiny: XlaBatchEngine, honest: Record
+) -> None:
+    """The queue, the context, the vocabulary: the message names the request, and the engine is idle again."""
+    short_queue = altered(honest, put("engine", "max_waiting", value=1))
+    engine = make_engine(engine_config(short_queue))
+    with pytest.raises(ScheduleError, match=r"refuses request \S+ in turn \d+: .*max_waiting is 1"):
+        replay(engine, short_queue)
+    assert not engine.has_unfinished and engine.lag == engine.config.lag
+    for token_ids, message in (([5] * 400, "max_model_len"), ([10**6], "vocabulary")):
+        with pytest.raises(ScheduleError, match=message):
+            replay(tiny, altered(honest, put("requests", 3, "prompt", value=token_ids)))
+        assert replay(tiny, honest).ok
+
+
+def test_turns_in_which_nothing_happens_are_passed_over(tiny: XlaBatchEngine) -> None:
+    """The record tells the turns as they were asked for."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    cases = [Case(request_id=name, prompt_token_ids=(5, 6), params=params) for name in ("soon", "late")]
+    actions = [
+        Action(turn=turn, kind="submit", request_id=case.request_id)
+        for turn, case in zip((0, 10**12), cases, strict=True)
+    ]
+    schedule = Schedule(lag=1, cases=tuple(cases), neighbours=(), actions=tuple(actions))
+    results, record = record_schedule(tiny, schedule, blank=True)
+    assert results["soon"] == results["late"]
+    assert [step.turn for step in record.steps] == [0, 10**12]
+    assert replay(tiny, record).ok
 
 
 def test_a_record_holds_all_that_ran(honest: Record) -> None:

@@ -21,10 +21,13 @@ from tests.test_equivalence import (
     top_k_of_the_batch,
 )
 from xla_engine import cli
+from xla_engine.describe import describe
 from xla_engine.engine import XlaBatchEngine
-from xla_engine.record import Record, RecordKeeper, from_json, read_record, to_json, write_record
+from xla_engine.record import Record
+from xla_engine.record_json import from_json, read_record, to_json, write_record
+from xla_engine.recording import RecordKeeper
 from xla_engine.replay import replay
-from xla_engine.shrink import Trials, ddmin, describe, shrink
+from xla_engine.shrink import Trials, ddmin, shrink
 from xla_engine.verify import verify
 
 # -- ddmin -----------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A (`xla_engine.verify`): alone equals batched, bit for bit, always.
 B (`across_configurations`): other batch widths, lane counts, chunk sizes and key buckets, and prefill in place of
-decode, give the same bits. Nearly so on CPUs in bfloat16; reported, not promised. Each first difference is explained
-by the gap between the two largest logits there.
+decode, give the same bits. So on CPUs in bfloat16 (findings/011); reported, not promised. Each first difference is
+explained by the gap between the two largest logits there.
 C (`against_transformers`): an external implementation in float32 chooses the same greedy tokens.
 """
 

@@ -14,7 +14,8 @@ from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import EngineFaultError, XlaEngineError
 from xla_engine.fingerprint import EngineIdentity, logprob_of
 from xla_engine.outputs import CompletionOutput
-from xla_engine.record import Credit, Record, Recorder, Step, Trace, trace
+from xla_engine.record import Record, Step, Trace, trace
+from xla_engine.recording import Credit, Recorder
 
 _CHEAP_BYTES = 2 * 2**30  # of weights: the reference holds a second copy of them
 
@@ -134,21 +135,17 @@ def _refusal(differences: Sequence[str]) -> str:
 def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> ReplayReport:
     """Run a record's schedule on an idle engine with a blank cache and compare plan by plan, step by step.
 
-    Raises RecordMismatchError for another engine than the record's, unless `force` is given; EngineFaultError when the
-    device fails.
+    Raises RecordMismatchError for another engine than the record's, unless `force` is given; ScheduleError where the
+    engine refuses a request of the record; EngineFaultError when the device fails.
     """
     if not force:
         check_identity(engine, record)
     faults = engine.stats().recoveries
     engine.runner.blank()
-    lag = engine.lag
     check = _Check(engine, record)
-    results: dict[str, CompletionOutput] = {}
-    try:
+    with contextlib.suppress(_Stop):
         results = check.run(on_turn=check.stop_at_difference)
         check.compare_ends(results)
-    except _Stop:
-        _clear(engine, record, lag)
     if engine.stats().recoveries > faults:
         raise EngineFaultError(
             f"a step failed during the replay, which tells nothing then: {engine.last_fault}"
@@ -289,15 +286,6 @@ def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
             if name == request_id:
                 return slot
     return None
-
-
-def _clear(engine: XlaBatchEngine, record: Record, lag: int) -> None:
-    """Leave the engine idle after a run that was stopped."""
-    for case in (*record.schedule.cases, *record.schedule.neighbours):
-        engine.abort(case.request_id)
-    with contextlib.suppress(XlaEngineError):  # a dead engine has nothing to drain
-        engine.drain()
-    engine.lag = lag
 
 
 def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) -> Difference:

@@ -5,14 +5,23 @@ A schedule is data: which actions happen before which turn of the engine. Runnin
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from scheduler import QueueFullError
 from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
+
+
+class ScheduleError(XlaEngineError, ValueError):
+    """The engine cannot run a schedule that was not drawn for it; the message names request and limit."""
+
+    code = "invalid_schedule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,32 +139,52 @@ def run_schedule(
 ) -> dict[str, CompletionOutput]:
     """Run a schedule to its end; returns the final output of every request, neighbours included.
 
-    `on_action` sees each action and whether it took effect (an abort may come too late); `on_turn` sees each turn's
-    number and outputs. The engine must be idle.
+    `on_action` sees each action and whether it took effect (an abort may come too late). `on_turn` sees each turn's
+    number and outputs; of turns in which nothing can happen it sees the last only, as they are passed over. The engine
+    must be idle, and is idle again whatever is raised: ScheduleError where it refuses a request.
     """
     requests: Mapping[str, Case] = {case.request_id: case for case in (*schedule.cases, *schedule.neighbours)}
     results: dict[str, CompletionOutput] = {}
     pending = list(reversed(schedule.actions))
     normal_lag, engine.lag = engine.lag, schedule.lag
     turn = 0
-    while pending or engine.has_unfinished:
-        while pending and pending[-1].turn <= turn:
-            action = pending.pop()
-            took_effect = True
-            if action.kind == "submit":
-                case = requests[action.request_id]
-                engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
-            else:
-                took_effect = engine.abort(action.request_id)
-            if on_action is not None:
-                on_action(action, took_effect)
-        outputs = engine.step()
-        results.update((output.request_id, output.outputs[0]) for output in outputs if output.finished)
-        if on_turn is not None:
-            on_turn(turn, outputs)
-        turn += 1
-    engine.lag = normal_lag
+    try:
+        while pending or engine.has_unfinished:
+            if not engine.has_unfinished and pending[-1].turn > turn:
+                turn = pending[-1].turn
+                if on_turn is not None:
+                    on_turn(turn - 1, [])
+            while pending and pending[-1].turn <= turn:
+                took_effect = _act(engine, pending[-1], requests)
+                if on_action is not None:
+                    on_action(pending[-1], took_effect)
+                pending.pop()
+            outputs = engine.step()
+            results.update((output.request_id, output.outputs[0]) for output in outputs if output.finished)
+            if on_turn is not None:
+                on_turn(turn, outputs)
+            turn += 1
+    finally:
+        for name in requests:
+            engine.abort(name)
+        with contextlib.suppress(XlaEngineError):  # a dead engine has nothing to drain
+            engine.drain()
+        engine.lag = normal_lag
     return results
+
+
+def _act(engine: XlaBatchEngine, action: Action, requests: Mapping[str, Case]) -> bool:
+    """Whether the action took effect. Raises ScheduleError."""
+    if action.kind == "abort":
+        return engine.abort(action.request_id)
+    case = requests[action.request_id]
+    try:
+        engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+    except (InvalidRequestError, QueueFullError) as error:
+        raise ScheduleError(
+            f"this engine refuses request {case.request_id} in turn {action.turn}: {error}"
+        ) from error
+    return True
 
 
 def _corpus(engine: XlaBatchEngine) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.outputs import CompletionOutput
-from xla_engine.record import RecordKeeper
+from xla_engine.recording import RecordKeeper
 from xla_engine.schedule import Action, draw_cases, draw_schedule, run_alone, run_schedule
 
 
@@ -59,6 +59,7 @@ class VerifyReport:
         """The report as text."""
         reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.finish_reasons.items()))
         lines = [
+            "level                      A  (among peers against alone, through the same executables)",
             f"requests                   {self.requests}  ({reasons})",
             f"schedules                  {self.schedules}",
             f"tokens compared            {self.tokens}",

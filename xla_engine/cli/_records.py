@@ -18,7 +18,7 @@ def load_record(
     """A record, and an engine with its options on its model, or on `model`."""
     from dataclasses import asdict
 
-    from xla_engine.record import read_record
+    from xla_engine.record_json import read_record
     from xla_engine.replay import engine_config
 
     record = read_record(path)

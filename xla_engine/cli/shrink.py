@@ -35,7 +35,7 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
         with _common.starting():
             record, engine = _records.load_record(stack, record_path, model, force=force)
             from xla_engine import shrink as smaller
-            from xla_engine.record import write_record
+            from xla_engine.record_json import write_record
             from xla_engine.replay import check_identity
 
             if not force:

@@ -35,7 +35,8 @@ from xla_engine.progress import counting
     "--record",
     "record_path",
     metavar="FILE",
-    help="Write the first schedule that differs, else the last, for `xla-engine replay` and `shrink`.",
+    help="Write the first schedule that differs, else the last, for `xla-engine replay` and `shrink`. Schedules "
+    "start from a blank cache then.",
 )
 def verify(
     requests: int,
@@ -52,8 +53,8 @@ def verify(
     turns. Tokens and log-probability bits of each request must be the same among peers as alone in the same
     engine. Prints what was compared and the differences.
 
-    That is level A, promised everywhere. Level B (--against config) is reported: on CPUs in bfloat16 tokens agree
-    and nearly all bits do; each first difference is printed with the gap between the two largest logits. Level C
+    That is level A, promised everywhere. Level B (--against config) is reported: on CPUs in bfloat16 no bit should
+    differ either; each first difference is printed with the gap between the two largest logits. Level C
     (--against transformers) compares tokens with an external implementation.
 
     \b
@@ -73,7 +74,8 @@ def verify(
             engine = stack.enter_context(_common.load_engine(options, show=True))
             from xla_engine import levels
             from xla_engine import verify as law
-            from xla_engine.record import RecordKeeper, write_record
+            from xla_engine.record_json import write_record
+            from xla_engine.recording import RecordKeeper
 
             if record_path is not None:
                 open(record_path, "ab").close()  # a path that cannot be written is told before the work
@@ -89,7 +91,8 @@ def verify(
             click.echo("\n".join(report.lines()))
             failed = not report.ok
         elif against == "config":
-            results = levels.across_configurations(engine, requests=requests, seed=seed)
+            count = stack.enter_context(counting("configurations", sys.stderr))
+            results = levels.across_configurations(engine, requests=requests, seed=seed, progress=count)
             click.echo("\n".join(levels.table(results)))
             failed = False  # level B is reported, not promised
         else:
