@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from xla_engine.batch_results import (
     record_id,
     result_line,
 )
+from xla_engine.detokenizer import _BYTE_OF, ByteLevelDetokenizer
+from xla_engine.outputs import Logprob
 
 STAMP = Stamp(created=1700000000, model="theirs", system_fingerprint="f" * 16)
 CHAT = talk(logprobs=True)
@@ -54,9 +57,12 @@ def test_result_line_is_openai_batch_output() -> None:
                         "index": 0,
                         "text": "ab",
                         "finish_reason": "stop",
+                        "stop_reason": None,
                         "logprobs": {
                             "tokens": ["token_id:5", "token_id:6"],
                             "token_logprobs": [-0.5, -1.25],
+                            "top_logprobs": None,
+                            "text_offset": None,
                             "token_ids": [5, 6],
                         },
                     }
@@ -82,9 +88,73 @@ def test_choices_of_several_prompts_are_numbered_through() -> None:
     assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
 
 
+class Bytes:
+    """A tokenizer of single bytes."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def incremental(self, skip_special_tokens: bool = True) -> Any:
+        return ByteLevelDetokenizer(lambda token_id: _letter(token_id), lambda ids: "")
+
+
+def _letter(token_id: int) -> str:
+    """How GPT-2's alphabet spells one byte."""
+    return next(letter for letter, byte in _BYTE_OF.items() if byte == token_id)
+
+
+SPELT = replace(STAMP, speller=Bytes())
+TOP = (
+    {0x61: Logprob(-2.5, 3), 0x62: Logprob(-0.5, 1), 0x63: Logprob(-1.5, 2)},
+    {0xC3: Logprob(-0.25, 1), 0xA9: Logprob(-1.75, 2)},
+    {0xA9: Logprob(-0.125, 1), 0x61: Logprob(-math.inf, 2)},
+)
+SPOKEN = {"token_ids": (0x61, 0xC3, 0xA9), "logprobs": (-2.5, -0.25, -0.125), "top_logprobs": TOP}
+
+
+def test_top_logprobs_of_a_completion() -> None:
+    raw = batch({"prompt": "x", "logprobs": 2})
+    assert body_of(raw, finished("aé", **SPOKEN), stamp=SPELT)["choices"][0]["logprobs"] == {
+        "tokens": ["a", r"bytes:\xc3", r"bytes:\xa9"],
+        "token_logprobs": [-2.5, -0.25, -0.125],
+        "top_logprobs": [
+            {"b": -0.5, "c": -1.5, "a": -2.5},  # the chosen one beside the two most likely
+            {r"bytes:\xc3": -0.25, r"bytes:\xa9": -1.75},
+            {r"bytes:\xa9": -0.125},  # the other is impossible
+        ],
+        "text_offset": [0, 1, 1],
+        "token_ids": [0x61, 0xC3, 0xA9],
+    }
+
+
+def test_top_logprobs_of_a_chat() -> None:
+    raw = talk(logprobs=True, top_logprobs=2)
+    first, second, third = body_of(raw, finished("aé", **SPOKEN), stamp=SPELT)["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert (first["token"], first["bytes"], first["logprob"]) == ("a", [0x61], -2.5)
+    assert [(top["token"], top["logprob"]) for top in first["top_logprobs"]] == [("b", -0.5), ("c", -1.5)]
+    assert second["bytes"] == [0xC3] and len(second["top_logprobs"]) == 2 and len(third["top_logprobs"]) == 1
+
+
+def test_prompt_logprobs_and_stop_reason_are_vllms() -> None:
+    output = replace(finished(stop_reason="x"), prompt_logprobs=(None, {7: Logprob(-1.5, 2, "g")}))
+    choice = body_of(TEXT, output)["choices"][0]
+    assert choice["prompt_logprobs"] == [None, {"7": {"logprob": -1.5, "rank": 2, "decoded_token": "g"}}]
+    assert choice["stop_reason"] == "x"
+
+
 def test_the_openai_client_reads_our_bodies() -> None:
     types = pytest.importorskip("openai.types", reason="needs the OpenAI client")
     chat = pytest.importorskip("openai.types.chat", reason="needs the OpenAI client")
+    top = types.Completion.model_validate(
+        body_of(batch({"prompt": "x", "logprobs": 2}), finished("aé", **SPOKEN), stamp=SPELT), strict=True
+    )
+    assert top.choices[0].logprobs.top_logprobs[0] == {"b": -0.5, "c": -1.5, "a": -2.5}
+    spoken = chat.ChatCompletion.model_validate(
+        body_of(talk(logprobs=True, top_logprobs=2), finished("aé", **SPOKEN), stamp=SPELT), strict=True
+    )
+    assert spoken.choices[0].logprobs.content[0].top_logprobs[0].token == "b"
     logprobs = {"logprobs": (-0.5, -1.25)}
     completion = types.Completion.model_validate(
         body_of(batch({"prompt": ["a", "b"], "logprobs": 0}), finished(**logprobs), finished(**logprobs)),

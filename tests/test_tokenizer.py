@@ -425,3 +425,15 @@ def test_added_tokens_may_be_special_or_not() -> None:
     tokenizer = Tokenizer(backend)
     ids = tokenizer.encode("a<tool>b<plain>c")
     assert stream(tokenizer.incremental(True), ids) == tokenizer.decode(ids) == "ab<plain>c"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "sentencepiece_no_strip"])
+def test_bytes_of_tokens_add_up_to_the_text(name: str) -> None:
+    """Also of tokens that are parts of characters; a special token's bytes are its name."""
+    tokenizer = made(name)
+    text = "naïve 日本 👩‍👩‍👧 cat\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = [tokenizer.token_bytes(token_id) for token_id in ids]
+    assert b"".join(parts).removeprefix(b" ") == text.encode()
+    assert any(part.decode(errors="replace") != part.decode(errors="ignore") for part in parts)
+    assert tokenizer.token_bytes(10**6) == b""

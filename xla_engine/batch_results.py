@@ -11,12 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xla_engine.batch_format import LineError, LineRequest, line_error
 from xla_engine.fingerprint import result_fingerprint
 from xla_engine.json_line import dump_line
-from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from xla_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from xla_engine.tokenizer import IncrementalDetokenizer
 
 _CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose code is another word
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
@@ -43,9 +47,10 @@ def parse_record_id(value: object) -> tuple[int, int] | None:
 
 
 class Speller(Protocol):
-    """What the text of single tokens is asked of."""
+    """What the text of single tokens is asked of: the tokenizer."""
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +91,6 @@ def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: st
     """
     completions = [completion for output in outputs for completion in output.outputs]
     per_prompt = len(outputs[0].outputs)
-    choice = _chat_choice if request.is_chat else _text_choice
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
     body: dict[str, Any] = {
@@ -96,7 +100,8 @@ def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: st
         "model": request.model or stamp.model,
         "system_fingerprint": stamp.system_fingerprint,
         "choices": [
-            choice(number // per_prompt * per_prompt + completion.index, completion, stamp.speller)
+            {"index": number // per_prompt * per_prompt + completion.index}
+            | _choice(request, completion, stamp.speller)
             for number, completion in enumerate(completions)
         ],
         "usage": {
@@ -105,6 +110,9 @@ def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: st
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
+    for number, output in enumerate(outputs):
+        if output.prompt_logprobs is not None:
+            body["choices"][number * per_prompt]["prompt_logprobs"] = _prompt_logprobs(output)
     if stamp.hashes and stamp.system_fingerprint is not None:
         body["xla_engine"] = _hashes(stamp.system_fingerprint, completions)
     response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
@@ -119,55 +127,107 @@ def error_line(error: LineError, name: str) -> bytes:
     return dump_line({"id": name, "custom_id": error.custom_id, "response": None, "error": detail})
 
 
-def _text_choice(index: int, completion: CompletionOutput, speller: Speller | None) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "logprobs": _text_logprobs(completion, speller),
-    }
+def _choice(request: LineRequest, completion: CompletionOutput, speller: Speller | None) -> dict[str, Any]:
+    """One choice without its index; `stop_reason` is vLLM's."""
+    content: dict[str, Any]
+    if request.is_chat:
+        content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+        block = _chat_logprobs(completion, request.params, speller)
+    else:
+        content = {"text": completion.text}
+        block = _text_logprobs(completion, request.params, speller)
+    end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    return {**content, **end, "logprobs": block}
 
 
-def _chat_choice(index: int, completion: CompletionOutput, speller: Speller | None) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
-        "finish_reason": completion.finish_reason,
-        "logprobs": _chat_logprobs(completion, speller),
-    }
+def _text_logprobs(
+    completion: CompletionOutput, params: SamplingParams, speller: Speller | None
+) -> dict[str, Any] | None:
+    """The completions API's block of parallel lists, and `token_ids` beside them.
 
-
-def _text_logprobs(completion: CompletionOutput, speller: Speller | None) -> dict[str, Any] | None:
-    """The completions API's block of parallel lists, and `token_ids` beside them."""
+    `top_logprobs` has the chosen token beside the most likely ones; of two tokens with one text the likelier.
+    """
     if completion.logprobs is None:
         return None
+    top = None
+    if completion.top_logprobs is not None:
+        top = [
+            {_spell(token_id, speller): value for token_id, value in reversed(_likeliest(found))}
+            for found in completion.top_logprobs
+        ]
     return {
         "tokens": [_spell(token_id, speller) for token_id in completion.token_ids],
         "token_logprobs": [_finite(value) for value in completion.logprobs],
+        "top_logprobs": top,
+        "text_offset": _offsets(completion.token_ids, params, speller),
         "token_ids": list(completion.token_ids),
     }
 
 
-def _chat_logprobs(completion: CompletionOutput, speller: Speller | None) -> dict[str, Any] | None:
+def _chat_logprobs(
+    completion: CompletionOutput, params: SamplingParams, speller: Speller | None
+) -> dict[str, Any] | None:
     """The chat API's block of one record per token, and `token_ids` beside it."""
     if completion.logprobs is None:
         return None
+    tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
     content = [
-        {**_token(token_id, value, speller), "top_logprobs": []}
-        for token_id, value in zip(completion.token_ids, completion.logprobs, strict=True)
+        {
+            **_token(token_id, _finite(value), speller),
+            "top_logprobs": [_token(*other, speller) for other in _likeliest(top, params.logprobs or 0)],
+        }
+        for token_id, value, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
     ]
     return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
 
 
-def _token(token_id: int, logprob: float, speller: Speller | None) -> dict[str, Any]:
-    text = _spell(token_id, speller)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """vLLM's form: by id, and null for the first token."""
+    return [
+        None if found is None else dict(map(_named, found.items())) for found in output.prompt_logprobs or ()
+    ]
+
+
+def _named(item: tuple[int, Logprob]) -> tuple[str, dict[str, Any]]:
+    token_id, entry = item
+    return str(token_id), {**entry._asdict(), "logprob": _finite(entry.logprob)}
+
+
+def _likeliest(found: Mapping[int, Logprob], lowest_rank: float = math.inf) -> list[tuple[int, float]]:
+    """Ids and logprobs, best first, without impossible tokens."""
+    ranked = sorted(found.items(), key=lambda item: item[1].rank)
+    return [
+        (token_id, entry.logprob)
+        for token_id, entry in ranked
+        if entry.rank <= lowest_rank and math.isfinite(entry.logprob)
+    ]
+
+
+def _token(token_id: int, logprob: float | None, speller: Speller | None) -> dict[str, Any]:
+    raw = None if speller is None else list(speller.token_bytes(token_id))
+    return {"token": _spell(token_id, speller), "logprob": logprob, "bytes": raw}
 
 
 def _spell(token_id: int, speller: Speller | None) -> str:
-    return (
-        f"token_id:{token_id}" if speller is None else speller.decode([token_id], skip_special_tokens=False)
-    )
+    """A token's text, or its bytes where they are only part of a character, as OpenAI writes them."""
+    if speller is None:
+        return f"token_id:{token_id}"
+    raw = speller.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _offsets(token_ids: Sequence[int], params: SamplingParams, speller: Speller | None) -> list[int] | None:
+    """Characters of text before each token; a token that only begins a character stands where that will."""
+    if speller is None:
+        return None
+    text, length, offsets = speller.incremental(params.skip_special_tokens), 0, []
+    for token_id in token_ids:
+        offsets.append(length)
+        length += len(text.push(token_id))
+    return offsets
 
 
 def _finite(value: float) -> float | None:

@@ -158,6 +158,17 @@ class DecodingRules:
         self._mapper = None if backend.decoder is None else _decoder_of(steps[:token_wise])
         self.piece = lru_cache(maxsize=_CACHED_TOKENS)(self._piece)
 
+    def bytes_of(self, token: str) -> bytes:
+        """The bytes of a token inside a text; of one whose text depends on others, its spelling's."""
+        if self.byte_level:
+            return _bytes_of(token)
+        if self.opaque:
+            return token.encode()
+        piece = self.piece(token, False)
+        if self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        return piece.encode()
+
     def start(self, visible_token: VisibleToken, decode: Decode) -> IncrementalDetokenizer:
         """A detokenizer at the beginning of a stream."""
         if self.opaque:

@@ -80,7 +80,7 @@ class DryRun:
         params = request.params
         try:
             lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
-            self._admission.stop_token_ids(params)
+            self._admission.token_mask(params, self._admission.stop_token_ids(params))
             self._admission.check_patience(
                 request.patience.get("priority", 0),
                 *map(request.patience.get, ("deadline_s", "queue_timeout_s")),

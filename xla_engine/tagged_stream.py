@@ -17,6 +17,7 @@ an event of their name. When input ends, what is under way is finished, then com
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
@@ -340,6 +341,12 @@ class TaggedStream:
         }
         if completion.logprobs is not None:
             event["logprobs"] = list(completion.logprobs[tokens:])
+        if completion.top_logprobs is not None:
+            tops = completion.top_logprobs[tokens:]
+            event["top_logprobs"] = [
+                {token_id: entry.logprob for token_id, entry in top.items() if entry.logprob > -math.inf}
+                for top in tops
+            ]
         self._put(event)
 
     def _engine_died(self, error: Exception) -> None:

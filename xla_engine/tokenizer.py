@@ -74,6 +74,13 @@ class Tokenizer:
             partial(self.decode, skip_special_tokens=skip_special_tokens),
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds inside a text, perhaps part of a character; a special token's name."""
+        token = self._visible_token(False, token_id)
+        if token is None:
+            return b""
+        return token.encode() if token in self._special else self._rules.bytes_of(token)
+
     def _visible_token(self, skip_special_tokens: bool, token_id: int) -> str | None:
         try:
             token = self._backend.id_to_token(token_id)
