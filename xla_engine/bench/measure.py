@@ -15,7 +15,7 @@ from xla_engine.bench import limits
 from xla_engine.bench.figures import Spread, complaints, figures, ratios, spread_of
 from xla_engine.bench.judge import Verdict, verdict, void_reason
 from xla_engine.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, PeerFailed, Process
-from xla_engine.bench.workloads import Sizes, Workload, make_workload
+from xla_engine.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
 
 _REST = 0.3  # seconds between turns: the threads of the engine before stop spinning
 _WARM_UP_TOKENS = 8
@@ -149,18 +149,18 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
         new=options.new,
         rate=options.rate,
     )
+    limit = options.config.max_position_embeddings
+    known = {name: make_workload(name, sizes) for name in WORKLOADS}
     workloads = []
     for name in options.workloads:
-        workload = make_workload(name, sizes)
-        if workload.longest > options.config.max_position_embeddings:
-            record["skipped"][name] = (
-                f"needs {workload.longest} positions, the model has {options.config.max_position_embeddings}"
-            )
+        if known[name].longest > limit:
+            record["skipped"][name] = f"needs {known[name].longest} positions, the model has {limit}"
             continue
-        record["workloads"].setdefault(str(batch), {})[name] = workload.about
-        workloads.append(workload)
-    longest = max(workload.longest for workload in workloads) + _STOP_SLACK
-    longest = min(longest, options.config.max_position_embeddings)
+        record["workloads"].setdefault(str(batch), {})[name] = known[name].about
+        workloads.append(known[name])
+    # Long enough for every workload, asked for or not: the engines are the same in every run.
+    longest = max(each.longest for each in known.values() if each.longest <= limit)
+    longest = min(longest + _STOP_SLACK, limit)
     sides: list[Side] = []
     try:
         for name in (OURS, *(name for name in PEERS if name not in options.without)):
