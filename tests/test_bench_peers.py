@@ -119,7 +119,10 @@ def test_good_engines_are_compared_round_by_round(run: Any) -> None:
     assert found["pair", "xla-engine"]["figures"]["pair_ratio"][0] == pytest.approx(1.0)
     assert found["ragged", "xla-engine, ended by stop ids"]["figures"]["ended_by_stop_id"][0] == 1
     assert found["uniform", "xla-engine"]["streams"]["same"] == 1
-    assert record["verify"][0]["ok"] and record["engines"]["transformers"]["peak_mib"]["4"] > 0
+    assert record["verify"][0]["ok"]
+    assert (
+        1 < record["engines"]["transformers"]["peak_mib"]["4"] < 100
+    )  # of a bare interpreter, not of its parent
 
 
 @pytest.mark.parametrize(
