@@ -34,7 +34,7 @@ from graphs.rows import Rows, SamplingRows, make_rows, make_tables
 from graphs.vocabulary import argmax
 from xla_engine.bench import models
 from xla_engine.bench.card import markdown_table as markdown_table
-from xla_engine.bench.measure import describe_machine as machine_words
+from xla_engine.bench.limits import describe_machine as machine_words
 
 SMOLLM2_135M = dataclasses.replace(models.SMOLLM2_135M, max_position_embeddings=8192)
 

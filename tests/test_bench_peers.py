@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import TINY
 from xla_engine.bench import measure as bench
-from xla_engine.bench import peers
+from xla_engine.bench import peers, rounds
 from xla_engine.bench.peers import PeerFailed, Process, parse_peers
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def fake_workers(folder: Path, ours: str = "", theirs: str = "", *, arrivals: bo
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Measure with fake engines; the results by (workload, engine), and the record."""
-    monkeypatch.setattr(bench, "_REST", 0.0)
+    monkeypatch.setattr(rounds, "_REST", 0.0)
     monkeypatch.setattr(bench.limits, "read_bandwidth", lambda threads: 10.0)
 
     def measure(

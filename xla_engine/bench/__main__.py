@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xla_engine.bench.card import card
-from xla_engine.bench.measure import Options, core_count, measure
+from xla_engine.bench.limits import core_count
+from xla_engine.bench.measure import Options, measure
 from xla_engine.bench.models import NOT_YET, SHAPES, find_model
 from xla_engine.bench.peers import PEERS, PeerFailed, parse_peers
 from xla_engine.bench.workloads import WORKLOADS

@@ -1,16 +1,35 @@
-"""What the machine could do at best, and what a step has to move and compute."""
+"""What the machine is and could do at best, and what a step has to move and compute."""
 
 from __future__ import annotations
 
 import math
+import os
+import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
 from graphs.config import ModelConfig
 
 _BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def describe_machine() -> str:
+    """Cores and the vector units that matter here, in words."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        flags = set()
+    known = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
+    features = ", ".join(word for flag, word in known.items() if flag in flags) or platform.machine()
+    return f"{core_count()} cores ({features}), Python {platform.python_version()}"
+
+
+def core_count() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float:

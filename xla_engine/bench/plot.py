@@ -37,7 +37,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     except ImportError as error:
         raise ConfigError("plots need matplotlib: pip install 'xla-engine[plot]'") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
     engines = lines_of(records, "decode_tok_s")
@@ -53,7 +53,9 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.plot(batches, [floors[batch] for batch in batches], "--", color="grey", label="bandwidth floor")
     axes.set(xscale="log", yscale="log", xlabel="requests decoded together (B)", ylabel="decode tok/s")
     axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.minorticks_off()
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_title(f"{titles.pop()}; {records[-1]['machine']}", fontsize=9)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8)

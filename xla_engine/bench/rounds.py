@@ -1,0 +1,167 @@
+"""Engines take turns at one workload, and their streams are judged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xla_engine.bench.figures import complaints, figures
+from xla_engine.bench.judge import Verdict, verdict, void_reason
+from xla_engine.bench.peers import BARE, OURS, REFERENCE, STOPS, PeerFailed, Process
+from xla_engine.bench.workloads import Workload
+
+_REST = 0.3  # seconds between turns: the threads of the engine before stop spinning
+_WARM_UP_TOKENS = 8
+_SECOND_ARRIVES = 0.4  # of the time a request takes alone
+STOP_SLACK = 32  # tokens a request could run past its stop id
+_OWN = ("host_ms_per_step", "occupancy", "occupancy_queued", "stale_share")  # figures only we can know
+
+
+@dataclass(slots=True)
+class Side:
+    """One engine at one batch size."""
+
+    name: str
+    process: Process
+    loaded: dict[str, Any]
+    load_seconds: float
+    failed: str | None = None
+
+
+@dataclass(slots=True)
+class Turns:
+    """What one side did in one workload. `first` is its first measured answer."""
+
+    figures: list[dict[str, float]] = field(default_factory=list)
+    first: dict[str, Any] | None = None
+    void: str | None = None
+    verdict: Verdict | None = None
+
+
+def take_turns(
+    workload: Workload,
+    sides: list[Side],
+    *,
+    batch: int,
+    rounds: int,
+    positions: int,
+    say: Callable[[str], None],
+) -> dict[str, Turns]:
+    """Every side that can, warmed up and then once per round, every other round backwards; our own side is first.
+
+    positions: the most a request may take.
+    """
+    timed = [side for side in sides if _can(side, workload)]
+    turns = {side.name: Turns() for side in timed}
+    if workload.name == "uniform":
+        turns[BARE] = Turns()
+    for side in timed:
+        _guard(side, turns, lambda side=side: _run(side, workload.head(batch, _WARM_UP_TOKENS)))  # type: ignore[misc]
+    for turn in range(rounds):
+        say(f"B = {batch}: {workload.name}, round {turn + 1} of {rounds}")
+        for side in timed if turn % 2 == 0 else reversed(timed):
+            if side.failed is None:
+                time.sleep(_REST)
+                _guard(side, turns, lambda side=side: _turn(side, workload, turns))  # type: ignore[misc]
+    ours = sides[0]
+    if workload.name == "ragged":
+        turns[STOPS] = Turns()
+        _guard(ours, turns, lambda: _run_with_stops(ours, workload, turns, positions))
+    return turns
+
+
+def _can(side: Side, workload: Workload) -> bool:
+    needs_arrivals = workload.name == "pair" or any(workload.arrivals)
+    return side.failed is None and (not needs_arrivals or side.loaded["arrivals"])
+
+
+def _guard(side: Side, turns: dict[str, Turns], work: Callable[[], object]) -> None:
+    """A side that fails is out; what it measured until then is void. Our own failure ends the benchmark."""
+    try:
+        work()
+    except PeerFailed as error:
+        if side.name == OURS:
+            raise
+        side.failed = turns[side.name].void = str(error)
+
+
+def _run(side: Side, workload: Workload, **more: Any) -> dict[str, Any]:
+    return side.process.ask(
+        "run",
+        prompts=workload.prompts,
+        max_tokens=workload.max_tokens,
+        arrivals=workload.arrivals,
+        **more,
+    )
+
+
+def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
+    """One side's share of one round."""
+    mine = turns[side.name]
+    extra: dict[str, float] = {}
+    if workload.name == "pair":
+        alone = _run(side, workload.head(1, workload.max_tokens[0]))["seconds"]
+        arrival = _SECOND_ARRIVES * alone
+        workload = replace(workload, arrivals=(0.0, arrival))
+    answer = _run(side, workload)
+    if workload.name == "pair":
+        extra["pair_ratio"] = answer["seconds"] / (arrival + alone)
+        extra["first_slowdown"] = answer["times"][0][-1] / alone
+    mine.void = mine.void or complaints(workload, answer)
+    if mine.void:
+        return
+    if mine.first is None:
+        mine.first = answer
+    elif side.name == OURS and answer["streams"] != mine.first["streams"]:
+        mine.void = "streams differ from round to round"
+    extra |= {name: answer[name] for name in _OWN if answer.get(name) is not None}
+    mine.figures.append(figures(workload, answer) | extra)
+    if BARE in turns and side.name == OURS:
+        time.sleep(_REST)
+        found = side.process.ask("bare", prompts=workload.prompts, max_tokens=workload.max_tokens)
+        turns[BARE].figures.append(found)
+
+
+def _run_with_stops(side: Side, workload: Workload, turns: dict[str, Turns], positions: int) -> None:
+    """The same requests ended by stop ids, as texts end: the host learns of each end a step late.
+
+    The stop id is the request's own last token, where that comes only once in its stream. Our streams do not
+    depend on the schedule, so they must be the same again.
+    """
+    mine, before = turns[STOPS], turns[side.name].first
+    if before is None:
+        mine.void = "nothing to compare with"
+        return
+    stops, caps = [], []
+    for prompt, stream in zip(workload.prompts, before["streams"], strict=True):
+        room = positions - len(prompt) - len(stream)
+        slack = min(STOP_SLACK, room) if stream.count(stream[-1]) == 1 else 0
+        stops.append([stream[-1]] if slack else [])
+        caps.append(len(stream) + slack)
+    answer = _run(side, replace(workload, max_tokens=tuple(caps)), stop_token_ids=stops)
+    if answer["streams"] != before["streams"]:
+        mine.void = "streams differ when stop ids end them"
+    ended = sum(map(bool, stops)) / len(stops)
+    extra = {name: answer[name] for name in _OWN if answer.get(name) is not None}
+    mine.figures.append(figures(workload, answer) | extra | {"ended_by_stop_id": ended})
+
+
+def judge_turns(
+    workload: Workload, turns: dict[str, Turns], judge: Process, *, requests: int, dtype: str
+) -> None:
+    """Let the judge see each side's first `requests` streams, and void what is wrong."""
+    reference = turns[REFERENCE].first if REFERENCE in turns else None
+    expected = None if reference is None else reference["streams"]
+    prompts = workload.prompts[:requests]
+    for mine in turns.values():
+        if mine.first is not None:
+            streams = mine.first["streams"]
+            found = judge.ask("regrets", prompts=prompts, streams=streams[:requests])
+            mine.verdict = verdict(found["regrets"], streams, expected)
+    standard = turns[REFERENCE].verdict if REFERENCE in turns else None
+    for name, mine in turns.items():
+        if mine.verdict is not None:
+            against = None if name == REFERENCE else standard
+            mine.void = mine.void or void_reason(mine.verdict, dtype, against)
