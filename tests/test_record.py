@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scheduler import Plan, TokenEvent
 from xla_engine import cli
 from xla_engine.engine import XlaBatchEngine
-from xla_engine.errors import ConfigError, EngineFaultError
+from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError
 from xla_engine.record import Record, RecordError, Trace
 from xla_engine.record_json import from_json, read_record, to_json, write_record
 from xla_engine.recording import record_schedule
@@ -33,6 +33,7 @@ from xla_engine.schedule import (
     run_alone,
     run_schedule,
 )
+from xla_engine.structured_outputs import StructuredOutputsParams
 
 Alter = Callable[[dict[str, Any]], None]
 
@@ -115,6 +116,27 @@ def test_requests_without_logprobs_round_trip(tiny: XlaBatchEngine) -> None:
     assert record.batched["plain"].bits is None and not record.fresh
     assert from_json(to_json(record).encode()) == record
     assert replay(tiny, record).ok
+
+
+def test_every_sampling_field_round_trips(embedded: XlaBatchEngine) -> None:
+    params = SamplingParams(
+        max_tokens=6,
+        seed=1,
+        logit_bias={300: 2.5},
+        bad_words=["the"],
+        repetition_penalty=1.2,
+        logprobs=2,
+        structured_outputs=StructuredOutputsParams(regex="[a-z ]+"),
+    )
+    case = Case(request_id="all", prompt_token_ids=(5, 6), params=params)
+    actions = (Action(turn=0, kind="submit", request_id="all"),)
+    schedule = Schedule(lag=1, cases=(case,), neighbours=(), actions=actions)
+    _, record = record_schedule(embedded, schedule)
+    assert from_json(to_json(record).encode()) == record
+    assert replay(embedded, record).ok
+    many = replace(case, params=SamplingParams(n=2))
+    with pytest.raises(InvalidRequestError, match="use n 1"):
+        record_schedule(embedded, replace(schedule, cases=(many,)))
 
 
 @pytest.mark.parametrize(

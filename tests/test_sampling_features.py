@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.conftest import TINY
+from scheduler import QueueFullError
+from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import CompletionOutput, RequestOutput
@@ -36,6 +39,8 @@ def draw_params(draw: random.Random) -> dict[str, Any]:
         "prompt_logprobs": draw.choice((0, 3)),
     }
     fields.update((name, value) for name, value in options.items() if draw.random() < 0.4)
+    if fields.get("temperature", 1) > 0:
+        fields["n"] = draw.choice((1, 1, 1, 2, 3))
     return fields
 
 
@@ -97,6 +102,51 @@ def run(engine: XlaBatchEngine, prompt: Any, **fields: Any) -> RequestOutput:
     )
     (output,) = engine.drain()
     return output
+
+
+def test_sequences_of_one_request(tiny: XlaBatchEngine) -> None:
+    """In order, each with noise of its own, the first as with n = 1, the whole request delivered and ended once."""
+    fields = {"temperature": 1.5, "seed": 3, "logprobs": 0, "prompt_logprobs": 1}
+    many, one = run(tiny, [3, 4], n=5, **fields), run(tiny, [3, 4], **fields)
+    assert [choice.index for choice in many.outputs] == list(range(5))
+    assert len({choice.token_ids for choice in many.outputs}) == 5
+    assert comparable(many)[0] == comparable(one)[0] and many.prompt_logprobs == one.prompt_logprobs
+    few = run(tiny, [3, 4], n=2, **fields)
+    assert comparable(few)[:2] == comparable(many)[:2]
+    params = SamplingParams(n=20, temperature=1.5, max_tokens=9, ignore_eos=True)
+    tiny.submit([5], params, request_id="many")
+    outputs = list(tiny.stream())
+    assert {output.request_id for output in outputs} == {"many"} and [o.finished for o in outputs].count(
+        True
+    ) == 1
+    assert outputs[-1].finished and all(len(choice.token_ids) == 9 for choice in outputs[-1].outputs)
+    assert outputs[-1].metrics is not None and len(outputs[-1].metrics.token_times) == 180
+
+
+def test_a_request_of_many_sequences_is_taken_back_whole(tiny: XlaBatchEngine) -> None:
+    params = SamplingParams(n=12, temperature=1, max_tokens=30, ignore_eos=True)
+    tiny.submit([5, 6], params, request_id="many")
+    for name in ("many", "many[3]"):
+        with pytest.raises(InvalidRequestError, match="in use by a live request"):
+            tiny.submit([1], SamplingParams(), request_id=name)
+    for _ in range(4):
+        tiny.step()
+    assert tiny.abort("many") and not tiny.abort("many")
+    (output,) = tiny.drain()
+    assert output.finished and {choice.finish_reason for choice in output.outputs} == {"abort"}
+    assert tiny.num_running == tiny.num_waiting == 0
+    tiny.submit([5, 6], params, request_id="many")
+    assert len(tiny.drain()) == 1
+
+
+def test_sequences_are_queued_together_or_not_at_all(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    engine = make_engine(replace(TINY_ENGINE, max_waiting=4, self_check=False))
+    engine.submit([1], SamplingParams(max_tokens=2))
+    with pytest.raises(QueueFullError, match="4 sequences were not taken: 1 wait"):
+        engine.submit([2], SamplingParams(n=4))
+    assert engine.num_waiting == 1
+    engine.submit([2], SamplingParams(n=3))
+    assert [len(output.outputs) for output in engine.drain()] in ([1, 3], [3, 1])
 
 
 def test_allowed_tokens_and_bias_decide_what_may_come(tiny: XlaBatchEngine) -> None:

@@ -194,6 +194,16 @@ def test_response_format_is_openais() -> None:
             of(wrong)
 
 
+def test_a_batch_line_may_bring_response_format(embedded: XlaBatchEngine) -> None:
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    wanted = SamplingParams.from_mapping({"response_format": named, "max_tokens": 80, "seed": 1})
+    embedded.submit("x = ", wanted)
+    assert json.loads(embedded.drain()[0].outputs[0].text).keys() == {"name", "size", "tags"}
+    assert SamplingParams.from_mapping({"response_format": {"type": "text"}}) == SamplingParams()
+    with pytest.raises(InvalidRequestError, match="both given"):
+        SamplingParams.from_mapping({"response_format": named, "structured_outputs": {"regex": "a"}})
+
+
 def test_without_llguidance_the_request_is_refused_with_the_remedy(
     embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

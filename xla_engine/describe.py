@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from xla_engine.record import Record
 from xla_engine.replay import sampled
@@ -105,9 +106,9 @@ def _prompt(case: Case) -> str:
 def _sampling_words(params: SamplingParams) -> str:
     defaults = SamplingParams()
     words = ["greedy"] if params.is_greedy else [f"temperature {params.temperature:g}"]
-    for name in ("top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos"):
+    for name in (field.name for field in fields(SamplingParams)):
         value = getattr(params, name)
-        if value != getattr(defaults, name):
+        if name not in ("temperature", "max_tokens", "logprobs") and value != getattr(defaults, name):
             words.append(f"{name} {list(value) if isinstance(value, tuple) else value}")
     return ", ".join(words)
 

@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from scheduler import (
     Chunk,
     FinishReason,
     Plan,
+    QueueFullError,
     Request,
     Row,
     Scheduler,
@@ -33,6 +35,7 @@ from xla_engine.chat import ChatTemplate, Message, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.fanout import Fanout, sequence_ids, sequence_seed
 from xla_engine.inbox import Inbox
 from xla_engine.live import LiveRequest
 from xla_engine.metrics import EngineStats
@@ -96,8 +99,9 @@ class XlaBatchEngine:
             max_model_len=self.runner.context_length,
             tokenizer=tokenizer,
         )
-        self._live: dict[str, LiveRequest] = {}
-        self._settings: dict[str, RowSettings] = {}
+        self._live: dict[str, LiveRequest] = {}  # by sequence, which is the request where n is 1
+        self._settings: dict[str, RowSettings] = {}  # same keys
+        self._fanouts: dict[str, Fanout] = {}  # the requests that are more than one sequence
         self._in_flight: deque[InFlight] = deque()
         self._inbox = Inbox()  # of requests that were submitted without one; `step` reads it
         self._turning = False  # inside a turn, perhaps while somebody else waits for its step
@@ -162,52 +166,73 @@ class XlaBatchEngine:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         params = params or SamplingParams()
         request_id = str(self._submitted) if request_id is None else request_id
-        if request_id in self._live:
+        names = sequence_ids(request_id, params.n)
+        if taken := {request_id, *names} & (self._live.keys() | self._fanouts.keys()):
             raise InvalidRequestError(
-                f"request id {request_id!r} is in use by a live request; choose another"
+                f"request id {min(taken)!r} is in use by a live request; choose another"
             )
         self.admission.check_patience(priority, deadline_s, queue_timeout_s)
         token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         stop_ids = self.admission.stop_token_ids(params)
-        mask = self.admission.token_mask(params, stop_ids)
+        masks = [self.admission.token_mask(params, stop_ids) for _ in names]
+        self._check_room(params.n)
         now = time.monotonic()
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            max_tokens=params.max_tokens,
-            stop_token_ids=frozenset(stop_ids),
-            lockstep=mask is not None and mask.lockstep,
-            priority=priority,
-            deadline=None if deadline_s is None else now + deadline_s,
-            queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
-        )
-        self._settings[request_id] = RowSettings(
-            max_tokens=params.max_tokens,
-            stop_token_ids=stop_ids,
-            params=params,
-            seed=self.seed_of(request_id, params),
-            mask=mask,
-            prompt_token_ids=token_ids,
-        )
-        self._live[request_id] = LiveRequest(
-            request_id,
-            prompt if isinstance(prompt, str) else None,
-            token_ids,
-            params,
-            self.tokenizer,
-            mask,
-            stop_ids=frozenset(stop_ids),
-            eos_ids=frozenset(self.admission.eos_token_ids),
-            inbox=self._inbox if inbox is None else inbox,
-            now=now,
-        )
-        try:
-            self.scheduler.submit(request)
-        except BaseException:
-            self._forget(request_id)
-            raise
+        seed = self.seed_of(request_id, params)
+        parts = []
+        for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
+            part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+            self._settings[name] = RowSettings(
+                max_tokens=params.max_tokens,
+                stop_token_ids=stop_ids,
+                params=part,
+                seed=sequence_seed(seed, index),
+                mask=mask,
+                prompt_token_ids=token_ids,
+            )
+            self._live[name] = LiveRequest(
+                name,
+                prompt if isinstance(prompt, str) else None,
+                token_ids,
+                part,
+                self.tokenizer,
+                mask,
+                stop_ids=frozenset(stop_ids),
+                eos_ids=frozenset(self.admission.eos_token_ids),
+                inbox=self._inbox if inbox is None else inbox,
+                now=now,
+            )
+            parts.append(self._live[name])
+            request = Request(
+                request_id=name,
+                prompt_token_ids=token_ids,
+                max_tokens=params.max_tokens,
+                stop_token_ids=frozenset(stop_ids),
+                lockstep=mask is not None and mask.lockstep,
+                priority=priority,
+                deadline=None if deadline_s is None else now + deadline_s,
+                queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
+            )
+            try:
+                self.scheduler.submit(request)
+            except BaseException:
+                for begun in names[:index]:
+                    self.scheduler.abort(begun)
+                    self._forget(begun)
+                self._forget(name)
+                raise
+        if params.n > 1:
+            self._fanouts[request_id] = Fanout(request_id, tuple(parts))
         self._submitted += 1
         return request_id
+
+    def _check_room(self, n: int) -> None:
+        """All sequences of a request are taken, or none."""
+        limit = self.config.max_waiting
+        if n > 1 and limit is not None and self.num_waiting + n > limit:
+            raise QueueFullError(
+                f"{n} sequences were not taken: {self.num_waiting} wait and max_waiting is {limit}; submit them again "
+                "after a step, lower n, or raise the bound"
+            )
 
     def render_chat(
         self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any
@@ -221,10 +246,12 @@ class XlaBatchEngine:
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over."""
         self._settle()
-        if not self.scheduler.abort(request_id):
-            return False
-        self._end(request_id, FinishReason.ABORT)
-        return True
+        fanout = self._fanouts.get(request_id)
+        names = [request_id] if fanout is None else [part.request_id for part in fanout.parts]
+        ended = [name for name in names if self.scheduler.abort(name)]
+        for name in ended:
+            self._end(name, FinishReason.ABORT)
+        return bool(ended)
 
     def abort_all(self) -> None:
         """End every live request now."""
@@ -244,7 +271,7 @@ class XlaBatchEngine:
 
     def drain(self) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion."""
-        ended: list[LiveRequest] = []
+        ended: list[LiveRequest | Fanout] = []
         try:
             while self.has_unfinished:
                 if self._closed is None or not self._inbox:
@@ -368,19 +395,22 @@ class XlaBatchEngine:
                     self.scheduler.finish(event.request_id, reason)
                 self._end(event.request_id, reason, error)
             elif is_new:
-                request.inbox.put(request)
+                request.inbox.put(request.reader)
             self._generation_tokens += is_new
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """The terminal result of a request that the scheduler has ended."""
         request = self._live[request_id]
         request.finish(reason, time.monotonic(), error)
-        request.inbox.put(request)
+        request.inbox.put(request.reader)
         self._finished[reason] += 1
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
+        reader = self._live[request_id].reader
         del self._live[request_id], self._settings[request_id]
+        if isinstance(reader, Fanout) and reader.finished:
+            del self._fanouts[reader.request_id]
 
     # -- faults -----------------------------------------------------------------------------------------------
 

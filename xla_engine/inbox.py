@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from xla_engine.fanout import Fanout
     from xla_engine.live import LiveRequest
 
 
@@ -19,19 +20,21 @@ class Inbox:
     """
 
     def __init__(self, on_news: Callable[[], None] | None = None) -> None:
-        self._requests: dict[LiveRequest, None] = {}  # by identity: an id may come again before it was read
+        self._requests: dict[
+            LiveRequest | Fanout, None
+        ] = {}  # by identity: an id may come again before it was read
         self._on_news = on_news
 
     def __bool__(self) -> bool:
         return bool(self._requests)
 
-    def put(self, request: LiveRequest) -> None:
+    def put(self, request: LiveRequest | Fanout) -> None:
         was_empty = not self._requests
         self._requests[request] = None
         if was_empty and self._on_news is not None:
             self._on_news()
 
-    def take(self) -> list[LiveRequest]:
+    def take(self) -> list[LiveRequest | Fanout]:
         """Everything there is, which is read now."""
         taken, self._requests = self._requests, {}
         return list(taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from graphs.logprobs import TopLogprobs
 from scheduler import FinishReason, Sample
@@ -14,6 +15,9 @@ from xla_engine.stop_strings import GeneratedText
 from xla_engine.token_mask import TokenMask
 from xla_engine.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from xla_engine.fanout import Fanout
+
 
 class ReplayError(XlaEngineError, RuntimeError):
     """A request that ran again after a fault got another token than the first time."""
@@ -24,7 +28,8 @@ class ReplayError(XlaEngineError, RuntimeError):
 class LiveRequest:
     """Accumulates what the device sampled for one request until it ends.
 
-    inbox: who is told of news. faults: failed steps it was in.
+    inbox: who is told of news. reader: what it is told of, the request itself or the one it is a sequence of.
+    faults: failed steps it was in.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class LiveRequest:
     ) -> None:
         self.request_id = request_id
         self.inbox = inbox
+        self.reader: LiveRequest | Fanout = self  # what a reader finds in the inbox
         self.faults = 0
         self._admitted_time: float | None = None
         self._prompt = prompt

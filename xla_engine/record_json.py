@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +209,14 @@ def _delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not the default."""
     defaults = SamplingParams()
-    return {
+    given = {
         field.name: getattr(params, field.name)
         for field in fields(SamplingParams)
         if getattr(params, field.name) != getattr(defaults, field.name)
     }
+    if (constraint := params.structured_outputs) is not None:
+        given["structured_outputs"] = {k: v for k, v in asdict(constraint).items() if v is not None}
+    return given
 
 
 def _params(values: Any) -> SamplingParams:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from scheduler import Chunk, Plan, Row, Slot, TokenEvent
 from xla_engine.config import embedded_model_directory
 from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import InvalidRequestError
 from xla_engine.fingerprint import EngineIdentity, logprob_bits
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.record import Record, Step, trace
@@ -39,6 +40,8 @@ class Recorder:
             case.request_id: case.params.logprobs is not None
             for case in (*schedule.cases, *schedule.neighbours)
         }
+        if any(case.params.n > 1 for case in (*schedule.cases, *schedule.neighbours)):
+            raise InvalidRequestError("a record holds requests of one sequence; use n 1")
         self.turn = 0
         self.steps: list[Step] = []
 

@@ -11,6 +11,7 @@ from graphs.widths import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.errors import InvalidRequestError
 from xla_engine.structured_outputs import StructuredOutputsParams
 
+MAX_N = 128
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
@@ -29,10 +30,8 @@ UNSUPPORTED = frozenset(
         "length_penalty",
         "logits_processors",
         "logprob_token_ids",
-        "n",
         "output_kind",
         "repetition_detection",
-        "response_format",
         "spaces_between_special_tokens",
         "stream",
         "suffix",
@@ -49,6 +48,8 @@ UNSUPPORTED = frozenset(
 class SamplingParams:
     """How the next token is chosen and when a request ends.
 
+    n: sequences to generate, at most MAX_N, each with a seed derived from the request's and its place; the first is
+        what n = 1 gives. More than one needs a temperature.
     temperature: 0 is greedy (lowest id on ties); otherwise logits are divided by it.
     top_k: keep the k most likely tokens; 0 or -1 keeps all. Ties at the threshold are all kept.
     top_p: keep the smallest set of most likely tokens whose probability reaches top_p, after top_k and min_p.
@@ -79,6 +80,7 @@ class SamplingParams:
     allowed_token_ids, bad_words and structured_outputs forbid, temperature, min_p, top_k, top_p.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -103,7 +105,12 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        _integer("n", self.n, low=1, high=MAX_N)
         _finite("temperature", self.temperature)
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidRequestError(
+                f"{self.n} greedy sequences are all the same; use n 1 or a temperature above 0"
+            )
         if self.temperature < 0:
             raise InvalidRequestError(f"temperature must be >= 0 (0 is greedy), not {self.temperature}")
         if 0 < self.temperature < 1e-2:
@@ -173,7 +180,18 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from JSON-like fields; an unknown or unsupported field is an error that names it."""
+        """Build from JSON-like fields; an unknown or unsupported field is an error that names it.
+
+        OpenAI's `response_format` may stand for `structured_outputs`.
+        """
+        if "response_format" in values:
+            values = dict(values)
+            constraint = StructuredOutputsParams.from_response_format(values.pop("response_format"))
+            if (
+                constraint is not None
+                and values.setdefault("structured_outputs", constraint) is not constraint
+            ):
+                raise InvalidRequestError("response_format and structured_outputs both given; keep one")
         known = {field.name for field in fields(cls)}
         for name in values:
             if name in UNSUPPORTED:
