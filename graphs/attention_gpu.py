@@ -67,7 +67,8 @@ class GpuAttention:
     ) -> tuple[LayerCache, jax.Array]:
         position = jnp.where(live, length, -1).astype(jnp.int32)
         layer, q = self._write(layer, qkv.reshape(len(qkv), -1, layer.keys.shape[3]), rope, position)
-        return layer, self._combine(*self._partial(layer, q, position), position).reshape(len(qkv), -1)
+        out = self._combine(*self._partial(layer, q, position), position, compute_dtype)
+        return layer, out.reshape(len(qkv), -1)
 
     def attend_prefill(
         self,
@@ -100,7 +101,7 @@ class GpuAttention:
         out = self._call(
             functools.partial(_prefill_kernel, tile=tile),
             grid=(lanes, q.shape[2], -(-width // tile)),
-            out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            out_shape=jax.ShapeDtypeStruct(q.shape, compute_dtype),
             warps=4,
         )(slot, start, count, apply_rope(q, rope).astype(layer.keys.dtype), *layer)
         return layer, out.reshape(lanes * width, -1)
@@ -150,13 +151,15 @@ class GpuAttention:
             warps=4,
         )(position, q, *layer)
 
-    def _combine(self, parts: jax.Array, peak: jax.Array, total: jax.Array, position: jax.Array) -> jax.Array:
-        """Splits from the first to the row's last: float32 `[B, KV, G, Dh]`."""
+    def _combine(
+        self, parts: jax.Array, peak: jax.Array, total: jax.Array, position: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
+        """Splits from the first to the row's last: `[B, KV, G, Dh]`."""
         rows, kv_heads, _, groups, head_dim = parts.shape
         return self._call(
             _combine_kernel,
             grid=(rows, kv_heads),
-            out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), jnp.float32),
+            out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), dtype),
             warps=2,
         )(position, parts, peak, total)
 
@@ -290,7 +293,7 @@ def _prefill_kernel(
     q_ref: Ref,  # [P, T, H, Dh]
     keys_ref: Ref,  # [B, KV, S, Dh]
     values_ref: Ref,
-    out_ref: Ref,  # [P, T, H, Dh] float32
+    out_ref: Ref,  # [P, T, H, Dh]
     *,
     tile: int,
 ) -> None:
