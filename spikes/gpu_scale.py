@@ -23,6 +23,7 @@ from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
 from graphs.layers import rope_table
 from graphs.model import ModelSpec
+from graphs.rows import make_tables
 from spikes.timing import SMOLLM2_135M, busy_rows
 
 LLAMA_3_1_8B = ModelConfig(
@@ -128,8 +129,8 @@ def device_weights(spec: ModelSpec) -> list[jax.Array]:
 class Programs:
     """Programs over one cache and one set of weights, compiled together in threads.
 
-    `function(weights, rope, cache, rows, scheduled)` returns a cache first. Rows are given anew, so every call is the
-    same work. `live` rows, evenly spread, hold `length` keys.
+    `function(weights, rope, cache, rows, scheduled, tables)` returns a cache first. Rows are given anew, so every call
+    is the same work. `live` rows, evenly spread, hold `length` keys.
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class Programs:
         self.rope = jax.device_put(rope_table(spec.config, positions))
         self.rows = busy_rows(spec.config, rows, length)
         self.scheduled = jnp.asarray(np.arange(rows) % (rows // live) == 0)
+        self.tables = jax.device_put(make_tables(rows, spec.config.vocab_size))
         self._inventory = Inventory()
-        arguments = (self.weights, self.rope, self.cache, self.rows, self.scheduled)
+        arguments = (self.weights, self.rope, self.cache, self.rows, self.scheduled, self.tables)
         self._inventory.compile(
             [
                 Program(name=name, function=function, arguments=arguments, donate=(2,))
@@ -162,7 +164,7 @@ class Programs:
     def run(self, name: str) -> Any:
         """Dispatch once; what the program returns behind the cache."""
         self.cache, *rest = self._inventory(
-            name, self.weights, self.rope, self.cache, self.rows, self.scheduled
+            name, self.weights, self.rope, self.cache, self.rows, self.scheduled, self.tables
         )
         return rest
 

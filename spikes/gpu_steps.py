@@ -1,4 +1,4 @@
-"""The parts of spike 013, each a process of its own: a part that fails or hangs takes no other with it.
+"""Parts of spike 013 that run whole steps, or the whole engine.
 
 A part returns tables: (title, header, rows of text).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention_gpu, decode, sampling, sums
+from graphs import decode, sums
 from graphs.attention import KEY_BLOCK, LayerCache
 from graphs.attention_xla import XlaAttention
 from graphs.decode import decode_step
 from graphs.layers import apply_rope, rope_table, split_heads
 from graphs.prefill import Lanes, prefill_chunk
-from graphs.projection import ROWS_LEFT, WEIGHT_LEFT
-from graphs.rows import make_rows
+from graphs.projection import ROWS_LEFT
+from graphs.rows import make_rows, make_tables
+from spikes.gpu_kernels import Table
 from spikes.gpu_scale import (
     Programs,
     Scale,
@@ -34,29 +35,11 @@ from spikes.gpu_scale import (
     read_gigabytes_per_second,
     spec_of,
     step_of,
-    timed,
 )
+from spikes.timing import greedy
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.verify import verify
-
-Table = tuple[str, Sequence[str], list[list[str]]]
-
-
-def device(scale: Scale) -> list[Table]:
-    """What the machine can do: the ceilings that everything else is a share of."""
-    n = scale.model.hidden_size * 2
-    square = jnp.ones((n, n), jnp.bfloat16)
-    product = timed(scale, lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32), square)
-    big = jnp.ones((1 << 30) // (1 if scale.calls > 2 else 1 << 10), jnp.bfloat16)
-    copied = 2 * big.nbytes / timed(scale, lambda x: -x, big) / 1e6
-    rows = [
-        ["device", jax.devices()[0].device_kind],
-        ["read, GB/s", f"{read_gigabytes_per_second(scale):.0f}"],
-        ["read and write, GB/s", f"{copied:.0f}"],
-        [f"bf16 product of {n}, TFLOP/s", f"{2 * n**3 / product / 1e9:.0f}"],
-    ]
-    return [("Ceilings", ("what", "found"), rows)]
 
 
 def law(scale: Scale) -> list[Table]:
@@ -147,13 +130,9 @@ def breakdown(scale: Scale) -> list[Table]:
 
         return step
 
-    def greedy(logits: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-        token = sampling.argmax(logits)
-        return token, jnp.zeros(token.shape, jnp.float32)
-
     forms = {
-        "full step, log-probabilities wanted": plain,
-        "greedy only": replaced(decode, "sample", greedy),
+        "full step": plain,
+        "greedy and log-probabilities only": replaced(decode, "sample", greedy),
         "no attention, no write": replaced(kind, "attend_decode", _no_attention),
         "write by XLA": replaced(kind, "_write", _written_by_xla),
         "rows as left operand": replaced(decode, "WEIGHT_LEFT", ROWS_LEFT),
@@ -169,133 +148,12 @@ def breakdown(scale: Scale) -> list[Table]:
         other, weights, {"xla": step_of(other, scale.positions)}, positions=scale.positions, **sizes
     )
     found["attention backend xla"] = milliseconds(scale, lambda: xla.run("xla"))
-    full = found["full step, log-probabilities wanted"]
+    full = found["full step"]
     rows = [[name, f"{ms:.3f}", f"{ms - full:+.3f}"] for name, ms in found.items()]
     title = (
         f"Decode step of {scale.few} layers, {sizes['live']} rows, {scale.context} keys, one thing changed"
     )
     return [(title, ("form", "ms", "against the full step"), rows)]
-
-
-def attention(scale: Scale) -> list[Table]:
-    """Decode attention of one layer, ragged lengths: share of the read ceiling, and the kernels' parameters."""
-    config, ceiling = scale.model, read_gigabytes_per_second(scale)
-    width = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-
-    def measure(backend: Any, rows: int, longest: int) -> tuple[float, float]:
-        """Milliseconds, and bytes of keys and values of live rows."""
-        positions = -(-longest // KEY_BLOCK) * KEY_BLOCK
-        one = dataclasses.replace(config, num_hidden_layers=1)
-        (layer,) = backend.make_cache(one, rows, positions, jnp.dtype(jnp.bfloat16))
-        length = np.linspace(longest // 2, longest - 1, rows).astype(np.int32)
-        qkv = jnp.ones((rows, width), jnp.float32)
-        angles = jnp.asarray(rope_table(config, positions))[length]
-
-        def attend(layer: LayerCache, qkv: jax.Array) -> tuple[LayerCache, jax.Array]:
-            return backend.attend_decode(
-                layer, qkv, rope=angles, length=jnp.asarray(length), live=jnp.ones(rows, bool),
-                key_length=positions, compute_dtype=jnp.dtype(jnp.bfloat16),
-            )  # fmt: skip
-
-        compiled = jax.jit(attend, donate_argnums=0).lower(layer, qkv).compile()
-        state = [layer]
-
-        def run() -> jax.Array:
-            state[0], out = compiled(state[0], qkv)
-            return out
-
-        found = milliseconds(scale, run)
-        jax.tree.map(lambda leaf: leaf.delete(), state)
-        return found, 4.0 * int((length + 1).sum()) * config.num_key_value_heads * config.head_dim
-
-    table = []
-    for rows in sorted({scale.live[0][0], scale.most_rows}):
-        for longest in scale.contexts:
-            ours, size = measure(scale.attention, rows, longest)
-            xla, _ = measure(XlaAttention(), rows, longest)
-            share = size / ours / 1e6 / ceiling
-            table.append([str(rows), str(longest), f"{1e3 * ours:.1f}", f"{share:.0%}", f"{1e3 * xla:.1f}"])
-    header = ("rows", "longest", "gpu, us", "of the read ceiling", "xla, us")
-    tables: list[Table] = [
-        ("Attention of one decode layer, rows of half to all of the longest", header, table)
-    ]
-    tuned = []
-    call = type(scale.attention)._call
-    for tile in (32, 64, 128):
-        for warps in (2, 4, 8):
-
-            def with_warps(self: Any, kernel: Any, *, warps: int, to: int = warps, **rest: Any) -> Any:
-                return call(
-                    self, kernel, warps=to if kernel is attention_gpu._split_kernel else warps, **rest
-                )
-
-            with (
-                mock.patch.object(attention_gpu, "KEY_TILE", tile),
-                mock.patch.object(type(scale.attention), "_call", with_warps),
-            ):
-                cells = [f"{1e3 * measure(scale.attention, rows, scale.contexts[-1] // 4 or 64)[0]:.1f}"
-                         for rows in sorted({scale.live[0][0], scale.most_rows})]  # fmt: skip
-            tuned.append([str(tile), str(warps), *cells])
-        if scale.calls == 2:
-            break  # a rehearsal tries one tile
-    names = [f"{rows} rows, us" for rows in sorted({scale.live[0][0], scale.most_rows})]
-    tables.append(("Parameters of the split kernel", ("key tile", "warps", *names), tuned))
-    return tables
-
-
-def products(scale: Scale) -> list[Table]:
-    """The projections alone, each over several weights in turn so that no cache holds them."""
-    c, ceiling = scale.model, read_gigabytes_per_second(scale)
-    shapes = {
-        "q, k, v": (c.qkv_features, c.hidden_size),
-        "output": (c.hidden_size, c.num_attention_heads * c.head_dim),
-        "gate, up": (2 * c.intermediate_size, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
-        "head": (c.vocab_size, c.hidden_size),
-    }
-    table = []
-    for name, shape in shapes.items():
-        copies = max(2, int(4e8 // (2 * shape[0] * shape[1]))) if scale.calls > 2 else 2
-        weights = [jnp.full(shape, 0.01, jnp.bfloat16) for _ in range(copies)]
-        cells = []
-        for count in sorted({scale.live[0][0], scale.most_rows, 4 * scale.most_rows}):
-            for form in (WEIGHT_LEFT, ROWS_LEFT):
-
-                def chain(weights: list[jax.Array], x: jax.Array, form: Any = form) -> jax.Array:
-                    total = jnp.zeros((), jnp.float32)
-                    for weight in weights:
-                        out = lax.optimization_barrier(form.linear(weight, x + total))
-                        total = out[0, 0] * 1e-30
-                    return total
-
-                ms = timed(scale, chain, weights, jnp.ones((count, shape[1]), jnp.float32)) / copies
-                cells.append(f"{2 * shape[0] * shape[1] / ms / 1e6 / ceiling:.0%}")
-        table.append([name, *cells])
-    counts = sorted({scale.live[0][0], scale.most_rows, 4 * scale.most_rows})
-    header = ("projection", *(f"{n} rows, {side} left" for n in counts for side in ("weight", "rows")))
-    return [("Projections, share of the read ceiling", header, table)]
-
-
-def sampler(scale: Scale) -> list[Table]:
-    """The sampler alone on logits of the real vocabulary."""
-    table = []
-    for count in sorted({scale.live[0][0], scale.most_rows}):
-        logits = jax.random.normal(jax.random.key(1), (scale.model.vocab_size, count), jnp.float32)
-        idle = make_rows(count, 4).sampling
-        hot = dataclasses.replace(idle, temperature=jnp.ones(count))
-        kinds = {
-            "greedy": idle,
-            "greedy, log-probability": dataclasses.replace(idle, wants_logprob=jnp.ones(count, bool)),
-            "temperature 1": hot,
-            "top-k 50": dataclasses.replace(hot, top_k=jnp.full(count, 50, jnp.int32)),
-            "top-p 0.9": dataclasses.replace(hot, top_p=jnp.full(count, 0.9)),
-        }
-        position = jnp.arange(count, dtype=jnp.int32)
-        compiled = jax.jit(sampling.sample).lower(logits, idle, position).compile()
-        for name, rows in kinds.items():
-            ms = milliseconds(scale, lambda c=compiled, x=logits, r=rows, p=position: c(x, r, p))
-            table.append([str(count), name, f"{1e3 * ms:.0f}"])
-    return [("Sampler", ("rows", "kind", "us"), table)]
 
 
 def prefill(scale: Scale) -> list[Table]:
@@ -306,7 +164,8 @@ def prefill(scale: Scale) -> list[Table]:
     layers, _ = model_bytes(dataclasses.replace(scale.shallow, vocab_size=0), 0, 0)
     table = []
     for lanes, tokens in scale.chunks:
-        rows = make_rows(lanes, 4)
+        rows = make_rows(lanes, 4, scale.positions)
+        tables = jax.device_put(make_tables(lanes, spec.config.vocab_size))
         for start in (0, scale.positions - tokens):
             work = Lanes(
                 tokens=jnp.ones((lanes, tokens), jnp.int32),
@@ -315,6 +174,7 @@ def prefill(scale: Scale) -> list[Table]:
                 count=jnp.full(lanes, tokens, jnp.int32),
                 is_last=jnp.ones(lanes, bool),
                 max_tokens=jnp.ones(lanes, jnp.int32),
+                min_tokens=jnp.zeros(lanes, jnp.int32),
                 stop_ids=rows.stop_ids,
                 sampling=rows.sampling,
             )
@@ -322,13 +182,13 @@ def prefill(scale: Scale) -> list[Table]:
             if start == 0:
                 step = jax.jit(prefill_chunk, static_argnums=(0, 1, 2), donate_argnums=(5,))
                 call = step.lower(
-                    spec, scale.positions, max(8, lanes), weights, rope, cache, rows, work
+                    spec, scale.positions, max(8, lanes), weights, rope, cache, rows, work, tables
                 ).compile()
             state = [cache]
 
-            def run(call: Any = call, state: list[Any] = state, rows: Any = rows, work: Any = work) -> Any:
-                state[0], *rest = call(weights, rope, state[0], rows, work)
-                return rest
+            def run(call: Any = call, state: list[Any] = state, rest: Any = (rows, work, tables)) -> Any:
+                state[0], *out = call(weights, rope, state[0], *rest)
+                return out
 
             ms = milliseconds(scale, run)
             jax.tree.map(lambda leaf: leaf.delete(), state)
@@ -347,11 +207,11 @@ def loop(scale: Scale) -> list[Table]:
         for count in (8,) if scale.calls > 2 else (scale.live[0][0],):
 
             def block(*state: Any, spec: Any = spec) -> Any:
-                weights, rope, cache, rows, scheduled = state
+                weights, rope, cache, rows, scheduled, tables = state
 
                 def body(carry: Any, _: None) -> Any:
-                    cache, rows, samples = decode_step(
-                        spec, scale.positions, weights, rope, *carry, scheduled
+                    cache, rows, samples, _ = decode_step(
+                        spec, scale.positions, weights, rope, *carry, scheduled, tables
                     )
                     return (cache, rows), samples
 
@@ -413,9 +273,3 @@ def bits(scale: Scale) -> list[Table]:
     digest = hashlib.sha256(b"".join(each.tobytes() for each in found.values())).hexdigest()[:12]
     table.append(["hash of these samples", digest])
     return [("Bits of a row", ("comparison", "found"), table)]
-
-
-PARTS: dict[str, Callable[[Scale], list[Table]]] = {
-    each.__name__: each
-    for each in (device, roofline, law, breakdown, attention, bits, sampler, prefill, loop, products)
-}
