@@ -120,7 +120,7 @@ def main() -> None:
     for name, label, flag in work:
         left = arguments.seconds - (time.monotonic() - began)
         what = f"{name} ({label})" if label else name
-        tables, reason = child(name, min(left, 150), flag) if left > 15 else ([], "no time left")
+        tables, reason = child(name, min(left, arguments.each), flag) if left > 15 else ([], "no time left")
         print(f"{time.monotonic() - began:5.0f} s  {what}: {reason or 'done'}", flush=True)
         if reason:
             missing.append([what, reason])
@@ -145,6 +145,7 @@ def main() -> None:
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--rehearse", action="store_true")
 parser.add_argument("--part", help="measure one part in this process")
+parser.add_argument("--each", type=float, default=150, help="seconds after which a part is stopped")
 parser.add_argument("--seconds", type=float, default=465, help="stop starting parts after this long")
 parser.add_argument(
     "--output", help="write the finding here (default: findings/013_gpu.md; a rehearsal: nowhere)"

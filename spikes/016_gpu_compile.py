@@ -1,0 +1,139 @@
+"""What does XLA make of the engine's programs for an H200, seen from a machine without one?
+
+Compiles for a described device: kernels per layer, whether the cache stays in place, scratch memory. Needs the CUDA
+plugin (`pip install -e '.[cuda13]'`) and no GPU; nothing is tuned and nothing runs, so there are no times.
+
+    python -m spikes.016_gpu_compile
+"""
+
+# %%
+from __future__ import annotations
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+
+import dataclasses
+import functools
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from graphs import decode, sums
+from graphs.attention import Attention
+from graphs.attention_gpu import GpuAttention
+from graphs.attention_xla import XlaAttention
+from graphs.decode import decode_step
+from graphs.model import ModelSpec
+from graphs.prefill import Lanes, prefill_chunk
+from graphs.projection import ROWS_LEFT
+from graphs.rows import make_rows, make_tables
+from spikes.gpu_scale import LLAMA_3_1_8B
+from spikes.timing import markdown_table
+
+warnings.simplefilter("ignore", DeprecationWarning)
+ROWS, POSITIONS, LANES, TOKENS = 64, 2048, 2, 512
+
+# The device as its driver describes it; XLA's own tools call this a target configuration.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 13 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+topology = topologies.get_topology_desc("H200", "cuda", target_config=H200, topology="1x1x1")
+device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+described = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
+
+
+# %%
+def abstract(make: Callable[[], Any]) -> Any:
+    """The shapes of what `make` returns, on the described device."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), jax.eval_shape(make)
+    )
+
+
+def compiled(layers: int, attention: Attention, *, prefill: bool = False) -> tuple[Any, int]:
+    """A program of `layers` layers, and the bytes of its cache."""
+    config = dataclasses.replace(LLAMA_3_1_8B, num_hidden_layers=layers)
+    spec = ModelSpec(config, jnp.dtype(jnp.bfloat16), attention)
+    cache = abstract(lambda: spec.attention.make_cache(config, ROWS, POSITIONS, spec.dtype))
+    state = (
+        abstract(lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in spec.leaves]),
+        abstract(lambda: jnp.zeros((POSITIONS, 2, config.head_dim // 2))),
+        cache,
+        abstract(lambda: make_rows(ROWS, 4, POSITIONS)),
+    )
+    tables = abstract(lambda: jax.tree.map(jnp.asarray, make_tables(ROWS, config.vocab_size)))
+    if prefill:
+        one = jnp.zeros(LANES, jnp.int32)
+        work = abstract(
+            lambda: Lanes(
+                tokens=jnp.zeros((LANES, TOKENS), jnp.int32),
+                slot=one,
+                start=one,
+                count=one,
+                is_last=one > 0,
+                max_tokens=one,
+                min_tokens=one,
+                stop_ids=jnp.zeros((LANES, 4), jnp.int32),
+                sampling=make_rows(LANES, 4, 1).sampling,
+            )
+        )
+        function: Callable[..., Any] = functools.partial(prefill_chunk, spec, POSITIONS, 8)
+    else:
+        work = abstract(lambda: jnp.zeros(ROWS, bool))
+        function = functools.partial(decode_step, spec, POSITIONS)
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.jit(function, donate_argnums=(2, 3)).lower(*state, work, tables).compile()
+    return program, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+def kernels(program: Any) -> int:
+    """Fusions, products and custom calls of the entry computation: what is launched when no condition holds."""
+    text = program.as_text()
+    return len(re.findall(r" (?:fusion|custom-call|copy|sort)\(", text[text.index("\nENTRY") :]))
+
+
+def line(name: str, attention: Attention, *, prefill: bool = False) -> list[object]:
+    (one, _), (two, cache) = (compiled(layers, attention, prefill=prefill) for layers in (1, 2))
+    memory = two.memory_analysis()
+    return [
+        name,
+        kernels(two) - kernels(one),
+        2 * kernels(one) - kernels(two),
+        f"{memory.alias_size_in_bytes / cache:.0%}",
+        f"{memory.temp_size_in_bytes / 1e6:.0f}",
+    ]
+
+
+# %%
+table = [line("decode, gpu", GpuAttention())]
+with mock.patch.object(sums, "_reduce_last", sums._in_order_last):
+    table.append(line("decode, gpu, sums in a written-out order", GpuAttention()))
+with mock.patch.object(decode, "WEIGHT_LEFT", ROWS_LEFT):
+    table.append(line("decode, gpu, rows as left operand", GpuAttention()))
+table.append(line("decode, xla", XlaAttention()))
+table.append(line(f"prefill of {LANES} x {TOKENS}, gpu", GpuAttention(), prefill=True))
+print(f"jax {jax.__version__}, Llama-3.1-8B shapes, {ROWS} rows of {POSITIONS} positions, bf16, 2 layers\n")
+print(markdown_table(("program", "kernels per layer", "besides", "alias of cache", "temp MB"), table))
