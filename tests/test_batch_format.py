@@ -23,6 +23,7 @@ from xla_engine.batch_results import Stamp, error_line, record_id, result_line
 from xla_engine.json_line import MAX_NESTING
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.structured_outputs import StructuredOutputsParams
 
 
 def batch(body: dict[str, Any], /, **changes: Any) -> bytes:
@@ -85,6 +86,16 @@ def test_chat_line() -> None:
     assert request.prompts == (Chat(messages=tuple(MESSAGES), options=options),)
     assert request.params == SamplingParams(max_tokens=3, logprobs=0) and request.model == "m"
     assert request.is_chat and parsed(talk(logprobs=False)).params.logprobs is None
+
+
+def test_response_format_is_structured_outputs() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    params = parsed(talk(response_format=wanted)).params
+    assert params == SamplingParams(structured_outputs=StructuredOutputsParams.from_response_format(wanted))
+    assert params.structured_outputs is not None and params.structured_outputs.json == schema
+    raw = json.dumps({"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}).encode()
+    assert parsed(raw).params.structured_outputs == StructuredOutputsParams(choice=["a", "b"])
 
 
 def test_plain_chat_line() -> None:
@@ -251,6 +262,16 @@ BATCH_REFUSED = {
     "generation prompt as text": (talk(add_generation_prompt="yes"), "add_generation_prompt"),
     "template variables as list": (talk(chat_template_kwargs=[1]), "chat_template_kwargs"),
     "a stream": (talk(stream=True), "'stream'"),
+    "an unknown form": (talk(response_format={"type": "xml"}), "response_format"),
+    "a form as text": (batch({"prompt": "x", "response_format": "json"}), "response_format"),
+    "two forms": (
+        talk(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
+        "keep one",
+    ),
+    "a form in a plain line": (
+        json.dumps({"prompt": "x", "custom_id": "c", "response_format": {}}).encode(),
+        "'resp",
+    ),
 }
 
 
