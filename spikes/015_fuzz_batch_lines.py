@@ -18,7 +18,7 @@ from tests.fuzz_lines import FuzzReport, fuzz
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 
-HANG_SECONDS = 120  # without a finished step the process ends with its stack on standard error
+HANG_SECONDS = 300  # without a finished step the process ends with its stack on standard error
 
 
 # %%
@@ -53,7 +53,7 @@ def show(report: FuzzReport, count: int, seconds: float, compiles: int) -> None:
     for code, times in report.codes.most_common():
         print(f"  {code:<24} {times}")
     print(f"good request again   {report.sentinels} times, the same bits unless listed below")
-    print(f"longest turn         {report.longest_turn:.2f} s")
+    print(f"longest turn         {report.longest_turn:.2f} s of processor time")
     print(f"compiles             {compiles} after warm-up")
     print(f"peak memory          {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     print(f"problems             {len(report.problems)}")
