@@ -268,10 +268,6 @@ BATCH_REFUSED = {
         talk(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
         "keep one",
     ),
-    "a form in a plain line": (
-        json.dumps({"prompt": "x", "custom_id": "c", "response_format": {}}).encode(),
-        "'resp",
-    ),
 }
 
 

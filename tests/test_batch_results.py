@@ -23,7 +23,7 @@ from xla_engine.batch_results import (
     result_line,
 )
 from xla_engine.detokenizer import _BYTE_OF, ByteLevelDetokenizer
-from xla_engine.outputs import Logprob
+from xla_engine.outputs import Logprob, RequestOutput
 
 STAMP = Stamp(created=1700000000, model="theirs", system_fingerprint="f" * 16)
 CHAT = talk(logprobs=True)
@@ -142,6 +142,17 @@ def test_prompt_logprobs_and_stop_reason_are_vllms() -> None:
     choice = body_of(TEXT, output)["choices"][0]
     assert choice["prompt_logprobs"] == [None, {"7": {"logprob": -1.5, "rank": 2, "decoded_token": "g"}}]
     assert choice["stop_reason"] == "x"
+
+
+def test_n_choices_of_several_prompts() -> None:
+    def twice(text: str) -> RequestOutput:
+        (choice,) = finished(text).outputs
+        return replace(finished(), outputs=(choice, replace(choice, index=1, text=text + "2")))
+
+    body = body_of(batch({"prompt": ["a", "b"], "n": 2}), twice("a"), twice("b"))
+    choices = [(choice["index"], choice["text"]) for choice in body["choices"]]
+    assert choices == [(0, "a"), (1, "a2"), (2, "b"), (3, "b2")]
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
 
 
 def test_the_openai_client_reads_our_bodies() -> None:

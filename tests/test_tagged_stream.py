@@ -22,7 +22,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.tagged_stream import TaggedStream
 
 Event = dict[str, Any]
-HOT = {"temperature": 3.0, "ignore_eos": True}  # bytes of half characters come, too
+HOT: dict[str, Any] = {"temperature": 3.0, "ignore_eos": True}  # bytes of half characters come, too
 
 
 class Aborting(FakeEngine):
@@ -116,6 +116,21 @@ def test_the_same_line_gets_the_same_noise_as_in_a_batch_file(embedded: XlaBatch
     embedded.submit("import ", SamplingParams(max_tokens=8), request_id="batch-1")
     (alone,) = embedded.drain()
     assert tokens_of(by_id(events)["line-1"]) == list(alone.outputs[0].token_ids)
+
+
+def test_n_sequences_are_told_apart_by_index(embedded: XlaBatchEngine) -> None:
+    request = {"id": "a", "prompt": "def f(", "seed": 3, "max_tokens": 6, "n": 3, **HOT}
+    events, tally = serve(embedded, request, {"op": "list"})
+    (listed,) = (event["requests"] for event in events if event["event"] == "list")
+    assert [entry["id"] for entry in listed] == ["a"] * 3 and tally.ok == 1
+    own = by_id(events)["a"]
+    assert own[-1]["finish_reasons"] == ["length"] * 3 and own[-1]["usage"]["completion_tokens"] == 18
+    embedded.submit("def f(", SamplingParams(seed=3, max_tokens=6, n=3, **HOT))
+    (alone,) = embedded.drain()
+    for choice in alone.outputs:
+        deltas = [event for event in own[:-1] if event["index"] == choice.index]
+        assert "".join(event["text"] for event in deltas) == choice.text
+        assert tuple(i for event in deltas for i in event["token_ids"]) == choice.token_ids
 
 
 def test_cancel_and_list(embedded: XlaBatchEngine) -> None:

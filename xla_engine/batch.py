@@ -165,7 +165,7 @@ class BatchRun:
 
     def custom_id(self, request_id: str) -> str | None:
         """The caller's name for an engine request of this run."""
-        job, _ = self._live.get(request_id, (None, 0))
+        job, _ = self._live.get(whole_request(request_id), (None, 0))
         return None if job is None else job.request.custom_id
 
     def _fill(self) -> bool:
@@ -321,3 +321,8 @@ class BatchRun:
                 self._engine.abort(request_id)
         self._live.clear()
         self._jobs.clear()
+
+
+def whole_request(request_id: str) -> str:
+    """The request that a scheduler's request belongs to, which is one of its n sequences where n is above 1."""
+    return request_id.partition("[")[0]

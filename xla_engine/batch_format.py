@@ -25,7 +25,6 @@ from typing import Any
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.json_line import kind, load_object
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
-from xla_engine.structured_outputs import StructuredOutputsParams
 
 MAX_CUSTOM_ID = 512  # characters
 MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
@@ -49,6 +48,7 @@ NEUTRAL: Mapping[str, Any] = {
     "tool_choice": "none",
     "service_tier": "auto",
     "modalities": ["text"],
+    "response_format": {"type": "text"},
 }
 # Labels for the caller's own use, without a meaning here.
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -209,7 +209,7 @@ def _openai(record: Mapping[str, Any]) -> _Parts:
     else:
         prompts = (_take_chat(body),)
         body = _chat_sampling(body)
-    return prompts, model, _without_neutral(_structured(body))
+    return prompts, model, _without_neutral(body)
 
 
 def _take_chat(body: dict[str, Any]) -> Chat:
@@ -243,16 +243,6 @@ def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequestError("both max_tokens and max_completion_tokens given; keep one")
         body["max_tokens"] = most
     return body
-
-
-def _structured(body: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's `response_format` as vLLM's `structured_outputs`."""
-    wanted = body.pop("response_format", None)
-    if wanted is None:
-        return body
-    if body.get("structured_outputs") is not None:
-        raise InvalidRequestError("both response_format and structured_outputs given; keep one")
-    return {**body, "structured_outputs": StructuredOutputsParams.from_response_format(wanted)}
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:

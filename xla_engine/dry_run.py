@@ -89,7 +89,7 @@ class DryRun:
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
         report.prompt_tokens += sum(lengths)
-        report.new_tokens += params.max_tokens * len(lengths)
+        report.new_tokens += params.max_tokens * params.n * len(lengths)
         report.longest = max(report.longest, max(lengths) + params.max_tokens)
         return None
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 from scheduler import Snapshot
-from xla_engine.batch import Submits, submit_prompt
+from xla_engine.batch import Submits, submit_prompt, whole_request
 from xla_engine.batch_format import LineError, LineRequest, explain, line_error, parse_record
 from xla_engine.batch_lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.errors import EngineClosedError, XlaEngineError
@@ -185,7 +185,7 @@ class TaggedStream:
 
     def custom_id(self, request_id: str) -> str | None:
         """The caller's name for an engine request of this stream."""
-        live = self._live.get(request_id)
+        live = self._live.get(whole_request(request_id))
         return None if live is None else live.name
 
     def _read(self) -> None:
