@@ -35,6 +35,7 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kVector = 16;  // floats in a vector, keys in a key block
 constexpr int64_t kQueries = 16;  // query rows attended to together: the rows of a tile
+constexpr int64_t kMaxWidth = 512;  // of a padded head
 
 typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
@@ -104,6 +105,16 @@ inline Vec Exp(Vec x) {
   return x < low ? zero : p * (Vec)scale;
 }
 
+// Folds `combine` over the sixteen lanes, halves first: one order, whatever the data.
+template <typename Combine>
+float Reduce(Vec v, Combine combine) {
+  v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  v = combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  return v[0];
+}
+
 // Softmax numerators of `scores[0, length)` in place, zero up to `end`; returns their sum. Both by whole vectors.
 float Softmax(float* scores, int64_t length, int64_t end, float scale) {
   const float lowest = -std::numeric_limits<float>::infinity();
@@ -114,8 +125,7 @@ float Softmax(float* scores, int64_t length, int64_t end, float scale) {
     Store(scores + at, score);
     peaks = score > peaks ? score : peaks;
   }
-  float peak = lowest;
-  for (int64_t lane = 0; lane < kVector; ++lane) peak = std::max(peak, peaks[lane]);
+  const float peak = Reduce(peaks, [](Vec a, Vec b) { return a > b ? a : b; });
   Vec sums = {};
   int64_t at = 0;
   for (; at < length; at += kVector) {
@@ -124,9 +134,7 @@ float Softmax(float* scores, int64_t length, int64_t end, float scale) {
     sums += weight;
   }
   for (; at < end; at += kVector) Store(scores + at, Vec{});
-  for (int64_t half = kVector / 2; half > 0; half /= 2)
-    for (int64_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
-  return sums[0];
+  return Reduce(sums, [](Vec a, Vec b) { return a + b; });
 }
 
 // One key/value head of one slot.
@@ -143,15 +151,17 @@ struct Head {
     return values + (word / kVector * kVector * width + word % kVector * kVector) * kPack;
   }
 
-  void Write(int64_t position, const T* key, const T* value) const {
+  // `alone`: the next position is not written by the same call. It shares a word with this one if this one is even:
+  // it is zeroed then, because products run over whole words and stale NaN must not stay in one.
+  void Write(int64_t position, const T* key, const T* value, bool alone) const {
     T* to = keys + position / kVector * block() + position % kVector * kPack;
     for (int64_t d = 0; d < width; ++d) to[d / kPack * kVector * kPack + d % kPack] = key[d];
-    T* row = Values(position / kPack);
+    T* row = Values(position / kPack) + position % kPack;
+    const bool clear = alone && position % kPack < kPack - 1;
     for (int64_t d = 0; d < width; ++d) {
-      T* word = row + d / kVector * kVector * kVector * kPack + d % kVector * kPack;
-      word[position % kPack] = value[d];
-      // The other half of the word belongs to the next position, which is not valid yet: stale NaN must not stay.
-      if (kPack == 2 && position % 2 == 0) word[1] = T{};
+      T* word = row + (d / kVector * kVector * kVector + d % kVector) * kPack;
+      word[0] = value[d];
+      if (clear) word[1] = T{};
     }
   }
 };
@@ -228,7 +238,7 @@ void ByRows(int64_t rows, Step step) {
 template <typename T>
 void AttendVectors(const Head<T>& head, const T* queries, int64_t rows, const int64_t* lengths, int64_t keys, float scale,
                    float* scores, int64_t stride, float* out, float* sums) {
-  float wide[kQueries * 512];
+  float wide[kQueries * kMaxWidth];
   for (int64_t i = 0; i < rows * head.width; ++i) wide[i] = Storage<T>::Widen(queries[i]);
   ByRows(rows, [&](auto count, int64_t row) {
     ScoreRows<T, count>(head, wide + row * head.width, keys, scores + row * stride, stride);
@@ -424,13 +434,16 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
   };
 
   auto write = [&](int64_t lane, int64_t kv) {
-    alignas(64) T key[512], value[512];
+    alignas(64) T key[kMaxWidth], value[kMaxWidth];
     const Head<T> head = head_of(lane, kv);
+    const int64_t end = a.start[lane] + a.count[lane];
+    const bool continued = lane + 1 < a.lanes && a.slot[lane + 1] == a.slot[lane] && a.start[lane + 1] == end &&
+                           a.count[lane + 1] > 0;
     for (int64_t t = 0; t < a.count[lane]; ++t) {
       const int64_t row = lane * a.width + t;
       a.Gather(row, a.heads + kv, true, key);
       a.Gather(row, a.heads + a.kv_heads + kv, false, value);
-      head.Write(a.start[lane] + t, key, value);
+      head.Write(a.start[lane] + t, key, value, t + 1 == a.count[lane] && !continued);
     }
   };
 
@@ -450,8 +463,8 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
       scores.resize(kQueries * stride);
       packed.resize(kQueries * stride);
     }
-    alignas(64) T queries[kQueries * 512];
-    alignas(64) float result[kQueries * 512];
+    alignas(64) T queries[kQueries * kMaxWidth];
+    alignas(64) float result[kQueries * kMaxWidth];
     float sums[kQueries];
     int64_t lengths[kQueries];
     const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
@@ -514,7 +527,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
   a.positions = shape[2] * kVector;
   a.row_stride = feature_major ? 1 : (a.heads + 2 * a.kv_heads) * a.head_dim;
   a.feature_stride = feature_major ? rows : 1;
-  if (a.padded > 512) return ffi::Error::InvalidArgument("head dimensions above 512 are not supported");
+  if (a.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
   if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
     return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
   for (int64_t lane = 0; lane < a.lanes; ++lane) {

@@ -14,7 +14,7 @@ from xla_engine.errors import ConfigError
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
-ATTENTION_BACKENDS = ("auto", "xla", "gpu")
+ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
 
@@ -33,8 +33,9 @@ class EngineConfig:
         prefill graph once per step.
     key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes powers
         of two from 256.
-    attention_backend: "auto" takes what is fastest on this platform; "xla" is pure JAX and runs anywhere;
-        "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests) elsewhere.
+    attention_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, compiled at first
+        use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
+        elsewhere.
     max_waiting: queued requests at most; None is unbounded.
     priority_aging: later arrivals that one class of priority may go before.
     logprobs_mode: "raw_logprobs" gives the log-probabilities of the model's logits as they are, "processed_logprobs"
@@ -124,6 +125,16 @@ def compile_cache_directory() -> Path:
     if explicit := os.environ.get("XLA_ENGINE_CACHE"):
         return Path(explicit)
     return cache_directory() / "programs"
+
+
+def native_cache_directory() -> Path:
+    """Where the compiled C++ attention is kept, among the compiled programs."""
+    return compile_cache_directory() / "native"
+
+
+def compiler() -> str:
+    """The C++ compiler: `CXX`, else the system's."""
+    return os.environ.get("CXX") or "c++"
 
 
 def cache_directory() -> Path:

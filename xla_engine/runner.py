@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import Attention, KVCache
-from graphs.attention_xla import XlaAttention
+from graphs.attention import KVCache
 from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
@@ -29,11 +28,11 @@ from graphs.prefill import Lanes, prefill_chunk
 from graphs.prompt_logprobs import prompt_logprobs, unpack_prompt_logprobs
 from graphs.rows import Rows, Tables, make_rows, unpack_samples
 from scheduler import Chunk, Plan, Row, Sample, StepResult
+from xla_engine.backends import choose_attention
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
 from xla_engine.row_settings import HostTables, RowSettings, sampling_rows
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSamples:
@@ -453,20 +452,6 @@ def _top_logprobs(
 def _targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:
     """The prompt tokens that the positions of a chunk predict."""
     return row.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]
-
-
-def choose_attention(name: str) -> Attention:
-    """The attention backend that `EngineConfig.attention_backend` names on this platform."""
-    platform = jax.default_backend()
-    if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
-        from graphs.attention_gpu import GpuAttention  # Pallas takes a while to import
-
-        return GpuAttention(interpret=platform != "gpu")
-    assert name in ("auto", "xla"), name
-    # Older XLA:CPU copies a bf16 cache at every write.
-    old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
-    copies = old and platform == "cpu"
-    return XlaAttention(cache_dtype=jnp.dtype(jnp.float32) if copies else None)
 
 
 def _decode_name(key_length: int) -> str:

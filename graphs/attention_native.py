@@ -1,0 +1,126 @@
+"""Attention backend `native`: one C++ call per layer on XLA:CPU (`attention.cc`).
+
+It rotates, writes and attends in place, reads each row's own keys and nothing behind them, and takes the fused
+projection feature-major as the weight-left product leaves it. There are no key buckets and no masks, and prefill and
+decode run the same code for a query: their bits agree by construction.
+
+The library is built and registered outside (`xla_engine.native`); a graph only names its target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graphs.attention import KVCache, LayerCache, whole_blocks
+from graphs.config import ModelConfig
+
+TARGET = "xla_engine_attend"
+_LANES = 16  # keys, and dimensions, side by side in a tile
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAttention:
+    """See `graphs.attention.Attention`; the layout of the cache is described in `attention.cc`."""
+
+    target: str = TARGET
+    name = "native"
+    bounded_by_length = True
+
+    def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+        assert length == whole_blocks(length), length
+        heads = (rows, config.num_key_value_heads)
+        pack, width = _pack(dtype), _width(config.head_dim, dtype)
+        keys = (*heads, length // _LANES, width // pack, _LANES, pack)
+        values = (*heads, length // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
+        return [
+            LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_hidden_layers)
+        ]
+
+    def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
+        return layer  # stale values are never read
+
+    def attend_decode(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        rope: jax.Array,
+        length: jax.Array,
+        live: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+    ) -> tuple[LayerCache, jax.Array]:
+        slot = jnp.arange(length.shape[0], dtype=jnp.int32)
+        return self._call(layer, qkv.T, rope, slot, length, live.astype(jnp.int32), feature_major=True)
+
+    def attend_prefill(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        rope: jax.Array,
+        slot: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+    ) -> tuple[LayerCache, jax.Array]:
+        by_row = rope.reshape(-1, *rope.shape[2:])
+        return self._call(layer, qkv, by_row, slot, start, count, feature_major=False)
+
+    def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = np.asarray(layer.keys), np.asarray(layer.values)
+        rows, heads = keys.shape[:2]
+        # [B, KV, block, D / W, 16, W] and [B, KV, tile, D / 16, word, 16, W], positions before dimensions
+        by_key = keys.transpose(0, 1, 2, 4, 3, 5)
+        by_value = values.transpose(0, 1, 2, 4, 6, 3, 5)
+        positions = keys.shape[2] * _LANES
+        return by_key.reshape(rows, heads, positions, -1), by_value.reshape(rows, heads, positions, -1)
+
+    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
+        rows, heads, positions, width = keys.shape
+        pack = _pack(keys.dtype)
+        by_key = keys.reshape(rows, heads, positions // _LANES, _LANES, width // pack, pack)
+        by_value = values.reshape(rows, heads, -1, _LANES, pack, width // _LANES, _LANES)
+        layer = by_key.transpose(0, 1, 2, 4, 3, 5), by_value.transpose(0, 1, 2, 5, 3, 6, 4)
+        return LayerCache(*(jax.device_put(np.ascontiguousarray(array)) for array in layer))
+
+    def _call(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        rope: jax.Array,
+        slot: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+        *,
+        feature_major: bool,
+    ) -> tuple[LayerCache, jax.Array]:
+        """`qkv [(H + 2 KV) Dh, N]` where feature-major, else `[N, (H + 2 KV) Dh]`; `rope [N, 2, Dh/2]`."""
+        kv_heads, head_dim = layer.keys.shape[1], 2 * rope.shape[-1]
+        features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
+        attend = jax.ffi.ffi_call(
+            self.target,
+            (
+                jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
+                *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
+            ),
+            input_output_aliases={5: 1, 6: 2},
+        )
+        out, keys, values = attend(qkv, rope, slot, start, count, *layer, feature_major=feature_major)
+        return LayerCache(keys, values), out
+
+
+def _pack(dtype: jnp.dtype) -> int:
+    """Elements in 32 bits."""
+    return 4 // jnp.dtype(dtype).itemsize
+
+
+def _width(head_dim: int, dtype: jnp.dtype) -> int:
+    """Head dimension padded to whole tiles."""
+    whole = _LANES * _pack(dtype)
+    return -(-head_dim // whole) * whole
