@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(XLA_ENGINE_NO_TILES)
 #define XLA_ENGINE_AMX 1
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -92,7 +92,7 @@ class Attention(Protocol):
         """
         ...
 
-    def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout."""
         ...
 

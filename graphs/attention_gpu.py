@@ -106,7 +106,7 @@ class GpuAttention:
         )(slot, start, count, apply_rope(q, rope).astype(layer.keys.dtype), *layer)
         return layer, out.reshape(lanes * width, -1)
 
-    def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(layer.keys), np.asarray(layer.values)
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:

@@ -37,7 +37,8 @@ class NativeAttention:
         keys = (*heads, length // _LANES, width // pack, _LANES, pack)
         values = (*heads, length // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
         return [
-            LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_hidden_layers)
+            LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+            for _ in range(config.num_hidden_layers)
         ]
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
@@ -72,18 +73,19 @@ class NativeAttention:
         by_row = rope.reshape(-1, *rope.shape[2:])
         return self._call(layer, qkv, by_row, slot, start, count, feature_major=False)
 
-    def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = np.asarray(layer.keys), np.asarray(layer.values)
         rows, heads = keys.shape[:2]
         # [B, KV, block, D / W, 16, W] and [B, KV, tile, D / 16, word, 16, W], positions before dimensions
         by_key = keys.transpose(0, 1, 2, 4, 3, 5)
         by_value = values.transpose(0, 1, 2, 4, 6, 3, 5)
-        positions = keys.shape[2] * _LANES
-        return by_key.reshape(rows, heads, positions, -1), by_value.reshape(rows, heads, positions, -1)
+        whole = (rows, heads, keys.shape[2] * _LANES, -1)
+        return by_key.reshape(whole)[..., :head_dim], by_value.reshape(whole)[..., :head_dim]
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        rows, heads, positions, width = keys.shape
-        pack = _pack(keys.dtype)
+        rows, heads, positions, head_dim = keys.shape
+        pack, width = _pack(keys.dtype), _width(head_dim, keys.dtype)
+        keys, values = (np.pad(x, ((0, 0),) * 3 + ((0, width - head_dim),)) for x in (keys, values))
         by_key = keys.reshape(rows, heads, positions // _LANES, _LANES, width // pack, pack)
         by_value = values.reshape(rows, heads, -1, _LANES, pack, width // _LANES, _LANES)
         layer = by_key.transpose(0, 1, 2, 4, 3, 5), by_value.transpose(0, 1, 2, 5, 3, 6, 4)

@@ -116,7 +116,7 @@ class XlaAttention:
         by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
         return layer, by_token.reshape(lanes * width, -1)
 
-    def to_host(self, layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, block, Dh]
         shape = (*keys.shape[:2], -1, keys.shape[4])
         return keys.reshape(shape), values.reshape(shape)

@@ -38,9 +38,13 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
     assert report.compiles_after_warmup == 0
 
 
+@pytest.mark.parametrize("attention", ["auto", "xla"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tiny_model_alone_equals_batched(make_engine: Callable[..., XlaBatchEngine], dtype: str) -> None:
-    report = verify(make_engine(dtype=dtype), requests=200, schedules=4, seed=1, lags=(0, 1, 3, 1))
+def test_tiny_model_alone_equals_batched(
+    make_engine: Callable[..., XlaBatchEngine], dtype: str, attention: str
+) -> None:
+    engine = make_engine(replace(TINY_ENGINE, attention_backend=attention), dtype=dtype)
+    report = verify(engine, requests=200, schedules=4, seed=1, lags=(0, 1, 3, 1))
     assert report.ok, "\n".join(report.lines())
 
 
@@ -144,7 +148,9 @@ def bits(array: np.ndarray) -> bytes:
 
 # -- planted faults: each breaks the law, and verify must say so ------------------------------------------------
 
-FAULTY = replace(TINY_ENGINE, max_model_len=64, prefill_lanes=(2,), key_buckets=(256,))
+FAULTY = replace(
+    TINY_ENGINE, attention_backend="xla", max_model_len=64, prefill_lanes=(2,), key_buckets=(256,)
+)
 
 
 attend_decode, attend_prefill = XlaAttention.attend_decode, XlaAttention.attend_prefill  # without faults

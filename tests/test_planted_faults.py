@@ -142,7 +142,7 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
 ) -> None:
     """Parts of fixed number instead of fixed size, as a split-KV kernel may have them."""
     monkeypatch.setattr("graphs.attention_xla.sum_last", in_sixteen_parts)
-    engine = make_engine(replace(TINY_ENGINE, prefill_lanes=(2,)), dtype="float32")
+    engine = make_engine(replace(TINY_ENGINE, attention_backend="xla", prefill_lanes=(2,)), dtype="float32")
     check = engine.self_check
     assert check is not None and check.row_invariant and not check.bucket_invariant
     assert verify(engine, requests=40, schedules=1, seed=13).ok, "the largest bucket alone keeps the law"

@@ -33,7 +33,7 @@ def test_an_honest_engine_passes(embedded: XlaBatchEngine) -> None:
     assert check.promise.startswith("level A: same bits")
     assert check.seconds > 0
     assert embedded.runner.lane_choices == (2, 8)
-    assert embedded.runner.bucket_choices == embedded.config.buckets(embedded.max_model_len)
+    assert embedded.runner.bucket_choices == embedded.runner.buckets
 
 
 def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
@@ -106,7 +106,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
 ) -> None:
     """The right flag falls, it is said once, and the law holds again; without the check it does not."""
     monkeypatch.setattr(target, fault)
-    engine = make_engine()
+    engine = make_engine(replace(TINY_ENGINE, attention_backend="xla"))
     check = first_check(engine)
     flags = {name: getattr(check, name) for name in ("row_invariant", "lane_invariant", "bucket_invariant")}
     assert flags == {name: name != flag for name in flags}
@@ -136,7 +136,7 @@ def test_rows_that_differ_are_beyond_help_and_it_is_said(
     assert "against slot 0 alone: sample" in check.differences[0]
     (record,) = caplog.records
     assert "cannot be promised" in record.getMessage()
-    assert engine.runner.bucket_choices == engine.config.buckets(engine.max_model_len)
+    assert engine.runner.bucket_choices == engine.runner.buckets
 
 
 def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
@@ -151,7 +151,7 @@ def test_each_bucket_is_probed_with_keys_that_need_it(
     """Only rows of more than one block notice, and only in a bucket that is neither the first nor the last."""
     monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_decode", middle_bucket_changes_long_rows)
     model = replace(TINY, max_position_embeddings=600)
-    config = replace(TINY_ENGINE, max_model_len=600, prefill_lanes=(4,), key_buckets=(256, 512))
+    config = replace(TINY_ENGINE, attention_backend="xla", max_model_len=600, prefill_lanes=(4,), key_buckets=(256, 512))
     engine = make_engine(config, model=model)
     check = first_check(engine)
     assert check.row_invariant and check.lane_invariant and not check.bucket_invariant

@@ -30,7 +30,9 @@ def choose_attention(name: str) -> Attention:
             register()
         except NativeBuildError as error:
             if name == "native":
-                raise ConfigError(f"attention_backend 'native' cannot be built: {error}; use 'xla'") from error
+                raise ConfigError(
+                    f"attention_backend 'native' cannot be built: {error}; use 'xla'"
+                ) from error
             _log.warning("pure-JAX attention serves, the faster C++ one cannot be built: %s", error)
         else:
             return NativeAttention()

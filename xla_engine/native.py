@@ -64,7 +64,9 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeBuildError(f"{command[0]} did not run: {error}") from error
     if done.returncode != 0:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        first = next(
+            (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200]
+        )
         raise NativeBuildError(f"{command[0]} failed: {first}")
     return done.stdout
 

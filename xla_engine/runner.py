@@ -34,6 +34,7 @@ from xla_engine.config import EngineConfig, compile_cache_directory
 from xla_engine.row_settings import HostTables, RowSettings, sampling_rows
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSamples:
     """Device results of one prefill call.
@@ -112,10 +113,10 @@ class Runner:
         self.prefill_calls = 0
         attention = choose_attention(config.attention_backend)
         buckets = config.buckets(self.context_length)
-        self._buckets = buckets[-1:] if attention.bounded_by_length else buckets
+        self.buckets = buckets[-1:] if attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
-        self.bucket_choices = self._buckets
+        self.bucket_choices = self.buckets
         self._spec = ModelSpec(model, jnp.dtype(dtype), attention)
         began = time.perf_counter()
         self._weights: list[jax.Array] = jax.device_put(self._spec.flatten(weights))
@@ -227,6 +228,7 @@ class Runner:
             "jaxlib": importlib.metadata.version("jaxlib"),
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
+            "attention": self._spec.attention.name,
         }
 
     def blank(self) -> None:
@@ -238,7 +240,7 @@ class Runner:
 
     def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`. For tests."""
-        return [self._spec.attention.to_host(layer) for layer in self._cache]
+        return [self._spec.attention.to_host(layer, self._spec.config.head_dim) for layer in self._cache]
 
     def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
         """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`. For tests."""
@@ -269,7 +271,7 @@ class Runner:
         processed = self.config.logprobs_mode == "processed_logprobs"
         head_rows, chunk = self.config.head_rows, self.config.chunk_size
         programs = []
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             programs.append(
                 Program(
                     name=_decode_name(bucket),
@@ -303,13 +305,13 @@ class Runner:
     def _warm_up(self) -> None:
         """Run every program once with nothing to do: nothing is live, so no state changes."""
         for lanes in self.config.prefill_lanes:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 *_, hidden = self._run(
                     _prefill_name(lanes, bucket), jax.device_put(self._lanes([], {}, lanes))
                 )
             nothing = np.full(lanes * self.config.chunk_size, -1, np.int32)
             self._inventory(_prompt_name(lanes), self._weights, hidden, jax.device_put(nothing))
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             nobody = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
             jax.block_until_ready(self._run(_decode_name(bucket), nobody))
 
@@ -327,7 +329,7 @@ class Runner:
 
     def _empty_cache(self) -> KVCache:
         spec = self._spec
-        return spec.attention.make_cache(spec.config, self.config.device_rows, self._buckets[-1], spec.dtype)
+        return spec.attention.make_cache(spec.config, self.config.device_rows, self.buckets[-1], spec.dtype)
 
     # -- prefill ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,229 @@
+"""The C++ attention: against NumPy, its laws to the bit, its layout, and a machine without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from graphs.attention import LayerCache
+from graphs.attention_native import NativeAttention
+from tests.conftest import TINY, TINY_ENGINE
+from xla_engine import native
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import ConfigError
+from xla_engine.runner import choose_attention
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a backend of the CPU")
+S = 256  # positions of a slot
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module", params=["tiles", "vectors"])
+def attention(request: pytest.FixtureRequest) -> NativeAttention:
+    """As built for this machine, and as built for one without matrix tiles."""
+    try:
+        native.register()
+        if request.param == "tiles":
+            return NativeAttention()
+        library = ctypes.CDLL(str(native.build("-DXLA_ENGINE_NO_TILES")))
+    except native.NativeBuildError as error:
+        pytest.skip(str(error))
+    target = jax.ffi.pycapsule(library.XlaEngineAttend)
+    jax.ffi.register_ffi_target("xla_engine_attend_vectors", target, platform="cpu")
+    return NativeAttention("xla_engine_attend_vectors")
+
+
+@dataclass(frozen=True)
+class Shape:
+    kv_heads: int
+    groups: int
+    head_dim: int
+    dtype: Any
+
+    @property
+    def features(self) -> int:
+        return (self.groups + 2) * self.kv_heads * self.head_dim
+
+
+SHAPES = [
+    Shape(3, 3, 64, jnp.bfloat16),
+    Shape(2, 1, 16, jnp.float32),
+    Shape(1, 5, 80, jnp.bfloat16),
+    Shape(2, 8, 128, jnp.bfloat16),
+    Shape(1, 20, 48, jnp.float32),
+]
+
+
+@dataclass
+class Slots:
+    """Sequences in slots: `feed` prefills or decodes some tokens of some of them."""
+
+    attention: NativeAttention
+    shape: Shape
+    cache: LayerCache
+    lengths: dict[int, int]
+
+    @classmethod
+    def of_nan(cls, attention: NativeAttention, shape: Shape, slots: int = 3) -> Slots:
+        stale = np.full((slots, shape.kv_heads, S, shape.head_dim), np.nan, shape.dtype)
+        return cls(attention, shape, attention.from_host(stale, stale), dict.fromkeys(range(slots), 0))
+
+    def feed(self, work: list[tuple[int, Array]], width: int) -> list[Array]:
+        """`work`: (slot, qkv `[count, F]`) per lane; returns `[count, H Dh]` per lane."""
+        qkv = np.zeros((len(work), width, self.shape.features), np.float32)
+        slot, start, count = np.zeros((3, len(work)), np.int32)
+        position = np.zeros((len(work), width), np.int32)
+        for lane, (index, rows) in enumerate(work):
+            slot[lane], start[lane], count[lane] = index, self.lengths[index], len(rows)
+            qkv[lane, : len(rows)] = rows
+            position[lane] = start[lane] + np.arange(width)
+            self.lengths[index] += len(rows)
+        rope = angles(position, self.shape.head_dim)
+        flat = qkv.reshape(-1, self.shape.features)
+        if width == 1:  # decode: lane and slot are the same row
+            rows_of_slot = [
+                dict(zip(slot.tolist(), range(len(work)), strict=True)).get(i) for i in self.lengths
+            ]
+            pick = [0 if lane is None else lane for lane in rows_of_slot]
+            live = np.array([lane is not None for lane in rows_of_slot])
+            self.cache, out = _decode(
+                self.attention, self.cache, flat[pick], rope[pick, 0], start[pick], live
+            )
+            picked = np.asarray(out).astype(np.float32)
+            return [picked[index : index + 1] for index in slot]
+        self.cache, out = _prefill(self.attention, self.cache, flat, rope, slot, start, count)
+        by_lane = np.asarray(out).astype(np.float32).reshape(len(work), width, -1)
+        return [lane[:n] for lane, n in zip(by_lane, count, strict=True)]
+
+
+def _decode(
+    attention: NativeAttention, cache: LayerCache, qkv: Any, rope: Any, length: Any, live: Any
+) -> Any:
+    def call(layer: LayerCache, *args: Any) -> Any:
+        qkv, rope, length, live = args
+        rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
+        return attention.attend_decode(layer, qkv, rope=rope, length=length, live=live, **rest)
+
+    return jax.jit(call, donate_argnums=0)(cache, qkv, rope, length, live)
+
+
+def _prefill(attention: NativeAttention, cache: LayerCache, *args: Any) -> Any:
+    def call(layer: LayerCache, qkv: Any, rope: Any, slot: Any, start: Any, count: Any) -> Any:
+        rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
+        return attention.attend_prefill(layer, qkv, rope=rope, slot=slot, start=start, count=count, **rest)
+
+    return jax.jit(call, donate_argnums=0)(cache, *args)
+
+
+def angles(position: Array, head_dim: int) -> Array:
+    """`[..., 2, Dh/2]`."""
+    turns = position[..., None] * 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
+    return np.stack([np.cos(turns), np.sin(turns)], axis=-2).astype(np.float32)
+
+
+def oracle(qkv: Array, shape: Shape) -> Array:
+    """Causal attention of one sequence `[N, F]` in NumPy: `[N, H Dh]`. Operands are rounded as the cache is."""
+    count, half = len(qkv), shape.head_dim // 2
+    heads = qkv.reshape(count, -1, shape.head_dim)
+    cos, sin = angles(np.arange(count), shape.head_dim).swapaxes(0, 1)[:, :, None]
+    low, high = heads[..., :half], heads[..., half:]
+    turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    split = shape.groups * shape.kv_heads
+    rounded = [x.astype(shape.dtype).astype(np.float64) for x in (turned, heads)]
+    q, k, v = rounded[0][:, :split], rounded[0][:, split : -shape.kv_heads], rounded[1][:, -shape.kv_heads :]
+    k, v = (np.repeat(x, shape.groups, axis=1) for x in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(shape.head_dim)
+    scores = np.where(np.tril(np.ones((count, count), bool)), scores, -np.inf)
+    weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = np.einsum("hqk,khd->qhd", weight / weight.sum(axis=-1, keepdims=True), v)
+    return out.reshape(count, -1)
+
+
+def sequence(shape: Shape, length: int, seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal((length, shape.features)).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefill_and_decode_over_stale_nan_are_the_oracle(attention: NativeAttention, shape: Shape) -> None:
+    """A prompt in odd chunks, two of them consecutive lanes of one call, then decode beside a neighbour."""
+    slots, tokens, other = Slots.of_nan(attention, shape), sequence(shape, 60, 1), sequence(shape, 40, 2)
+    found = slots.feed([(1, tokens[:17]), (1, tokens[17:34]), (0, other[:13])], 17)
+    found += slots.feed([(1, tokens[34:45]), (0, other[13:30])], 17)
+    ours = [found[0], found[1], found[3]]
+    for step in range(10):
+        ours.append(slots.feed([(0, other[30 + step : 31 + step]), (1, tokens[45 + step : 46 + step])], 1)[1])
+    tolerance = 2e-2 if shape.dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.concatenate(ours), oracle(tokens[:55], shape), atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_bits_depend_on_the_sequence_alone(attention: NativeAttention, shape: Shape) -> None:
+    """Chunks, slot, neighbours and prefill in place of decode change no bit."""
+    tokens, other = sequence(shape, 40, 3), sequence(shape, 80, 4)
+    whole = Slots.of_nan(attention, shape).feed([(0, tokens)], 40)[0]
+    slots = Slots.of_nan(attention, shape)
+    slots.feed([(0, other[:9])], 40)
+    pieces = slots.feed([(2, tokens[:7]), (0, other[9:30]), (2, tokens[7:24])], 24)
+    found = [pieces[0], pieces[2]]
+    for step in range(24, 40):
+        found.append(slots.feed([(0, other[step + 6 : step + 7]), (2, tokens[step : step + 1])], 1)[1])
+    assert np.concatenate(found).tobytes() == whole.tobytes()
+
+
+def test_only_the_named_positions_are_written(attention: NativeAttention) -> None:
+    """Besides them the value half of a word that holds the next, still invalid position."""
+    shape = SHAPES[0]
+    rng = np.random.default_rng(5)
+    before = rng.standard_normal((2, 2, shape.kv_heads, S, shape.head_dim)).astype(shape.dtype)
+    slots = Slots(attention, shape, attention.from_host(*before), {0: 0, 1: 37})
+    slots.feed([(1, sequence(shape, 8, 6))], 16)
+    after = attention.to_host(slots.cache, shape.head_dim)
+    changed = [np.argwhere((a != b).any(axis=(1, 3))).tolist() for a, b in zip(before, after, strict=True)]
+    assert changed == [[[1, p] for p in range(37, 45)], [[1, p] for p in range(37, 46)]]
+    assert not after[1][1, :, 45].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_host_form_is_exact(shape: Shape) -> None:
+    attention = NativeAttention()
+    size = (2, 2, shape.kv_heads, S, shape.head_dim)
+    keys, values = np.random.default_rng(7).standard_normal(size).astype(shape.dtype)
+    layer = attention.from_host(keys, values)
+    config = replace(
+        TINY, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, num_attention_heads=shape.kv_heads
+    )
+    (empty, _) = attention.make_cache(config, 2, S, jnp.dtype(shape.dtype))
+    assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, empty)
+    back = attention.to_host(layer, shape.head_dim)
+    assert (back[0].tobytes(), back[1].tobytes()) == (keys.tobytes(), values.tobytes())
+
+
+def test_a_lane_outside_the_cache_is_an_error(attention: NativeAttention) -> None:
+    slots = Slots.of_nan(attention, SHAPES[0])
+    slots.lengths[0] = S - 4
+    with pytest.raises(Exception, match="outside the cache"):
+        slots.feed([(0, sequence(SHAPES[0], 8, 8))], 16)
+
+
+def test_without_a_compiler_pure_jax_serves_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    make_engine: Callable[..., XlaBatchEngine],
+) -> None:
+    native.register.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert choose_attention("auto").name == "xla"
+    (record,) = caplog.records
+    assert "no-such-compiler" in record.getMessage() and "CXX" in record.getMessage()
+    with pytest.raises(ConfigError, match=r"no-such-compiler.*use 'xla'"):
+        make_engine(replace(TINY_ENGINE, attention_backend="native"))
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(native.NativeBuildError, match="false failed"):
+        native.build()
