@@ -51,8 +51,8 @@ def decode_step(
         )
         return out
 
-    hidden = model.hidden(rows.token, attend, WEIGHT_LEFT)
-    logits = model.logits(hidden)  # [V, B]
+    products = spec.products or WEIGHT_LEFT
+    logits = model.logits(model.hidden(rows.token, attend, products), products)  # [V, B]
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     history = rows.history.at[every, jnp.where(live, rows.length, rows.history.shape[1])].set(
         rows.token, mode="drop", unique_indices=True

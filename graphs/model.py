@@ -16,8 +16,7 @@ from flax import nnx
 from graphs.attention import Attention
 from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
-from graphs.layers import rms_norm
-from graphs.projection import Projection, feature_major
+from graphs.projection import Products
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated) -> [N, H Dh]
 Attend = Callable[[int, jax.Array], jax.Array]
@@ -50,27 +49,25 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.head = _zeros((config.vocab_size, config.hidden_size), dtype)
 
-    def hidden(self, tokens: jax.Array, attend: Attend, project: Projection) -> jax.Array:
-        """Final hidden states of `tokens [N]`: float32 `[N, D]`.
+    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        """Residual stream behind the last layer of `tokens [N]`: float32 `[N, D]`.
 
         `attend` knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and
         returns the attention output.
-        `project` is the operand order that suits the graph.
+        `products` is the form that suits the graph.
         """
         eps = self.config.rms_norm_eps
         x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
         for index, layer in enumerate(self.layers):
-            normed = rms_norm(x, layer.input_norm[...], eps)
-            attended = attend(index, project.linear(layer.qkv[...], normed))
-            x = x + project.linear(layer.output[...], attended)
-            normed = rms_norm(x, layer.post_attention_norm[...], eps)
-            x = x + project.gated_mlp(layer.gate_up[...], layer.down[...], normed)
-        return rms_norm(x, self.final_norm[...], eps)
+            attended = attend(index, products.normed(layer.qkv[...], layer.input_norm[...], eps, x))
+            x = products.added(layer.output[...], attended, x)
+            x = products.gated(layer.gate_up[...], layer.down[...], layer.post_attention_norm[...], eps, x)
+        return x
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Vocabulary-major logits of `hidden [N, D]`: float32 `[V, N]`."""
+    def logits(self, x: jax.Array, products: Products) -> jax.Array:
+        """Vocabulary-major logits of the residual stream `[N, D]`: float32 `[V, N]`."""
         head = self.embed if self.config.tie_word_embeddings else self.head
-        return feature_major(head[...], hidden)
+        return products.head(head[...], self.final_norm[...], self.config.rms_norm_eps, x)
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
@@ -84,10 +81,18 @@ def _ones(size: int) -> nnx.Param[jax.Array]:
 class ModelSpec:
     """What is static of a model: how to name, order and merge the flat leaves a graph receives, and how it attends."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Attention = _XLA_ATTENTION) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        attention: Attention = _XLA_ATTENTION,
+        products: Products | None = None,
+    ) -> None:
+        """`products`: None takes XLA's, in the operand order that suits each graph."""
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.attention = attention
+        self.products = products
         abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
         self._graph, state = nnx.split(abstract)
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)

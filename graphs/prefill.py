@@ -58,7 +58,7 @@ def prefill_chunk(
     the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
     `processed_logprobs`, see `sample`.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
-    as `graphs.logprobs.logprobs` packs them, and the final hidden states f32 `[P * T, D]`.
+    as `graphs.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`.
     """
     count, width = lanes.tokens.shape
     model = spec.merge(weights)
@@ -80,11 +80,12 @@ def prefill_chunk(
         )
         return out
 
-    hidden = model.hidden(lanes.tokens.reshape(-1), attend, ROWS_LEFT)  # [P * T, D]
+    products = spec.products or ROWS_LEFT
+    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products)  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
-    logits = model.logits(widen(final))  # [V, head_rows]
+    logits = model.logits(widen(final), products)  # [V, head_rows]
     rows = _remember(rows, lanes)
     context = Context(
         live=widen(lanes.is_last),

@@ -10,15 +10,42 @@ The order is chosen per graph, never per call: the two need not agree in the las
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from graphs.layers import rms_norm
+
+
+class Products(Protocol):
+    """The products of a decoder with what stands before and behind them. x and residual are float32 `[N, D]`.
+
+    A row's result is a function of that row, to the bit: law 1 rests on it.
+    """
+
+    def normed(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
+        """`weight [F, D]` times `rms_norm(x)`: `[N, F]`."""
+        ...
+
+    def added(self, weight: jax.Array, x: jax.Array, residual: jax.Array) -> jax.Array:
+        """`residual` plus `weight [D, F]` times `x [N, F]`: `[N, D]`."""
+        ...
+
+    def gated(
+        self, gate_up: jax.Array, down: jax.Array, norm: jax.Array, eps: float, x: jax.Array
+    ) -> jax.Array:
+        """x plus the gated MLP of `rms_norm(x)`: gate and up `[2 F, D]`, down `[D, F]` -> `[N, D]`."""
+        ...
+
+    def head(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
+        """`weight [V, D]` times `rms_norm(x)`, vocabulary-major: `[V, N]`."""
+        ...
+
 
 class Projection(NamedTuple):
-    """One operand order, for a whole graph.
+    """Products by XLA, in one operand order for a whole graph.
 
     linear: weight `[F, D]`, x `[N, D]` -> `[N, F]`.
     gated_mlp: gate and up `[2 F, D]`, down `[D, F]`, x `[N, D]` -> `down(silu(gate(x)) * up(x))` `[N, D]` (SwiGLU,
@@ -28,6 +55,20 @@ class Projection(NamedTuple):
 
     linear: Callable[[jax.Array, jax.Array], jax.Array]
     gated_mlp: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+    def normed(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
+        return self.linear(weight, rms_norm(x, norm, eps))
+
+    def added(self, weight: jax.Array, x: jax.Array, residual: jax.Array) -> jax.Array:
+        return residual + self.linear(weight, x)
+
+    def gated(
+        self, gate_up: jax.Array, down: jax.Array, norm: jax.Array, eps: float, x: jax.Array
+    ) -> jax.Array:
+        return x + self.gated_mlp(gate_up, down, rms_norm(x, norm, eps))
+
+    def head(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
+        return feature_major(weight, rms_norm(x, norm, eps))
 
 
 def feature_major(weight: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which attention serves: the one a configuration names, or the fastest of this platform."""
+"""Which attention and which products serve: the one a configuration names, or the fastest of this platform."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from graphs.attention import Attention
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
+from graphs.config import ModelConfig
+from graphs.projection import Products
+from graphs.projection_native import NativeProducts, fits
 from xla_engine.errors import ConfigError
 from xla_engine.native import NativeBuildError, register
 
@@ -39,3 +42,26 @@ def choose_attention(name: str) -> Attention:
     # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
     return XlaAttention(cache_dtype=jnp.dtype(jnp.float32) if old and platform == "cpu" else None)
+
+
+def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype) -> Products | None:
+    """The form of products that `EngineConfig.linear_backend` names; None: XLA's. Raises ConfigError."""
+    if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
+        return None
+    missing = _missing_for_products(model, dtype)
+    if missing is None:
+        return NativeProducts()
+    if name == "native":
+        raise ConfigError(f"linear_backend 'native' needs {missing}; use 'auto'")
+    return None
+
+
+def _missing_for_products(model: ModelConfig, dtype: jnp.dtype) -> str | None:
+    if jax.default_backend() != "cpu":
+        return "a CPU"
+    if not fits(model, dtype):
+        return "bfloat16 and layer widths in multiples of 32"
+    try:
+        return None if register() else "a CPU with matrix tiles (Intel AMX)"
+    except NativeBuildError as error:
+        return f"a C++ compiler: {error}"

@@ -15,6 +15,7 @@ DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
+LINEAR_BACKENDS = ("auto", "native", "xla")
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
 
@@ -36,6 +37,8 @@ class EngineConfig:
     attention_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, compiled at first
         use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
         elsewhere.
+    linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for CPUs with matrix tiles (Intel
+        AMX) in bfloat16; "xla" runs anywhere.
     max_waiting: queued requests at most; None is unbounded.
     priority_aging: later arrivals that one class of priority may go before.
     logprobs_mode: "raw_logprobs" gives the log-probabilities of the model's logits as they are, "processed_logprobs"
@@ -56,6 +59,7 @@ class EngineConfig:
     key_buckets: tuple[int, ...] | None = None
     logprobs_mode: str = "raw_logprobs"
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
     max_waiting: int | None = None
     priority_aging: int = 64
     compile_cache: bool = True
@@ -76,6 +80,10 @@ class EngineConfig:
             )
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, not {self.logprobs_mode!r}")
+        if self.linear_backend not in LINEAR_BACKENDS:
+            raise ConfigError(
+                f"linear_backend must be one of {', '.join(LINEAR_BACKENDS)}, not {self.linear_backend!r}"
+            )
         for name in ("prefill_lanes", "key_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):

@@ -1,7 +1,7 @@
-"""Builds and registers the C++ attention (`graphs/attention.cc`) with the machine's own compiler.
+"""Builds and registers the C++ operations (`graphs/native/`) with the machine's own compiler.
 
 The library is compiled on first use for this CPU (seconds), kept beside the compiled programs and found there next
-time. Without a compiler the pure-JAX backend serves.
+time. Without a compiler pure JAX serves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ import jax
 
 import graphs
 from graphs.attention_native import TARGET
+from graphs.projection_native import LINEAR_ADD, NORM_GATED, NORM_LINEAR
 from xla_engine.config import compiler, native_cache_directory
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
-_SYMBOL = "XlaEngineAttend"
+_ATTENTION = {TARGET: "XlaEngineAttend"}
+_PRODUCTS = {
+    NORM_LINEAR: "XlaEngineNormLinear",
+    LINEAR_ADD: "XlaEngineLinearAdd",
+    NORM_GATED: "XlaEngineNormGated",
+}
 _SECONDS = 120  # a compiler gets this long
 
 
@@ -33,10 +39,17 @@ class NativeBuildError(Exception):
 
 
 @functools.cache
-def register() -> None:
-    """Make the target known to XLA:CPU, once per process. Raises NativeBuildError."""
+def register() -> bool:
+    """Make the operations known to XLA:CPU, once per process. Raises NativeBuildError.
+
+    Returns whether this machine has the matrix tiles that products need; attention does without.
+    """
     library = ctypes.CDLL(str(build()))
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(library, _SYMBOL)), platform="cpu")
+    library.XlaEngineTiles.restype = ctypes.c_bool
+    tiles = bool(library.XlaEngineTiles())
+    for target, symbol in {**_ATTENTION, **(_PRODUCTS if tiles else {})}.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    return tiles
 
 
 def build(*flags: str) -> Path:
@@ -44,11 +57,13 @@ def build(*flags: str) -> Path:
     program = shutil.which(compiler())
     if program is None:
         raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")
-    source = Path(graphs.__file__).with_name("attention.cc")
-    command = [program, *_FLAGS, *flags, f"-isystem{jax.ffi.include_dir()}", str(source)]
+    directory = Path(graphs.__file__).parent / "native"
+    sources = [str(path) for path in sorted(directory.glob("*.cc"))]
+    command = [program, *_FLAGS, *flags, f"-isystem{jax.ffi.include_dir()}", *sources]
+    text = "".join(path.read_text() for path in sorted(directory.iterdir()))
     version = _run([program, "--version"])
-    identity = "\0".join((version, *_FLAGS, *flags, source.read_text(), _headers(), _processor()))
-    library = native_cache_directory() / f"attention-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    identity = "\0".join((version, *_FLAGS, *flags, text, _headers(), _processor()))
+    library = native_cache_directory() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

@@ -57,4 +57,4 @@ class Reference:
             weight = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
-        return model.logits(model.hidden(tokens, attend, ROWS_LEFT))
+        return model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)

@@ -28,7 +28,7 @@ from graphs.prefill import Lanes, prefill_chunk
 from graphs.prompt_logprobs import prompt_logprobs, unpack_prompt_logprobs
 from graphs.rows import Rows, Tables, make_rows, unpack_samples
 from scheduler import Chunk, Plan, Row, Sample, StepResult
-from xla_engine.backends import choose_attention
+from xla_engine.backends import choose_attention, choose_products
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
 from xla_engine.row_settings import HostTables, RowSettings, sampling_rows
@@ -117,7 +117,8 @@ class Runner:
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
-        self._spec = ModelSpec(model, jnp.dtype(dtype), attention)
+        products = choose_products(config.linear_backend, model, jnp.dtype(dtype))
+        self._spec = ModelSpec(model, jnp.dtype(dtype), attention, products)
         began = time.perf_counter()
         self._weights: list[jax.Array] = jax.device_put(self._spec.flatten(weights))
         self._rope = jax.device_put(rope_table(model, self.context_length))
@@ -229,6 +230,7 @@ class Runner:
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
             "attention": self._spec.attention.name,
+            "linear": "xla" if self._spec.products is None else "native",
         }
 
     def blank(self) -> None:

@@ -8,112 +8,13 @@
 //   values [B, KV, S / 16 W, D / 16, 16, 16, W]   tiles of 16 W positions by sixteen dimensions
 // This is the operand order of AMX tiles (Intel SDM, TDPBF16PS); plain vectors read it without shuffles as well.
 
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <thread>
-#include <type_traits>
-#include <utility>
-#include <vector>
+#include "common.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(XLA_ENGINE_NO_TILES)
-#define XLA_ENGINE_AMX 1
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-#include "xla/ffi/api/ffi.h"
-
+namespace xla_engine {
 namespace {
 
-namespace ffi = xla::ffi;
-
-constexpr int64_t kVector = 16;  // floats in a vector, keys in a key block
-constexpr int64_t kQueries = 16;  // query rows attended to together: the rows of a tile
+constexpr int64_t kQueries = 16;   // query rows attended to together: the rows of a tile
 constexpr int64_t kMaxWidth = 512;  // of a padded head
-
-typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline Vec Load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
-
-inline void Store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
-
-// Storage types: words are 32 bits wide, `Part<w>` is element w of each word.
-template <typename T>
-struct Storage;
-
-template <>
-struct Storage<float> {
-  static constexpr int64_t kPack = 1, kPad = 16;
-  static float Round(float value) { return value; }
-  static float Widen(float value) { return value; }
-  template <int w>
-  static Vec Part(const float* words) {
-    return Load(words);
-  }
-};
-
-template <>
-struct Storage<BFloat16> {
-  static constexpr int64_t kPack = 2, kPad = 32;
-  static BFloat16 Round(float value) {  // to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
-    return {static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
-  }
-  static float Widen(BFloat16 value) {
-    uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, 4);
-    return result;
-  }
-  template <int w>
-  static Vec Part(const BFloat16* words) {
-    const Words bits = *reinterpret_cast<const Words*>(words);
-    return (Vec)(w == 0 ? bits << 16 : bits & static_cast<int32_t>(0xFFFF0000));
-  }
-};
-
-// exp of values <= 0 (NaN stays NaN) by reduction to [-ln2/2, ln2/2] and a polynomial (coefficients of Cephes' expf); 0 below -87.
-inline Vec Exp(Vec x) {
-  const Vec zero = {};
-  const Vec low = zero - 87.0f;
-  const Vec clamped = x < low ? low : x;
-  const Vec magic = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec shifted = clamped * 1.44269504088896341f + magic;
-  const Vec n = shifted - magic;
-  const Vec r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vec p = zero + 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const Words scale = ((Words)shifted - (Words)magic + 127) << 23;
-  return x < low ? zero : p * (Vec)scale;
-}
-
-// Folds `combine` over the sixteen lanes, halves first: one order, whatever the data.
-template <typename Combine>
-float Reduce(Vec v, Combine combine) {
-  v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  v = combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-  return v[0];
-}
 
 // Softmax numerators of `scores[0, length)` in place, zero up to `end`; returns their sum. Both by whole vectors.
 float Softmax(float* scores, int64_t length, int64_t end, float scale) {
@@ -254,21 +155,6 @@ void AttendVectors(const Head<T>& head, const T* queries, int64_t rows, const in
 
 #ifdef XLA_ENGINE_AMX
 
-bool RequestTiles() {
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row
-  uint8_t rows[16] = {};
-  void Set(int tile, int64_t row_count, int64_t row_bytes) {
-    rows[tile] = static_cast<uint8_t>(row_count);
-    bytes[tile] = static_cast<uint16_t>(row_bytes);
-  }
-};
-
 constexpr int64_t kTileKeys = 32;  // keys summed by one tile product
 
 // As AttendVectors. Tiles 0-3 add up, 4 and 5 are the operands, 6 and 7 the operands of the last, partial key tile:
@@ -282,7 +168,7 @@ void AttendTiles(const Head<BFloat16>& head, const BFloat16* queries, int64_t ro
   shapes.Set(5, 16, 64);
   shapes.Set(6, rows, 4 * std::max<int64_t>(rest, 1));
   shapes.Set(7, std::max<int64_t>(rest, 1), 64);
-  _tile_loadconfig(&shapes);
+  Configure(shapes);
 
   const int64_t blocks = (keys + kVector - 1) / kVector;
   const int64_t pitch = head.width * sizeof(BFloat16);
@@ -331,6 +217,7 @@ void AttendTiles(const Head<BFloat16>& head, const BFloat16* queries, int64_t ro
     }
   }
 
+  Written();
   const int64_t whole = keys / kTileKeys * kTileKeys;
   const int64_t weight_pitch = stride * sizeof(BFloat16);
   constexpr int64_t kTile = 16 * 32;  // elements
@@ -381,23 +268,6 @@ void AttendTiles(const Head<BFloat16>& head, const BFloat16* queries, int64_t ro
 #endif
 
 // ---- the call --------------------------------------------------------------------------------------------------
-
-// Runs body(0) .. body(count - 1) on the pool and the calling thread; returns when all are done.
-template <typename Body>
-void ParallelFor(ffi::ThreadPool& pool, int64_t count, const Body& body) {
-  struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto progress = std::make_shared<Progress>();
-  auto work = [progress, count, &body] {
-    // A helper that comes late finds no index left and never touches `body`.
-    for (int64_t index; (index = progress->next.fetch_add(1)) < count; progress->done.fetch_add(1)) body(index);
-  };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  for (int64_t helper = 0; helper < helpers; ++helper) pool.Schedule(std::decay_t<decltype(work)>(work));
-  work();
-  while (progress->done.load() < count) std::this_thread::yield();
-}
 
 struct Arguments {
   const float* qkv;    // [F, N], or [N, F]
@@ -569,3 +439,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineAttend, Attend,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("feature_major"));
+
+}  // namespace xla_engine
