@@ -295,7 +295,9 @@ def test_the_kernels_lower_for_cuda(heads: tuple[int, int, int], dtype: Any) -> 
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"attention_backend must be one of auto, native, xla.*, not 'cudnn'"):
+    with pytest.raises(
+        ConfigError, match=r"attention_backend must be one of auto, native, xla.*, not 'cudnn'"
+    ):
         EngineConfig(attention_backend="cudnn")
 
 

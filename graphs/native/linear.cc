@@ -61,17 +61,27 @@ void Configure(int64_t features, Columns columns) {
   Configure(shapes);
 }
 
-// The sums of up to 32 features by up to 32 rows; `lower` is the second half of the features, null if there is none.
-void Multiply(const BFloat16* upper, const BFloat16* lower, const BFloat16* tiles, int64_t width, bool second,
-              const char* ahead) {
+// What a task multiplies: up to sixteen rows of weights in each half. The next task's stand `step` elements on.
+struct Rows {
+  const BFloat16 *upper, *lower;  // lower is null if there is no second half
+  int64_t features;               // in both halves
+  int64_t step;
+};
+
+// The sums of a task's features by up to 32 rows of activations, with or without fetching the next task's weights.
+void Multiply(const Rows& rows, const BFloat16* tiles, int64_t width, bool second, bool ahead) {
+  const BFloat16 *upper = rows.upper, *lower = rows.lower;
   const int64_t pitch = width * sizeof(BFloat16);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t k = 0; k < width; k += 32) {
-    if (ahead)
-      for (int64_t line = 0; line < kFeatures; ++line) __builtin_prefetch(ahead + (k + line) * 64, 0, 2);
+    if (ahead) {  // sixteen rows stand together: 32 of their columns are as many bytes as these sixteen lines
+      for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(upper + rows.step + k * 16 + line * 32, 0, 2);
+      if (lower)
+        for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(lower + rows.step + k * 16 + line * 32, 0, 2);
+    }
     _tile_loadd(4, upper + k, pitch);
     _tile_loadd(6, tiles + k * 16, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -88,13 +98,7 @@ void Multiply(const BFloat16* upper, const BFloat16* lower, const BFloat16* tile
 }
 
 // Runs the product of `weights` with N prepared rows. `prepare(n, tiles)` fills the tiles of rows n .. n + 15;
-// `finish(feature, features, n, columns)` takes tiles 0-3 away. A task owns 32 rows of weights: `pair(task)` says which.
-struct Rows {
-  const BFloat16 *upper, *lower;
-  int64_t features;  // how many of the two halves are there
-  const char* ahead;
-};
-
+// `pick(task)` names a task's weights; `finish(task, n, columns)` takes tiles 0-3 away.
 template <typename Prepare, typename Pick, typename Finish>
 void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Prepare& prepare, const Pick& pick,
              const Finish& finish) {
@@ -103,6 +107,7 @@ void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks,
   if (static_cast<int64_t>(buffer.size()) < groups * 16 * width + 32) buffer.resize(groups * 16 * width + 32);
   BFloat16* tiles = buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64 / sizeof(BFloat16);
   std::atomic<int64_t> prepared{0};
+  const bool ahead = kFeatures * width * static_cast<int64_t>(sizeof(BFloat16)) <= kPrefetched;
   ParallelFor(pool, groups + tasks, [&](int64_t index) {
     if (index < groups) {
       prepare(index * 16, std::min<int64_t>(16, count - index * 16), tiles + index * 16 * width);
@@ -116,17 +121,11 @@ void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks,
       const Columns columns = {std::min<int64_t>(16, count - n), std::min<int64_t>(16, std::max<int64_t>(count - n - 16, 0))};
       if (columns.first != configured.first || columns.second != configured.second) Configure(rows.features, columns);
       configured = columns;
-      Multiply(rows.upper, rows.lower, tiles + n * width, width, columns.second > 0, n == 0 ? rows.ahead : nullptr);
+      Multiply(rows, tiles + n * width, width, columns.second > 0, ahead && n == 0);
       finish(index - groups, n, columns);
     }
     _tile_release();
   });
-}
-
-// The next task's weights, if they are few enough to wait in the cache.
-const char* Ahead(const BFloat16* next, const BFloat16* end, int64_t width) {
-  const bool fits = kFeatures * width * static_cast<int64_t>(sizeof(BFloat16)) <= kPrefetched;
-  return fits && next + kFeatures * width <= end ? reinterpret_cast<const char*>(next) : nullptr;
 }
 
 // One tile of sums, [16 features][16 rows], turned: row n's sixteen features.
@@ -160,7 +159,7 @@ ffi::Error Check(int64_t width) {
 ffi::Error NormLinear(ffi::ThreadPool pool, Floats x, Floats norm, Halves weight, ffi::ResultBuffer<ffi::F32> out, float eps) {
   const int64_t count = x.dimensions()[0], width = x.dimensions()[1], features = weight.dimensions()[0];
   if (auto error = Check(width); error.failure()) return error;
-  const BFloat16 *from = Data(weight), *end = from + features * width;
+  const BFloat16* from = Data(weight);
   float* to = out->typed_data();
   Product(
       pool, count, width, (features + kFeatures - 1) / kFeatures,
@@ -174,7 +173,7 @@ ffi::Error NormLinear(ffi::ThreadPool pool, Floats x, Floats norm, Halves weight
       [&](int64_t task) {
         const BFloat16* upper = from + task * kFeatures * width;
         const int64_t left = std::min(kFeatures, features - task * kFeatures);
-        return Rows{upper, left > 16 ? upper + 16 * width : nullptr, left, Ahead(upper + kFeatures * width, end, width)};
+        return Rows{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
       },
       [&](int64_t task, int64_t n, Columns columns) {
         float* at = to + task * kFeatures * count + n;
@@ -192,13 +191,13 @@ ffi::Error LinearAdd(ffi::ThreadPool pool, Halves x, Halves weight, Floats resid
   const int64_t count = x.dimensions()[0], width = x.dimensions()[1], features = weight.dimensions()[0];
   if (auto error = Check(width); error.failure()) return error;
   if (auto error = Check(features); error.failure()) return error;
-  const BFloat16 *from = Data(weight), *end = from + features * width;
+  const BFloat16* from = Data(weight);
   Product(
       pool, count, width, features / kFeatures,
       [&](int64_t n, int64_t rows, BFloat16* tiles) { Interleave(Data(x) + n * width, rows, width, tiles); },
       [&](int64_t task) {
         const BFloat16* upper = from + task * kFeatures * width;
-        return Rows{upper, upper + 16 * width, kFeatures, Ahead(upper + kFeatures * width, end, width)};
+        return Rows{upper, upper + 16 * width, kFeatures, kFeatures * width};
       },
       [&](int64_t task, int64_t n, Columns columns) {
         Turned turned;
@@ -239,7 +238,7 @@ ffi::Error NormGated(ffi::ThreadPool pool, Floats x, Floats norm, Halves weight,
       },
       [&](int64_t task) {
         const int64_t first = task * 16 * width;
-        return Rows{gates + first, ups + first, kFeatures, nullptr};
+        return Rows{gates + first, ups + first, kFeatures, 16 * width};
       },
       [&](int64_t task, int64_t n, Columns columns) {
         Turned gate, up;
