@@ -151,7 +151,9 @@ def test_each_bucket_is_probed_with_keys_that_need_it(
     """Only rows of more than one block notice, and only in a bucket that is neither the first nor the last."""
     monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_decode", middle_bucket_changes_long_rows)
     model = replace(TINY, max_position_embeddings=600)
-    config = replace(TINY_ENGINE, attention_backend="xla", max_model_len=600, prefill_lanes=(4,), key_buckets=(256, 512))
+    config = replace(
+        TINY_ENGINE, attention_backend="xla", max_model_len=600, prefill_lanes=(4,), key_buckets=(256, 512)
+    )
     engine = make_engine(config, model=model)
     check = first_check(engine)
     assert check.row_invariant and check.lane_invariant and not check.bucket_invariant
