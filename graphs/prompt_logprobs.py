@@ -16,7 +16,7 @@ from graphs.widths import MAX_LOGPROBS
 def prompt_logprobs(
     spec: ModelSpec, head_rows: int, weights: list[jax.Array], hidden: jax.Array, target: jax.Array
 ) -> jax.Array:
-    """Raw log-probability of `target i32 [N]` at every row of the residual stream `hidden [N, D]`, with the top tokens.
+    """Raw log-probability of `target i32 [N]` at every row of the residual stream `hidden [N, D]`, and the top tokens.
 
     Static: `spec`; `head_rows`, as in `prefill_chunk`. A target of -1 asks for nothing. The output head runs over
     `head_rows` positions at a time, so that no more logits exist at once than in a prefill step.
