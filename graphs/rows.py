@@ -11,6 +11,8 @@ import numpy as np
 
 from graphs.widths import MAX_LOGIT_BIAS
 
+NO_CHOICE = -2  # in place of a sampled token: the row's logits were no numbers, or excluded every token
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +128,8 @@ def make_rows(count: int, stop_width: int, positions: int) -> Rows:
 
 
 def remaining_after(token: jax.Array, remaining: jax.Array, stop_ids: jax.Array) -> jax.Array:
-    """Tokens left after sampling `token [N]`: one fewer, or none after a stop id."""
-    stopped = jnp.any(token[:, None] == stop_ids, axis=1)
+    """Tokens left after sampling `token [N]`: one fewer, or none after a stop id or NO_CHOICE."""
+    stopped = jnp.any(token[:, None] == stop_ids, axis=1) | (token == NO_CHOICE)
     return jnp.where(stopped, 0, remaining - 1)
 
 
@@ -137,5 +139,5 @@ def pack_samples(token: jax.Array, logprob: jax.Array) -> jax.Array:
 
 
 def unpack_samples(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Host side of `pack_samples`: token ids i32 `[N]` (-1: no token) and logprobs f32 `[N]`."""
+    """Host side of `pack_samples`: token ids i32 `[N]` (-1: it did not run; or NO_CHOICE), logprobs f32 `[N]`."""
     return packed[0], packed[1].view(np.float32)

@@ -18,7 +18,7 @@ from jax import lax
 
 from graphs.adjust import Context, adjust, wants_adjustment
 from graphs.logprobs import logprobs
-from graphs.rows import SamplingRows
+from graphs.rows import NO_CHOICE, SamplingRows
 from graphs.thresholds import likelihood, threshold
 from graphs.vocabulary import BLOCK, argmax, blocks, cumulative, take_block
 
@@ -39,7 +39,7 @@ def sample(
     *,
     processed_logprobs: bool = False,
 ) -> Sampled:
-    """Sample one token per row.
+    """Sample one token per row, or NO_CHOICE where logits are not finite or no token is allowed.
 
     position `[N]`: index of the new token in its sequence; noise is keyed by (seed, position) only.
     context: None where every row is live and no row wants an adjustment.
@@ -58,15 +58,30 @@ def sample(
     def choose() -> jax.Array:
         shifted = adjusted()
         greedy = argmax(shifted)
-        return lax.cond(
+        token = lax.cond(
             jnp.any(random),
             lambda: jnp.where(random, _draw(shifted, rows, random, position), greedy),
             lambda: greedy,
         )
+        return _if_any(token, shifted, greedy)
 
-    token = lax.cond(jnp.any(random | is_adjusted), choose, lambda: argmax(logits))
+    def choose_greedily() -> jax.Array:
+        greedy = argmax(logits)
+        return _if_any(greedy, logits, greedy)
+
+    token = lax.cond(jnp.any(random | is_adjusted), choose, choose_greedily)
     scored = _restricted(adjusted(), rows, random) if processed_logprobs else logits
     return Sampled(token, *logprobs(scored, token, jnp.where(live, rows.num_logprobs, -1)))
+
+
+def _if_any(token: jax.Array, logits: jax.Array, best: jax.Array) -> jax.Array:
+    """`token [N]`, or NO_CHOICE where the largest logit, at `best [N]`, is no finite number.
+
+    That is where no token is allowed, and where the hidden state is not finite: then every logit is NaN or infinite,
+    so that one of them tells, whatever a maximum makes of NaN on this platform.
+    """
+    peak = jnp.take_along_axis(logits, best[None], axis=0)[0]
+    return jnp.where(jnp.isfinite(peak), token, NO_CHOICE)
 
 
 def _scale(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import graphs.rows
+import scheduler
 from scheduler import StepResult
 from tests.conftest import TINY_ENGINE
 from xla_engine.engine import FAULTS_IN_A_ROW, XlaBatchEngine
@@ -230,6 +232,39 @@ def test_a_repeated_request_that_differs_ends_with_an_error(
     (output,) = tiny.drain()
     assert output.outputs[0].finish_reason == "error" and "run again after a fault" in str(output.error)
     assert len(output.outputs[0].token_ids) >= 3  # what was delivered stays
+
+
+def test_the_mark_of_a_row_without_choice_is_the_same_on_both_sides() -> None:
+    assert graphs.rows.NO_CHOICE == scheduler.NO_CHOICE
+
+
+@pytest.mark.parametrize("where", ["decode", "prefill"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_nan_in_one_row_ends_its_request_and_no_other(
+    tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], where: str, lag: int
+) -> None:
+    """Planted in the row's keys on the device; the slot is clean for whoever comes next."""
+    tiny.lag = lag
+    long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    length = 5 if where == "decode" else TINY_ENGINE.chunk_size * (TINY_ENGINE.prefill_lanes[-1] + 2)
+    tiny.submit([3] * length, long, request_id="bad")
+    tiny.step()
+    submit_all(tiny, cases)
+    outputs = tiny.step() if where == "decode" else []
+    (slot,) = [v.slot.index for v in tiny.snapshot().slots if v.request and v.request.request_id == "bad"]
+
+    def plant(layer: int, name: str, values: np.ndarray) -> np.ndarray:
+        if name == "keys" and layer == 0:
+            values[slot, :, 0] = np.nan
+        return values
+
+    tiny.runner.edit_cache(plant)
+    outputs += tiny.drain()
+    finished = ends([output for output in outputs if output.finished])
+    bad = finished.pop("bad")
+    assert bad.outputs[0].finish_reason == "error" and "not numbers" in str(bad.error)
+    assert (len(bad.outputs[0].token_ids) > 0) == (where == "decode")
+    assert {name: bits(output.outputs[0]) for name, output in finished.items()} == alone
 
 
 def test_text_that_cannot_be_made_ends_its_own_request_only(

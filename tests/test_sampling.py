@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from graphs import sampling, thresholds, vocabulary
 from graphs.logprobs import token_logprob
 from graphs.projection import feature_major
-from graphs.rows import SamplingRows, make_sampling_rows
+from graphs.rows import NO_CHOICE, SamplingRows, make_sampling_rows
 
 ROWS = 8
 
@@ -229,3 +229,25 @@ def test_the_largest_are_those_of_a_stable_sort(vocabulary_size: int, count: int
         expected = np.argsort(-logits, axis=0, kind="stable")[:count]
         np.testing.assert_array_equal(np.asarray(index), expected)
         np.testing.assert_array_equal(np.asarray(values), np.take_along_axis(logits, expected, axis=0))
+
+
+@pytest.mark.parametrize("vocabulary", [199, 4096])
+def test_a_row_that_cannot_choose_says_so_and_its_neighbours_do_not_notice(
+    vocabulary: int,
+) -> None:
+    """A hidden state with NaN or infinity; no token allowed; a single one that is not allowed is harmless."""
+    logits = random_logits(vocabulary, 5)
+    settings_of_rows = rows(temperature=[0, 1, 0, 1, 0, 1, 0, 1], top_p=[1, 0.9, 1, 1, 1, 1, 1, 0.5])
+    position = jnp.arange(ROWS, dtype=jnp.int32)
+    good = sample(jnp.asarray(logits), settings_of_rows, position)
+    bad = logits.copy()
+    hidden = np.ones((16, 4), np.float32)
+    hidden[3] = np.nan, np.nan, np.inf, -np.inf
+    with np.errstate(invalid="ignore"):
+        head = np.random.default_rng(1).standard_normal((vocabulary, 16)).astype(np.float32)
+        bad[:, :4] = head @ hidden
+    bad[:, 4] = bad[:, 5] = -np.inf
+    bad[np.argmin(bad[:, 6]), 6] = -np.inf
+    found = sample(jnp.asarray(bad), settings_of_rows, position)
+    assert found.token.tolist() == [NO_CHOICE] * 6 + good.token.tolist()[6:]
+    assert np.asarray(found.logprob)[7:].tobytes() == np.asarray(good.logprob)[7:].tobytes()
