@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
 import time
@@ -35,7 +37,7 @@ class Plain:
         options = openvino_genai.SchedulerConfig()
         options.max_num_seqs = max_num_seqs
         options.max_num_batched_tokens = max_num_seqs + PROMPT_TOKENS
-        options.cache_size = 2  # GiB; more than any workload fills
+        options.cache_size = cache_gib(model, max_num_seqs * max_model_len)
         options.enable_prefix_caching = False
         kept = self.cache_precision or short
         properties = {
@@ -93,6 +95,13 @@ class U8Cache(Plain):
     """The same with keys and values in eight bits."""
 
     cache_precision = "u8"
+
+
+def cache_gib(model: str, positions: int) -> int:
+    """Whole GiB that hold keys and values of `positions` in float32, and some to spare."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    width = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return math.ceil(1.1 * 4 * width * positions / 2**30)
 
 
 def convert(model: str, directory: Path) -> None:
