@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from xla_engine.batch_format import Chat, LineError, LineRequest, Prompt, explain, line_error
+from xla_engine.batch_format import LineError, LineRequest, explain, line_error
 from xla_engine.batch_lines import Line, LineReader
 from xla_engine.batch_results import Stamp, error_line, line_digest, output_error, record_id, result_line
 from xla_engine.errors import EngineClosedError, XlaEngineError
@@ -22,27 +22,10 @@ from xla_engine.json_line import dump_line
 from xla_engine.outputs import RequestOutput
 from xla_engine.progress import Tally
 from xla_engine.result_files import DoneLines, ResumeError
-from xla_engine.sampling_params import SamplingParams
+from xla_engine.submission import Submits, submit_prompt, whole_request
 
 SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
 ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
-
-
-class Submits(Protocol):
-    """Takes requests, as `XlaBatchEngine` does."""
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-    ) -> str: ...
 
 
 class Engine(Submits, Protocol):
@@ -54,20 +37,6 @@ class Engine(Submits, Protocol):
     def has_unfinished(self) -> bool: ...
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
     def abort(self, request_id: str) -> bool: ...
-
-
-def submit_prompt(engine: Submits, request: LineRequest, prompt: Prompt, request_id: str) -> None:
-    """Queue one prompt of a line. Raises whatever keeps the engine from taking it."""
-    is_chat = isinstance(prompt, Chat)
-    if isinstance(prompt, Chat):
-        prompt = engine.render_chat(prompt.messages, **prompt.options)
-    engine.submit(
-        prompt,
-        request.params,
-        request_id=request_id,
-        add_special_tokens=not is_chat,  # a chat template writes them itself
-        **request.patience,
-    )
 
 
 class Writer(Protocol):
@@ -321,8 +290,3 @@ class BatchRun:
                 self._engine.abort(request_id)
         self._live.clear()
         self._jobs.clear()
-
-
-def whole_request(request_id: str) -> str:
-    """The request that a scheduler's request belongs to, which is one of its n sequences where n is above 1."""
-    return request_id.partition("[")[0]

@@ -20,19 +20,19 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 from scheduler import Snapshot
-from xla_engine.batch import Submits, submit_prompt, whole_request
 from xla_engine.batch_format import LineError, LineRequest, explain, line_error, parse_record
 from xla_engine.batch_lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.json_line import dump_line, load_object
+from xla_engine.outbox import Outbox
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.progress import Tally
+from xla_engine.submission import Submits, submit_prompt, whole_request
 
 MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
 MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
@@ -47,66 +47,6 @@ class StreamEngine(Submits, Protocol):
     def step(self) -> list[RequestOutput]: ...
     def abort(self, request_id: str) -> bool: ...
     def snapshot(self) -> Snapshot: ...
-
-
-class Outbox:
-    """Writes lines in a thread of its own, so that a slow reader does not hold up the engine; loses none.
-
-    failure: why the pipe is gone, once it is.
-    """
-
-    def __init__(self, sink: BinaryIO) -> None:
-        self._sink = sink
-        self._lines: deque[bytes] = deque()
-        self._unsent = 0
-        self._open = True
-        self._changed = threading.Condition()
-        self.failure: OSError | None = None
-        self._thread = threading.Thread(target=self._write_all, name="xla-engine-stream-out", daemon=True)
-        self._thread.start()
-
-    @property
-    def unsent(self) -> int:
-        """Bytes handed over and not yet taken by the pipe."""
-        return self._unsent
-
-    def put(self, line: bytes) -> None:
-        with self._changed:
-            self._lines.append(line)
-            self._unsent += len(line)
-            self._changed.notify_all()
-
-    def wait_until_below(self, size: int) -> None:
-        """Wait until less than `size` bytes are unsent or the pipe is gone."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unsent < size or self.failure is not None)
-
-    def close(self) -> None:
-        """Wait until all is written or the pipe is gone."""
-        with self._changed:
-            self._open = False
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lines or not self._open)
-                if not self._lines:
-                    return
-                lines, self._lines = self._lines, deque()
-            data = b"".join(lines)
-            try:
-                self._sink.write(data)
-                self._sink.flush()
-            except (OSError, ValueError) as error:  # ValueError: the file was closed under us
-                with self._changed:
-                    self.failure = error if isinstance(error, OSError) else OSError(str(error))
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._unsent -= len(data)
-                self._changed.notify_all()
 
 
 @dataclass(slots=True)

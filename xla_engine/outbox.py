@@ -1,0 +1,67 @@
+"""Lines on their way into a pipe whose reader may be slow."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import BinaryIO
+
+
+class Outbox:
+    """Writes lines in a thread of its own, so that a slow reader does not hold up the engine; loses none.
+
+    failure: why the pipe is gone, once it is.
+    """
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self._lines: deque[bytes] = deque()
+        self._unsent = 0
+        self._open = True
+        self._changed = threading.Condition()
+        self.failure: OSError | None = None
+        self._thread = threading.Thread(target=self._write_all, name="xla-engine-stream-out", daemon=True)
+        self._thread.start()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes handed over and not yet taken by the pipe."""
+        return self._unsent
+
+    def put(self, line: bytes) -> None:
+        with self._changed:
+            self._lines.append(line)
+            self._unsent += len(line)
+            self._changed.notify_all()
+
+    def wait_until_below(self, size: int) -> None:
+        """Wait until less than `size` bytes are unsent or the pipe is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent < size or self.failure is not None)
+
+    def close(self) -> None:
+        """Wait until all is written or the pipe is gone."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or not self._open)
+                if not self._lines:
+                    return
+                lines, self._lines = self._lines, deque()
+            data = b"".join(lines)
+            try:
+                self._sink.write(data)
+                self._sink.flush()
+            except (OSError, ValueError) as error:  # ValueError: the file was closed under us
+                with self._changed:
+                    self.failure = error if isinstance(error, OSError) else OSError(str(error))
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._unsent -= len(data)
+                self._changed.notify_all()
