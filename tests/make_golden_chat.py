@@ -82,8 +82,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def main() -> None:
-    cases = []
+def cases() -> list[dict[str, Any]]:
+    """What transformers makes of every template, conversation and choice of options."""
+    found = []
     for template, (name, messages), options in itertools.product(
         sorted(HERE.glob("*.jinja")), CONVERSATIONS.items(), OPTIONS
     ):
@@ -91,13 +92,16 @@ def main() -> None:
         tokenizer.chat_template = template.read_text(encoding="utf-8")
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except (TemplateError, ValueError, TypeError) as error:
-            print(f"{template.stem}, {name}, {options}: {type(error).__name__}: {str(error)[:90]}")
+        except (TemplateError, ValueError, TypeError):
             text = None
-        cases.append({"template": template.stem, "conversation": name, "options": options, "text": text})
-    golden = {"conversations": CONVERSATIONS, "cases": cases}
+        found.append({"template": template.stem, "conversation": name, "options": options, "text": text})
+    return found
+
+
+def main() -> None:
+    golden = {"conversations": CONVERSATIONS, "cases": cases()}
     (HERE / "golden.json").write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(cases)} cases")
+    print(f"{len(golden['cases'])} cases")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,11 @@ def test_embedded_goldens_are_rederived(script: SimpleNamespace) -> None:
     derived = script.embedded_golden(HERE.parent / "xla_engine" / "embedded")
     np.testing.assert_array_equal(derived["texts"], committed["texts"])
     assert_same(derived, committed)
+
+
+def test_chat_goldens_are_rederived() -> None:
+    committed = json.loads((HERE / "golden" / "chat" / "golden.json").read_text(encoding="utf-8"))
+    assert runpy.run_path(str(HERE / "make_golden_chat.py"))["cases"]() == committed["cases"]
 
 
 @pytest.mark.parametrize("name", ["gqa_tied", "untied_odd_heads", "llama3_rope"])
