@@ -43,6 +43,12 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
             default="auto",
             help="Type of weights and activations; auto is the checkpoint's.",
         ),
+        click.option(
+            "--attention-backend",
+            metavar="NAME",
+            default="auto",
+            help="auto takes the fastest here; xla is pure JAX.  [default: auto]",
+        ),
     )
     for option in reversed(options):
         command = option(command)
