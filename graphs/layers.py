@@ -21,7 +21,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def split_heads(qkv: jax.Array, kv_heads: int, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split a fused projection `[N, (H + 2 KV) Dh]` into q `[N, H, Dh]`, k and v `[N, KV, Dh]`."""
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
-    q, k, v = jnp.split(heads, [-2 * kv_heads, -kv_heads], axis=1)
+    queries = heads.shape[1] - 2 * kv_heads
+    q, k, v = jnp.split(heads, [queries, queries + kv_heads], axis=1)
     return q, k, v
 
 
