@@ -12,6 +12,7 @@ from graphs.attention import whole_blocks
 from xla_engine.errors import ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
+GENERATION_CONFIGS = ("engine", "model")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
@@ -44,6 +45,8 @@ class EngineConfig:
     logprobs_mode: "raw_logprobs" gives the log-probabilities of the model's logits as they are, "processed_logprobs"
         those of the distribution drawn from: after bias, penalties, masks, temperature and truncation (-inf for what
         cannot be drawn; a greedy row has no temperature and no truncation).
+    generation_config: where sampling defaults come from for requests without parameters: "engine", `SamplingParams`'
+        own, or "model", what the checkpoint's generation_config.json recommends.
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     """
@@ -58,6 +61,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     key_buckets: tuple[int, ...] | None = None
     logprobs_mode: str = "raw_logprobs"
+    generation_config: str = "engine"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     max_waiting: int | None = None
@@ -83,6 +87,10 @@ class EngineConfig:
         if self.linear_backend not in LINEAR_BACKENDS:
             raise ConfigError(
                 f"linear_backend must be one of {', '.join(LINEAR_BACKENDS)}, not {self.linear_backend!r}"
+            )
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ConfigError(
+                f"generation_config must be one of {GENERATION_CONFIGS}, not {self.generation_config!r}"
             )
         for name in ("prefill_lanes", "key_buckets"):
             sizes = getattr(self, name)

@@ -36,6 +36,7 @@ from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.fanout import Fanout, sequence_ids, sequence_seed
+from xla_engine.generation_config import sampling_defaults
 from xla_engine.inbox import Inbox
 from xla_engine.live import LiveRequest
 from xla_engine.metrics import EngineStats
@@ -78,6 +79,7 @@ class XlaBatchEngine:
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.default_params = SamplingParams()  # of requests that bring none
         self.runner = Runner(
             checkpoint.config, checkpoint.weights, checkpoint.dtype, self.config, progress=progress
         )
@@ -133,7 +135,10 @@ class XlaBatchEngine:
         checkpoint = load_checkpoint(directory, dtype=config.dtype)
         tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
         chat_template = ChatTemplate.from_directory(directory)
-        return cls(checkpoint, tokenizer, config, chat_template=chat_template, progress=progress)
+        engine = cls(checkpoint, tokenizer, config, chat_template=chat_template, progress=progress)
+        if config.generation_config == "model":
+            engine.default_params = SamplingParams.from_mapping(sampling_defaults(directory))
+        return engine
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -164,7 +169,7 @@ class XlaBatchEngine:
         self._settle()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
-        params = params or SamplingParams()
+        params = params or self.default_params
         request_id = str(self._submitted) if request_id is None else request_id
         names = sequence_ids(request_id, params.n)
         if taken := {request_id, *names} & (self._live.keys() | self._fanouts.keys()):

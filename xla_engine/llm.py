@@ -65,6 +65,10 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What prompts without parameters get; see `EngineConfig.generation_config`."""
+        return self.engine.default_params
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -190,7 +194,7 @@ class LLM:
         inbox = Inbox()
         places: dict[str, int] = {}  # of what has not ended
         params = _per_prompt(
-            "sampling_params", sampling_params or SamplingParams(), SamplingParams, len(prompts)
+            "sampling_params", sampling_params or self.engine.default_params, SamplingParams, len(prompts)
         )
         priorities = _per_prompt("priorities", priority, int, len(prompts))
         try:

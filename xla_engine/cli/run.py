@@ -34,6 +34,12 @@ from xla_engine.sampling_params import SamplingParams
     help="1: the host reads a step while the device computes the next; 0: one by one.",
 )
 @click.option("--seed", type=int, default=0, help="Randomness of requests that bring no seed of their own.")
+@click.option(
+    "--generation-config",
+    type=click.Choice(["engine", "model"]),
+    default="engine",
+    help="model: lines without sampling fields take what the checkpoint recommends.",
+)
 @click.option("--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16]")
 @click.option("--temperature", type=float, help="temperature of lines without one.  [default: 1.0]")
 @click.option("--ordered", is_flag=True, help="Write results in the order of the input, not as they finish.")
@@ -101,6 +107,11 @@ def run(
     defaults = {"max_tokens": max_tokens, "temperature": temperature}
     defaults = {name: value for name, value in defaults.items() if value is not None}
     with _common.starting():
+        if options["generation_config"] == "model":
+            from xla_engine.config import embedded_model_directory
+            from xla_engine.generation_config import sampling_defaults
+
+            defaults = sampling_defaults(options["model"] or embedded_model_directory()) | defaults
         SamplingParams.from_mapping(defaults)
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
     _one_of({"--dry-run": dry_run, "--stream": stream, "-o": output_path is not None})

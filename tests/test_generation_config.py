@@ -1,0 +1,63 @@
+"""generation_config.json: eos ids always, sampling defaults only when asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from xla_engine import LLM, SamplingParams, cli
+from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.errors import CheckpointError, ConfigError
+from xla_engine.generation_config import sampling_defaults
+
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 5, "do_sample": True}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The embedded model with recommendations."""
+    shutil.copytree(embedded_model_directory(), tmp_path / "model")
+    write(tmp_path / "model", RECOMMENDED)
+    return tmp_path / "model"
+
+
+def write(model: Path, values: dict[str, Any]) -> None:
+    (model / "generation_config.json").write_text(json.dumps(values))
+
+
+def test_recommendations_have_our_names(model: Path) -> None:
+    assert sampling_defaults(model) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 5}
+    (model / "generation_config.json").unlink()
+    assert sampling_defaults(model) == {}
+
+
+def test_a_recommendation_that_cannot_be_is_an_error_with_the_remedy(model: Path) -> None:
+    write(model, {"top_p": 7})
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: top_p must be in .* leave its sampling"
+    ):
+        sampling_defaults(model)
+    with pytest.raises(ConfigError, match="generation_config must be one of"):
+        EngineConfig(generation_config="auto")
+
+
+def test_they_apply_only_when_asked_for(model: Path, tmp_path: Path) -> None:
+    asked = {"max_num_seqs": 8, "max_model_len": 128, "prefill_lanes": (2,), "self_check": False}
+    with LLM(model, generation_config="model", **asked) as llm:
+        wanted = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=5)
+        assert llm.get_default_sampling_params() == wanted
+        (output,) = llm.generate("import", use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 5
+        (own,) = llm.generate("import", SamplingParams(max_tokens=7, ignore_eos=True), use_tqdm=False)
+        assert len(own.outputs[0].token_ids) == 7
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "import"}\n')
+    for option, tokens in ((["--generation-config", "model"], 5), ([], 16)):
+        arguments = ["run", str(source), "--dry-run", "--model", str(model), *option]
+        result = CliRunner().invoke(cli.main, arguments)
+        assert result.exit_code == 0 and f"{tokens}" in result.output, result.output
