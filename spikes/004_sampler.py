@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs import sampling, thresholds
+from graphs.adjust import Context
 from graphs.logprobs import token_logprob
-from graphs.rows import SamplingRows, make_sampling_rows
+from graphs.rows import SamplingRows, make_sampling_rows, make_tables
 from graphs.vocabulary import argmax
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 
 VOCABULARY = 49152
-Form = Callable[[jax.Array, SamplingRows, jax.Array], Any]
+Form = Callable[[jax.Array, SamplingRows, Context], Any]
 
 
 # %%
@@ -41,15 +42,15 @@ def rows_of(batch: int, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
     )
 
 
-def flat_argmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def flat_argmax(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     return jnp.argmax(logits, axis=0)
 
 
-def two_level_argmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def two_level_argmax(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     return argmax(logits)
 
 
-def gumbel_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def gumbel_draw(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     """The Gumbel-max trick: noise for every entry, keyed as the engine keys its one number per row."""
 
     def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -57,31 +58,31 @@ def gumbel_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> j
         return jax.random.gumbel(key, (VOCABULARY,), jnp.float32)
 
     scaled = logits / rows.temperature
-    return argmax(scaled + jax.vmap(noise, out_axes=1)(rows.seed, position))
+    return argmax(scaled + jax.vmap(noise, out_axes=1)(rows.seed, context.length))
 
 
-def inverse_draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return sampling._draw(logits, rows, rows.temperature > 0, position)
+def inverse_draw(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+    return sampling._draw(logits, rows, rows.temperature > 0, context.length)
 
 
-def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     """The same draw by one flat `jnp.cumsum` over the vocabulary."""
     scaled = logits / rows.temperature
     cumulative = jnp.cumsum(jnp.exp(scaled - jnp.max(scaled, axis=0)), axis=0)
-    target = sampling._uniform(rows.seed, position) * cumulative[-1]
+    target = sampling._uniform(rows.seed, context.length) * cumulative[-1]
     return jnp.argmax(cumulative > target, axis=0)
 
 
-def threshold_by_candidates(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def threshold_by_candidates(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     return thresholds.threshold(logits, jnp.max(logits, axis=0), rows, rows.temperature > 0)
 
 
-def threshold_by_bisection(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def threshold_by_bisection(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)
     return thresholds.bisect(logits, jnp.max(logits, axis=0), wanted, rows.top_p, rows.min_p)
 
 
-def threshold_by_sort(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def threshold_by_sort(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     """Top-k, then top-p over what is left, by a full sort of the vocabulary."""
     ordered = jnp.sort(logits.T, axis=1, descending=True)  # [B, V]
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)[:, None]
@@ -93,16 +94,33 @@ def threshold_by_sort(logits: jax.Array, rows: SamplingRows, position: jax.Array
     return jnp.take_along_axis(ordered, jnp.minimum(nucleus, wanted - 1), axis=1)[:, 0]
 
 
-def logprob_in_blocks(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return token_logprob(logits, position)
+def logprob_in_blocks(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+    return token_logprob(logits, context.length)
 
 
-def logprob_by_log_softmax(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=0), position[None], axis=0)[0]
+def logprob_by_log_softmax(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=0), context.length[None], axis=0)[0]
 
 
-def whole_sampler(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> Any:
-    return sampling.sample(logits, rows, position)
+def whole_sampler(logits: jax.Array, rows: SamplingRows, context: Context) -> Any:
+    return sampling.sample(logits, rows, context.length, context)
+
+
+def context_of(batch: int) -> Context:
+    """As in a decode step: every row live, with a history of some 300 tokens, nothing forbidden or biased."""
+    return jax.tree.map(
+        jnp.asarray,
+        Context(
+            live=np.ones(batch, bool),
+            slot=np.arange(batch, dtype=np.int32),
+            length=np.arange(300, 300 + batch, dtype=np.int32),
+            prompt_length=np.full(batch, 200, np.int32),
+            min_remaining=np.zeros(batch, np.int32),
+            stop_ids=np.full((batch, 8), -1, np.int32),
+            history=np.random.default_rng(0).integers(0, VOCABULARY, (batch, 2048), np.int32),
+            tables=make_tables(batch, VOCABULARY),
+        ),
+    )
 
 
 # %%
@@ -111,6 +129,11 @@ def cases(batch: int) -> dict[str, tuple[Form, SamplingRows]]:
     plain, narrow = rows_of(batch), rows_of(batch, top_k=40, top_p=0.9)
     wide = rows_of(batch, top_p=0.9)
     greedy = rows_of(batch, temperature=0.0)
+    one = dataclasses.replace(plain, top_p=jnp.where(jnp.arange(batch) == 5, 0.9, 1.0))
+    penalised = dataclasses.replace(greedy, repetition_penalty=jnp.full(batch, 1.1))
+    biased = dataclasses.replace(greedy, has_bias=jnp.ones(batch, bool))
+    masked = dataclasses.replace(greedy, has_mask=jnp.ones(batch, bool))
+    most_likely = dataclasses.replace(greedy, num_logprobs=jnp.full(batch, 20))
     with_logprob = dataclasses.replace(greedy, num_logprobs=jnp.zeros(batch, jnp.int32))
     return {
         "argmax: jnp.argmax": (flat_argmax, greedy),
@@ -130,22 +153,28 @@ def cases(batch: int) -> dict[str, tuple[Form, SamplingRows]]:
         "sample(): greedy, logprob": (whole_sampler, with_logprob),
         "sample(): temperature 1": (whole_sampler, plain),
         "sample(): temperature 1, top-k 40, top-p 0.9": (whole_sampler, narrow),
+        "sample(): temperature 1, one row's nucleus wide": (whole_sampler, one),
+        "sample(): temperature 1, every row's nucleus wide": (whole_sampler, wide),
+        "sample(): greedy, repetition penalty": (whole_sampler, penalised),
+        "sample(): greedy, bias": (whole_sampler, biased),
+        "sample(): greedy, mask": (whole_sampler, masked),
+        "sample(): greedy, 20 most likely tokens": (whole_sampler, most_likely),
     }
 
 
 def measure(batch: int, rounds: int) -> tuple[dict[str, Times], dict[str, float]]:
     """Times per call, and seconds to compile each form."""
     logits = 2.0 * jax.random.normal(jax.random.key(batch), (VOCABULARY, batch), jnp.float32)
-    position = jnp.arange(100, 100 + batch, dtype=jnp.int32)
+    context = context_of(batch)
     calls: dict[str, Callable[[], Any]] = {}
     compile_ms: dict[str, float] = {}
     results: dict[str, np.ndarray] = {}
     for name, (form, rows) in cases(batch).items():
-        lowered = jax.jit(form).lower(logits, rows, position)
+        lowered = jax.jit(form).lower(logits, rows, context)
         began = time.perf_counter()
         compiled = lowered.compile()
         compile_ms[name] = 1e3 * (time.perf_counter() - began)
-        calls[name] = functools.partial(_run, compiled, logits, rows, position)
+        calls[name] = functools.partial(_run, compiled, logits, rows, context)
         results[name] = np.asarray(jax.tree.leaves(calls[name]())[0])
     _check(results)
     return interleave(calls, rounds, warm_up=2), compile_ms
