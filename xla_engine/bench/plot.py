@@ -44,13 +44,13 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     for name, line in sorted(engines.items(), key=lambda item: item[0] != OURS):
         batches = sorted(line)
         middle, low, high = ([line[batch][at] for batch in batches] for at in range(3))
-        (drawn,) = axes.plot(batches, middle, ":" if name == BARE else "o-", markersize=4, label=name)
+        (drawn,) = axes.plot(batches, middle, "_:" if name == BARE else "o-", markersize=4, label=name)
         if name == OURS:
             drawn.set(linewidth=2.5, color="black")
         axes.fill_between(batches, low, high, alpha=0.2, color=drawn.get_color(), linewidth=0)
     floors = {batch: values[0] for batch, values in lines_of(records, "floor_tok_s").get(OURS, {}).items()}
     batches = sorted(floors)
-    axes.plot(batches, [floors[batch] for batch in batches], "--", color="grey", label="bandwidth floor")
+    axes.plot(batches, [floors[batch] for batch in batches], "_--", color="grey", label="bandwidth floor")
     axes.set(xscale="log", yscale="log", xlabel="requests decoded together (B)", ylabel="decode tok/s")
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.xaxis.set_minor_locator(ticker.NullLocator())
