@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 
 from tests.fuzz_lines import cases, fuzz
+from xla_engine.batch import BatchRun
+from xla_engine.batch_format import CHAT_URL, COMPLETIONS_URL
+from xla_engine.batch_lines import read_lines
+from xla_engine.batch_results import Stamp
+from xla_engine.chat import ChatTemplate
 from xla_engine.engine import XlaBatchEngine
 
 
@@ -38,6 +44,50 @@ def test_the_fuzz_run_can_fail(chatty: XlaBatchEngine, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(chatty, "submit", faulty)
     assert any("planted" in problem for problem in fuzz(chatty, 100).problems)
+
+
+def test_the_openai_client_reads_every_result_of_the_real_engine(chatty: XlaBatchEngine) -> None:
+    """Chat and completions, n, several prompts, top logprobs, a schema: strictly, by OpenAI's own types."""
+    types = pytest.importorskip("openai.types", reason="needs the OpenAI client")
+    chat = pytest.importorskip("openai.types.chat", reason="needs the OpenAI client")
+    messages = [{"role": "user", "content": "Hello é"}]
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}},
+    }
+    bodies = [
+        {
+            "messages": messages,
+            "max_completion_tokens": 6,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "n": 2,
+            "seed": 1,
+        },
+        {"messages": messages, "max_tokens": 20, "response_format": form},
+        {"prompt": ["x = ", "import "], "max_tokens": 4, "logprobs": 2, "n": 2, "stop": ["\n"]},
+    ]
+    lines = b"".join(
+        json.dumps({"url": CHAT_URL if "messages" in body else COMPLETIONS_URL, "body": body}).encode()
+        + b"\n"
+        for body in bodies
+    )
+    chatty.chat_template = ChatTemplate(sources={"default": "{{ messages[0].content }}"}, special_tokens={})
+    sink, stamp = io.BytesIO(), Stamp(created=1, model="m", speller=chatty.tokenizer)
+    tally = BatchRun(chatty, read_lines(io.BytesIO(lines)), sink, stamp=stamp, ordered=True).run()
+    assert tally.ok == 3, sink.getvalue()
+    talk, formed, several = (json.loads(line)["response"]["body"] for line in sink.getvalue().splitlines())
+    talk = chat.ChatCompletion.model_validate(talk, strict=True)
+    assert len(talk.choices) == 2 and len(talk.choices[1].logprobs.content[0].top_logprobs) == 2
+    formed = chat.ChatCompletion.model_validate(formed, strict=True)
+    assert json.loads(formed.choices[0].message.content).keys() == {"a"}
+    several = types.Completion.model_validate(several, strict=True)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    for choice in several.choices:
+        assert choice.logprobs.text_offset[0] == 0 and len(choice.logprobs.tokens) == len(
+            choice.logprobs.top_logprobs
+        )
 
 
 def test_the_cases_repeat_and_are_lines() -> None:
