@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from xla_engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from xla_engine.tokenizer import Tokenizer
 
 MAX_CONSTRAINT_CHARACTERS = 1 << 18  # of a schema, an expression or a grammar, written out
@@ -125,6 +125,8 @@ class Matcher:
 
     def words(self) -> np.ndarray:
         """What may come next, u32 `[ceil(V / 32)]`; an eos id where the text may end. Raises InvalidRequestError."""
+        import numpy as np  # here: the command line reads this module before anybody asks for a mask
+
         words = np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._words]
         self._check()
         return words
