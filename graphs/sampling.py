@@ -19,8 +19,8 @@ from jax import lax
 from graphs.adjust import Context, adjust, wants_adjustment
 from graphs.logprobs import logprobs
 from graphs.rows import NO_CHOICE, SamplingRows
-from graphs.thresholds import likelihood, threshold
-from graphs.vocabulary import BLOCK, argmax, blocks, cumulative, take_block
+from graphs.thresholds import threshold
+from graphs.vocabulary import BLOCK, along, argmax, blocks, columns, cumulative, flat, take_block
 
 
 class Sampled(NamedTuple):
@@ -84,31 +84,33 @@ def _if_any(token: jax.Array, logits: jax.Array, best: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(peak), token, NO_CHOICE)
 
 
-def _scale(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits divided by the temperature of rows that draw `[V, N]`, and the likelihoods of what they keep.
+def _weights(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
+    """Probabilities relative to the most likely token's `[V, N]`; zero where a row may not draw the token.
 
-    A likelihood is a probability relative to that of the most likely token; zero where a row may not draw it.
+    Rows that do not draw have temperature 1 and no truncation but min-p. Over V in one pass, unless a row truncates.
     """
-    scaled = logits / jnp.where(random, rows.temperature, 1.0)
-    peak = jnp.max(scaled, axis=0)
+    temperature = jnp.where(random, rows.temperature, 1.0)
+    peak = jnp.max(logits, axis=0) / temperature
     least = lax.cond(
         jnp.any(random & ((rows.top_k > 0) | (rows.top_p < 1))),
-        lambda: threshold(scaled, peak, rows, random),
+        lambda: threshold(logits / temperature, peak, rows, random),
         lambda: jnp.full(peak.shape, -jnp.inf, jnp.float32),
     )
-    return scaled, jnp.where(scaled >= least, likelihood(scaled, peak, rows.min_p), 0.0)
+    scaled = flat(logits) / along(temperature)
+    weight = jnp.exp(scaled - along(peak))
+    kept = (weight >= along(rows.min_p)) & (scaled >= along(least))
+    return columns(jnp.where(kept, weight, 0.0), logits.shape)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows, random: jax.Array, position: jax.Array) -> jax.Array:
     """Draw from the restricted distribution, i32 `[N]`."""
-    _, weight = _scale(logits, rows, random)
-    return _invert(weight, _uniform(rows.seed, position))
+    return _invert(_weights(logits, rows, random), _uniform(rows.seed, position))
 
 
 def _restricted(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
     """Logits of the distribution drawn from `[V, N]`; those of rows that do not draw as they are."""
-    scaled, weight = _scale(logits, rows, random)
-    return jnp.where(random & (weight == 0), -jnp.inf, scaled)
+    scaled = logits / jnp.where(random, rows.temperature, 1.0)
+    return jnp.where(random & (_weights(logits, rows, random) == 0), -jnp.inf, scaled)
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:

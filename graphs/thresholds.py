@@ -10,7 +10,7 @@ from jax import lax
 
 from graphs.rows import SamplingRows
 from graphs.sums import sum_first
-from graphs.vocabulary import cumulative, largest, relative, total
+from graphs.vocabulary import along, columns, cumulative, flat, largest, total
 
 _CANDIDATES = 128  # most likely tokens among which top-k and top-p are looked for first
 _GROUP = 8  # rows that are bisected together
@@ -48,8 +48,8 @@ def threshold(scaled: jax.Array, peak: jax.Array, rows: SamplingRows, concerned:
 
 def likelihood(scaled: jax.Array, peak: jax.Array, min_p: jax.Array) -> jax.Array:
     """Probability relative to the most likely token, zero below `min_p`."""
-    found = relative(scaled, peak)
-    return jnp.where(found >= min_p, found, 0.0)
+    found = jnp.exp(flat(scaled) - along(peak))
+    return columns(jnp.where(found >= along(min_p), found, 0.0), scaled.shape)
 
 
 def _search_undecided(
@@ -64,17 +64,17 @@ def _search_undecided(
 
     A group's columns fit into the processor's cache, and its shape does not depend on N.
     """
-    columns = found.shape[0]
+    width = found.shape[0]
     count = jnp.sum(undecided, dtype=jnp.int32)
     order = jnp.argsort(~undecided, stable=True)  # the undecided rows first
-    order = jnp.pad(order, (0, -columns % _GROUP), constant_values=columns)
+    order = jnp.pad(order, (0, -width % _GROUP), constant_values=width)
 
     def decide(group: jax.Array, found: jax.Array) -> jax.Array:
         mine = lax.dynamic_slice(order, (group * _GROUP,), (_GROUP,))
-        row = jnp.minimum(mine, columns - 1)
+        row = jnp.minimum(mine, width - 1)
         values = bisect(scaled[:, row], peak[row], wanted[row], rows.top_p[row], rows.min_p[row])
         # Groups may reach into decided rows, which keep what they have.
-        target = jnp.where((mine < columns) & undecided[row], mine, columns)
+        target = jnp.where((mine < width) & undecided[row], mine, width)
         return found.at[target].set(values, mode="drop")
 
     return lax.fori_loop(0, (count + _GROUP - 1) // _GROUP, decide, found)

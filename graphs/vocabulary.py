@@ -58,16 +58,29 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return best.T, index.T
 
 
-def relative(values: jax.Array, peak: jax.Array) -> jax.Array:
-    """`exp(values - peak)` of `values [V, N]`, `peak [N]`, computed as rows of 64 N entries.
+def flat(values: jax.Array) -> jax.Array:
+    """`values [V, N]` as rows of a whole block, `[ceil(V / block), block * N]`, for exponentials.
 
     XLA:CPU unrolls an inner loop of up to 8 and then rounds the multiply-adds of its exponential differently, so that
-    8 columns would get other bits than 16 (findings/011).
+    8 columns would get other bits than 16 (findings/011). What is computed here ends in `columns`.
     """
     grouped = blocks(values, 0.0)
-    peaks = lax.optimization_barrier(jnp.tile(peak, BLOCK))  # read along a row, not by index arithmetic
-    found = lax.optimization_barrier(jnp.exp(grouped.reshape(len(grouped), -1) - peaks))
-    return found.reshape(-1, peak.shape[0])[: values.shape[0]]
+    return grouped.reshape(len(grouped), -1)
+
+
+def along(each: jax.Array) -> jax.Array:
+    """One value per column, `each [N]`, as `flat` has them: `[block * N]`."""
+    return lax.optimization_barrier(jnp.tile(each, BLOCK))  # read along a row, not by index arithmetic
+
+
+def columns(flattened: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Inverse of `flat` for values of `shape [V, N]`."""
+    return lax.optimization_barrier(flattened).reshape(-1, shape[1])[: shape[0]]
+
+
+def relative(values: jax.Array, peak: jax.Array) -> jax.Array:
+    """`exp(values - peak)` of `values [V, N]`, `peak [N]`."""
+    return columns(jnp.exp(flat(values) - along(peak)), values.shape)
 
 
 def total(values: jax.Array) -> jax.Array:
