@@ -90,15 +90,15 @@ def _weights(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Ar
     Rows that do not draw have temperature 1 and no truncation but min-p. Over V in one pass, unless a row truncates.
     """
     temperature = jnp.where(random, rows.temperature, 1.0)
-    peak = jnp.max(logits, axis=0) / temperature
+    peak = jnp.max(logits, axis=0)
     least = lax.cond(
         jnp.any(random & ((rows.top_k > 0) | (rows.top_p < 1))),
-        lambda: threshold(logits / temperature, peak, rows, random),
+        lambda: threshold(logits, peak, temperature, rows, random),
         lambda: jnp.full(peak.shape, -jnp.inf, jnp.float32),
     )
-    scaled = flat(logits) / along(temperature)
-    weight = jnp.exp(scaled - along(peak))
-    kept = (weight >= along(rows.min_p)) & (scaled >= along(least))
+    values = flat(logits)
+    weight = jnp.exp((values - along(peak)) / along(temperature))  # the largest logit's is exactly 1
+    kept = (weight >= along(rows.min_p)) & (values >= along(least))
     return columns(jnp.where(kept, weight, 0.0), logits.shape)
 
 

@@ -1,4 +1,7 @@
-"""Which tokens top-k and top-p keep: a threshold on the scaled logits of each row."""
+"""Which tokens top-k and top-p keep: a threshold on the logits of each row.
+
+On the logits themselves: what is divided by the temperature in two places may be rounded in two ways.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,25 @@ _CANDIDATES = 128  # most likely tokens among which top-k and top-p are looked f
 _GROUP = 8  # rows that are bisected together
 
 
-def threshold(scaled: jax.Array, peak: jax.Array, rows: SamplingRows, concerned: jax.Array) -> jax.Array:
-    """Smallest `scaled [V, N]` value per row that top-k and top-p keep; values that tie with it stay. f32 `[N]`.
+def threshold(
+    logits: jax.Array, peak: jax.Array, temperature: jax.Array, rows: SamplingRows, concerned: jax.Array
+) -> jax.Array:
+    """Smallest of `logits [V, N]` per row that top-k and top-p keep; values that tie with it stay. f32 `[N]`.
 
-    peak `[N]`: the largest value. concerned bool `[N]`: rows whose result is used.
+    peak `[N]`: the largest logit. temperature `[N]`, positive. concerned bool `[N]`: rows whose result is used.
 
     Most rows are decided by their most likely candidates. A row that is not (a top-k beyond them, a nucleus wider
     than them) is decided by bisection over the whole vocabulary; it is the row itself that decides which.
     """
-    vocabulary = scaled.shape[0]
+    vocabulary = logits.shape[0]
     count = min(_CANDIDATES, vocabulary)
-    best, _ = largest(scaled, count)  # [C, N], descending
+    best, _ = largest(logits, count)  # [C, N], descending
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocabulary), vocabulary)
     limited = wanted < vocabulary
     kth = jnp.take_along_axis(best, jnp.clip(wanted - 1, 0, count - 1)[None], axis=0)[0]
     kth = jnp.where(limited, kth, -jnp.inf)
-    weight = jnp.where(best >= kth, likelihood(best, peak, rows.min_p), 0.0)
-    everything = total(likelihood(scaled, peak, rows.min_p))
+    weight = jnp.where(best >= kth, likelihood(best, peak, temperature, rows.min_p), 0.0)
+    everything = total(likelihood(logits, peak, temperature, rows.min_p))
     reached = cumulative(weight) >= rows.top_p * jnp.where(limited, sum_first(weight), everything)
     nucleus = jnp.take_along_axis(best, jnp.argmax(reached, axis=0)[None], axis=0)[0]
     nucleus = jnp.where(rows.top_p < 1, nucleus, -jnp.inf)
@@ -41,22 +46,23 @@ def threshold(scaled: jax.Array, peak: jax.Array, rows: SamplingRows, concerned:
     undecided = concerned & ~decided
     return lax.cond(
         jnp.any(undecided),
-        lambda: _search_undecided(found, undecided, scaled, peak, wanted, rows),
+        lambda: _search_undecided(found, undecided, logits, peak, temperature, wanted, rows),
         lambda: found,
     )
 
 
-def likelihood(scaled: jax.Array, peak: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Probability relative to the most likely token, zero below `min_p`."""
-    found = jnp.exp(flat(scaled) - along(peak))
-    return columns(jnp.where(found >= along(min_p), found, 0.0), scaled.shape)
+def likelihood(logits: jax.Array, peak: jax.Array, temperature: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Probability relative to that of the largest logit `peak [N]`, which gets exactly 1; zero below `min_p`."""
+    found = jnp.exp((flat(logits) - along(peak)) / along(temperature))
+    return columns(jnp.where(found >= along(min_p), found, 0.0), logits.shape)
 
 
 def _search_undecided(
     found: jax.Array,
     undecided: jax.Array,
-    scaled: jax.Array,
+    logits: jax.Array,
     peak: jax.Array,
+    temperature: jax.Array,
     wanted: jax.Array,
     rows: SamplingRows,
 ) -> jax.Array:
@@ -72,7 +78,9 @@ def _search_undecided(
     def decide(group: jax.Array, found: jax.Array) -> jax.Array:
         mine = lax.dynamic_slice(order, (group * _GROUP,), (_GROUP,))
         row = jnp.minimum(mine, width - 1)
-        values = bisect(scaled[:, row], peak[row], wanted[row], rows.top_p[row], rows.min_p[row])
+        values = bisect(
+            logits[:, row], peak[row], temperature[row], wanted[row], rows.top_p[row], rows.min_p[row]
+        )
         # Groups may reach into decided rows, which keep what they have.
         target = jnp.where((mine < width) & undecided[row], mine, width)
         return found.at[target].set(values, mode="drop")
@@ -81,18 +89,23 @@ def _search_undecided(
 
 
 def bisect(
-    scaled: jax.Array, peak: jax.Array, wanted: jax.Array, top_p: jax.Array, min_p: jax.Array
+    logits: jax.Array,
+    peak: jax.Array,
+    temperature: jax.Array,
+    wanted: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
 ) -> jax.Array:
     """`threshold` for any row, in 32 passes over the vocabulary for each of top-k and top-p that it wants.
 
     wanted i32 `[N]`: top-k, or the size of the vocabulary for no limit.
     """
     kth = lax.cond(
-        jnp.any(wanted < scaled.shape[0]),
-        lambda: _kth_largest(scaled, wanted),
+        jnp.any(wanted < logits.shape[0]),
+        lambda: _kth_largest(logits, wanted),
         lambda: jnp.full(peak.shape, -jnp.inf, jnp.float32),
     )
-    weight = jnp.where(scaled >= kth, likelihood(scaled, peak, min_p), 0.0)
+    weight = jnp.where(logits >= kth, likelihood(logits, peak, temperature, min_p), 0.0)
     target = top_p * total(weight)
 
     def enough(bits: jax.Array) -> jax.Array:
@@ -100,7 +113,7 @@ def bisect(
 
     # Bits of numbers that are not negative compare as the numbers do.
     least = lax.bitcast_convert_type(_last_true(enough, jnp.zeros_like(wanted), 0x3F800000), jnp.float32)
-    nucleus = jnp.min(jnp.where(weight >= least, scaled, jnp.inf), axis=0)
+    nucleus = jnp.min(jnp.where(weight >= least, logits, jnp.inf), axis=0)
     return jnp.where(top_p < 1, nucleus, kth)
 
 

@@ -74,12 +74,14 @@ def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, context: Conte
 
 
 def threshold_by_candidates(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
-    return thresholds.threshold(logits, jnp.max(logits, axis=0), rows, rows.temperature > 0)
+    return thresholds.threshold(logits, jnp.max(logits, axis=0), rows.temperature, rows, rows.temperature > 0)
 
 
 def threshold_by_bisection(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)
-    return thresholds.bisect(logits, jnp.max(logits, axis=0), wanted, rows.top_p, rows.min_p)
+    return thresholds.bisect(
+        logits, jnp.max(logits, axis=0), rows.temperature, wanted, rows.top_p, rows.min_p
+    )
 
 
 def threshold_by_sort(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:

@@ -66,9 +66,8 @@ def test_each_row_keeps_exactly_what_its_own_parameters_keep(
     logits = random_logits(vocabulary, seed)
     state = rows(top_k=top_k, top_p=top_p, min_p=min_p)
     peak = logits.max(axis=0)
-    least = np.asarray(
-        jax.jit(thresholds.threshold)(jnp.asarray(logits), jnp.asarray(peak), state, jnp.ones(ROWS, bool))
-    )
+    threshold = jax.jit(thresholds.threshold)
+    least = np.asarray(threshold(logits, peak, state.temperature, state, jnp.ones(ROWS, bool)))
     for row in range(ROWS):
         weight = np.exp(logits[:, row].astype(np.float64) - peak[row])
         mine = {int(t) for t in np.nonzero((logits[:, row] >= least[row]) & (weight >= min_p[row]))[0]}
@@ -82,8 +81,8 @@ def test_bisection_and_candidates_agree() -> None:
     state = rows(top_k=[0, 1, 7, 64, 128, 0, 20, 3], top_p=[0.9, 1, 0.5, 0.9, 1, 0.2, 0.99, 0.7], min_p=0.0)
     peak = jnp.asarray(logits.max(axis=0))
     wanted = jnp.where(state.top_k > 0, state.top_k, 4096)
-    fast = thresholds.threshold(jnp.asarray(logits), peak, state, jnp.ones(ROWS, bool))
-    slow = thresholds.bisect(jnp.asarray(logits), peak, wanted, state.top_p, state.min_p)
+    fast = thresholds.threshold(jnp.asarray(logits), peak, state.temperature, state, jnp.ones(ROWS, bool))
+    slow = thresholds.bisect(jnp.asarray(logits), peak, state.temperature, wanted, state.top_p, state.min_p)
     np.testing.assert_array_equal(np.asarray(fast), np.asarray(slow))
 
 
@@ -135,6 +134,17 @@ def test_top_k_one_is_greedy_for_sampled_rows() -> None:
     logits = random_logits(512, 6)
     token, *_ = sample(jnp.asarray(logits), rows(top_k=1), jnp.arange(ROWS))
     np.testing.assert_array_equal(np.asarray(token), logits.argmax(axis=0))
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_the_most_likely_token_is_kept_at_every_temperature(fields: dict[str, Any]) -> None:
+    """A quotient rounded in two ways must not leave a row without a token (61: the last block is not whole)."""
+    logits = random_logits(61, 8)
+    for turn, temperature in enumerate(np.random.default_rng(9).uniform(0.05, 2.0, (60, ROWS))):
+        state = rows(temperature=temperature.astype(np.float32), **fields)
+        moved = logits + np.float32(turn)
+        token, *_ = sample(jnp.asarray(moved), state, jnp.arange(ROWS))
+        np.testing.assert_array_equal(np.asarray(token), moved.argmax(axis=0))
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -210,7 +220,9 @@ def test_a_row_draws_the_same_among_more_rows() -> None:
         state.seed[:, 1] = np.arange(64)
         mine = jax.tree.map(lambda leaf: jnp.asarray(leaf[columns]), state)
         peak = logits[:, columns].max(axis=0)
-        least = jax.jit(thresholds.threshold)(logits[:, columns], peak, mine, mine.temperature > 0)
+        least = jax.jit(thresholds.threshold)(
+            logits[:, columns], peak, mine.temperature, mine, mine.temperature > 0
+        )
         weight = np.exp(logits[:, columns] - peak)  # not by XLA, whose exponential may depend on the width
         drawn = jax.jit(sampling._invert)(jnp.asarray(weight), sampling._uniform(mine.seed, mine.top_k))
         return np.stack([np.asarray(least), np.asarray(drawn)])
