@@ -140,6 +140,8 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "dtype": "float32",
         "lag": 0,
         "seed": 5,
+        "attention_backend": "auto",
+        "generation_config": "engine",
     }
     assert result.exit_code == 1 and records[0]["error"]["code"] == "token_limit_exceeded"
     _, records = run_file(tmp_path, b'{"prompt": "x"}', *options, "--overwrite")

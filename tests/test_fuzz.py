@@ -27,10 +27,11 @@ def chatty(embedded: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_hostile_lines_crash_hang_and_lose_nothing(chatty: XlaBatchEngine, seed: int) -> None:
+    compiled = chatty.stats().compiles_after_warmup  # of this process: other engines count
     report = fuzz(chatty, 700, seed=seed)
     assert not report.problems
     assert report.sentinels == 2 and report.results > 50 and len(report.codes) >= 3
-    assert chatty.stats().compiles_after_warmup == 0 and not chatty.has_unfinished
+    assert chatty.stats().compiles_after_warmup == compiled and not chatty.has_unfinished
 
 
 def test_the_fuzz_run_can_fail(chatty: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,12 +61,12 @@ def own_key_unseen(self: Any, layer: Any, qkv: Any, *, length: Any, live: Any, *
 
 
 def rotates_one_further_after_a_chunk(
-    spec: Any, key_length: int, head_rows: int, weights: Any, rope: Any, *state: Any
+    spec: Any, key_length: int, head_rows: int, weights: Any, rope: Any, *state: Any, **named: Any
 ) -> Any:
     """Positions behind the first chunk are rotated as if they were one further."""
     chunk = FAULTY.chunk_size
     late = jnp.concatenate([rope[:chunk], rope[chunk + 1 :], rope[-1:]])
-    return prefill.prefill_chunk(spec, key_length, head_rows, weights, late, *state)
+    return prefill.prefill_chunk(spec, key_length, head_rows, weights, late, *state, **named)
 
 
 def test_an_honest_engine_is_close_to_the_reference(make_engine: MakeEngine) -> None:

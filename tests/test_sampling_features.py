@@ -75,6 +75,7 @@ def test_every_field_at_once_alone_equals_batched(tiny: XlaBatchEngine) -> None:
         )
         for _ in range(60)
     ]
+    compiled = tiny.stats().compiles_after_warmup  # of this process: other engines count
     alone = {}
     for index, (prompt, params) in enumerate(requests):
         tiny.submit(prompt, params, request_id=f"r{index}")
@@ -93,7 +94,7 @@ def test_every_field_at_once_alone_equals_batched(tiny: XlaBatchEngine) -> None:
         assert found.keys() == alone.keys()
         differing = [name for name in alone if found[name] != alone[name]]
         assert not differing, (lag, differing, requests[int(differing[0][1:])])
-    assert tiny.stats().compiles_after_warmup == 0
+    assert tiny.stats().compiles_after_warmup == compiled
 
 
 def run(engine: XlaBatchEngine, prompt: Any, **fields: Any) -> RequestOutput:

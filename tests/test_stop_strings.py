@@ -155,6 +155,7 @@ def test_what_ends_a_request_goes_before_what_would_have(
         (9,),
         params,
         Pieces(TEXTS),
+        None,
         stop_ids=frozenset({EOS, STOP_ID}),
         eos_ids=frozenset({EOS}),
         inbox=Inbox(),
