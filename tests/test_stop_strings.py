@@ -21,6 +21,13 @@ FEW = st.text("ab", max_size=40)  # two letters, so that strings overlap each ot
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6).map(tuple)
 
 
+class Vocabulary:
+    """A tokenizer as far as a request needs one."""
+
+    def incremental(self, skip_special_tokens: bool) -> Pieces:
+        return Pieces(TEXTS)
+
+
 class Pieces(IncrementalDetokenizer):
     """A stream whose n-th token is the n-th piece."""
 
@@ -154,7 +161,7 @@ def test_what_ends_a_request_goes_before_what_would_have(
         None,
         (9,),
         params,
-        Pieces(TEXTS),
+        Vocabulary(),  # type: ignore[arg-type]
         None,
         stop_ids=frozenset({EOS, STOP_ID}),
         eos_ids=frozenset({EOS}),
