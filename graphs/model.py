@@ -101,9 +101,13 @@ class ModelSpec:
 
     def flatten(self, weights: Mapping[str, Any]) -> list[Any]:
         """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""
+        self.check_names(weights)
+        return [weights[name] for name in self.names]
+
+    def check_names(self, weights: Mapping[str, Any]) -> None:
+        """Raise KeyError unless `weights` has exactly the names of this model's leaves."""
         if set(weights) != set(self.names):
             raise KeyError(f"weights do not match the model: {sorted(set(weights) ^ set(self.names))}")
-        return [weights[name] for name in self.names]
 
     def merge(self, leaves: list[jax.Array]) -> Decoder:
         """Rebuild the decoder around traced leaves; call inside a graph only."""

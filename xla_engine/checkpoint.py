@@ -1,4 +1,4 @@
-"""A Hugging Face directory becomes named numpy leaves in one dtype, tensor by tensor; or random leaves do.
+"""A Hugging Face directory becomes named leaves in one dtype, read when they are asked for; or random leaves do.
 
 Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; norm weights are always float32.
 """
@@ -8,29 +8,21 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from graphs.config import ModelConfig
 from xla_engine.checkpoint_config import model_directory, read_config, read_special_tokens
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.safetensors_index import WeightFiles, open_weight_files
+from xla_engine.weights import DTYPES, Array, Source, StoredWeights, stacked_shape
 
 __all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config", "tensor_sources"]
 
-Array = np.ndarray[Any, Any]
-Source = tuple[str, tuple[int, ...]]  # name and shape of a tensor in the checkpoint
-
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
-_DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in _DTYPES}
+_DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _STORED_DTYPES = ("F32", "F16", "BF16")
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # buffers of old checkpoints; the config says the same
 
@@ -42,6 +34,7 @@ class Checkpoint:
     path: the directory it came from.
     config: its shape.
     weights: leaf name (of `graphs.model.parameter_shapes`) to array; matrices in `dtype`, norms in float32.
+        Each access to a loaded checkpoint's reads the files anew and holds nothing (`StoredWeights`).
     eos_token_ids: every id that ends a text; empty if the files name none.
     bos_token_id: the id that begins a text, or None.
     dtype: "bfloat16" or "float32".
@@ -51,7 +44,7 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
-    weights: dict[str, Array]
+    weights: Mapping[str, Array]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
@@ -65,32 +58,23 @@ def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
     bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask for
     float32 to keep every bit.
 
-    Names, shapes and dtypes are checked against the headers before anything is allocated, and beside the
-    result one tensor at a time is in memory. `rotary_emb.inv_freq` buffers are ignored. A tied model may
-    store `lm_head.weight` only as a bitwise copy of the embedding, or else config and weights contradict.
-    Raises CheckpointError naming file, tensor and remedy.
+    Names, shapes and dtypes are checked against the headers; weights are read when they are asked for, one leaf at a
+    time. `rotary_emb.inv_freq` buffers are ignored. A tied model may store `lm_head.weight` only as a bitwise copy of
+    the embedding, or else config and weights contradict. Raises CheckpointError naming file, tensor and remedy.
     """
     wanted = _dtype_word(dtype)
     directory = model_directory(path)
     config = read_config(directory)
     special = read_special_tokens(directory, config)
     sources = tensor_sources(config)
-    with open_weight_files(directory) as files:
-        _check_tensors(files, sources, config)
-        target = _stored_dtype(files, sources) if wanted == "auto" else wanted
-        try:
-            weights = {leaf: _read_leaf(files, stacked, target) for leaf, stacked in sources.items()}
-        except MemoryError as error:
-            count = sum(prod(shape) for stacked in sources.values() for _, shape in stacked)
-            raise CheckpointError(
-                f"{directory}: {count} parameters need {count * _DTYPES[target].itemsize / 1e9:.1f} GB as "
-                f"{target}, which this machine does not have free. Use bfloat16 or a smaller model"
-            ) from error
-        identity = repr((asdict(config), asdict(special), files.fingerprint()))
+    files = open_weight_files(directory)
+    _check_tensors(files, sources, config)
+    target = _stored_dtype(files, sources) if wanted == "auto" else wanted
+    identity = repr((asdict(config), asdict(special), files.fingerprint()))
     return Checkpoint(
         path=directory,
         config=config,
-        weights=weights,
+        weights=StoredWeights(files, sources, target),
         eos_token_ids=special.eos_token_ids,
         bos_token_id=special.bos_token_id,
         dtype=target,
@@ -106,10 +90,10 @@ def random_weights(
     Matrices are normal with deviation `scale`, norms 1 plus such. A leaf depends on its own name and shape
     and on the seed, not on the rest of the model.
     """
-    target = _DTYPES[_dtype_word("bfloat16" if dtype == "auto" else dtype)]
+    target = DTYPES[_dtype_word("bfloat16" if dtype == "auto" else dtype)]
     weights = {}
     for leaf, stacked in tensor_sources(config).items():
-        shape = _stacked_shape(stacked)
+        shape = stacked_shape(stacked)
         generator = np.random.default_rng([seed, zlib.crc32(leaf.encode())])
         draw = generator.standard_normal(shape, dtype=np.float32)
         draw *= np.float32(scale)
@@ -154,10 +138,6 @@ def _dtype_word(dtype: str) -> str:
     return _DTYPE_WORDS[dtype]
 
 
-def _stacked_shape(stacked: tuple[Source, ...]) -> tuple[int, ...]:
-    return (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:])
-
-
 def _check_tensors(files: WeightFiles, sources: dict[str, tuple[Source, ...]], config: ModelConfig) -> None:
     """Every expected tensor is there, with its shape and a float dtype, and no other is."""
     expected = {name: shape for stacked in sources.values() for name, shape in stacked}
@@ -191,10 +171,10 @@ def _check_tensors(files: WeightFiles, sources: dict[str, tuple[Source, ...]], c
 def _check_tied_head(files: WeightFiles) -> None:
     names = ("lm_head.weight", "model.embed_tokens.weight")
     head, embedding = (files.tensors[name] for name in names)
-    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if same:
-        bits = [files.read(name).view(np.uint8) for name in names]
-        same = np.array_equal(bits[0], bits[1])
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
+        np.array_equal(one.view(np.uint8), other.view(np.uint8))
+        for one, other in zip(*map(files.blocks, names), strict=True)
+    )
     if not same:
         raise CheckpointError(
             f"{head.file}: tensor lm_head.weight differs from the embedding, but config.json ties the two. "
@@ -205,13 +185,3 @@ def _check_tied_head(files: WeightFiles) -> None:
 def _stored_dtype(files: WeightFiles, sources: dict[str, tuple[Source, ...]]) -> str:
     matrices = (name for stacked in sources.values() for name, shape in stacked if len(shape) > 1)
     return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"
-
-
-def _read_leaf(files: WeightFiles, stacked: tuple[Source, ...], target: str) -> Array:
-    shape = _stacked_shape(stacked)
-    leaf = np.empty(shape, _DTYPES[target] if len(shape) > 1 else np.float32)
-    row = 0
-    for name, (rows, *_) in stacked:
-        leaf[row : row + rows] = files.read(name)  # converts, rounding to nearest even
-        row += rows
-    return leaf

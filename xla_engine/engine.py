@@ -71,7 +71,10 @@ class XlaBatchEngine:
         *,
         chat_template: ChatTemplate | None = None,
         progress: Callable[[str], None] | None = None,
+        load_progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        """`progress` is called with each compiled program's name, `load_progress` with the bytes of weights on the
+        device so far and in total."""
         self.config = config or EngineConfig()
         self.lag = self.config.lag  # may be changed between turns
         # Sees each plan as it is started (events None) and each step as it is read. For records and tests.
@@ -81,7 +84,12 @@ class XlaBatchEngine:
         self.chat_template = chat_template
         self.default_params = SamplingParams()  # of requests that bring none
         self.runner = Runner(
-            checkpoint.config, checkpoint.weights, checkpoint.dtype, self.config, progress=progress
+            checkpoint.config,
+            checkpoint.weights,
+            checkpoint.dtype,
+            self.config,
+            progress=progress,
+            load_progress=load_progress,
         )
         self.self_check: SelfCheck | None = None
         if self.config.self_check:
@@ -128,14 +136,25 @@ class XlaBatchEngine:
         config: EngineConfig | None = None,
         *,
         progress: Callable[[str], None] | None = None,
+        load_progress: Callable[[int, int], None] | None = None,
     ) -> XlaBatchEngine:
-        """Load a Hugging Face directory (None: the embedded model) and compile. Raises CheckpointError."""
+        """Load a Hugging Face directory (None: the embedded model) and compile. Raises CheckpointError.
+
+        The callbacks are those of the constructor.
+        """
         config = config or EngineConfig()
         directory = embedded_model_directory() if model is None else Path(model)
         checkpoint = load_checkpoint(directory, dtype=config.dtype)
         tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
         chat_template = ChatTemplate.from_directory(directory)
-        engine = cls(checkpoint, tokenizer, config, chat_template=chat_template, progress=progress)
+        engine = cls(
+            checkpoint,
+            tokenizer,
+            config,
+            chat_template=chat_template,
+            progress=progress,
+            load_progress=load_progress,
+        )
         if config.generation_config == "model":
             engine.default_params = SamplingParams.from_mapping(sampling_defaults(directory))
         return engine

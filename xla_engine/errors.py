@@ -55,3 +55,7 @@ class EngineClosedError(XlaEngineError, RuntimeError):
     """The engine was closed or died; submit elsewhere."""
 
     code: ClassVar[str] = "engine_closed"
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint loads, but its weights are suspicious; the message names the tensor."""

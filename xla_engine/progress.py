@@ -151,13 +151,40 @@ def counting(verb: str, stream: TextIO, total: int | None = None) -> Iterator[Ca
         return
     of_total = "" if total is None else "/{total_fmt}"
     bar_format = f"{verb}: {{n_fmt}}{of_total} [{{elapsed}}{{postfix}}]"
-    with _bar(stream, total, bar_format, leave=False, mininterval=BAR_SECONDS) as bar:
+    with _bar(stream, total, bar_format, leave=False, position=0, mininterval=BAR_SECONDS) as bar:
 
         def count(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
             bar.update()
 
         yield count
+
+
+@contextlib.contextmanager
+def loading(stream: TextIO) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback that shows bytes loaded of all, on a terminal and gone afterwards; None elsewhere."""
+    if not stream.isatty():
+        yield None
+        return
+    bar_format = "loading: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
+    with _bar(
+        stream,
+        None,
+        bar_format,
+        leave=False,
+        position=0,
+        mininterval=BAR_SECONDS,
+        unit="B",
+        unit_scale=True,
+    ) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+
+        yield show
 
 
 def summary_lines(tally: Tally, stats: EngineStats, *, wall: float, cold_start: float | None) -> list[str]:

@@ -303,8 +303,7 @@ def logit_gap(engine: XlaBatchEngine, prefix: Sequence[int]) -> str | None:
 
     None where the weights are too large to hold twice.
     """
-    weights = engine.checkpoint.weights.values()
-    if sum(leaf.nbytes for leaf in weights) > _CHEAP_BYTES:
+    if engine.runner.weights_bytes > _CHEAP_BYTES:
         return None
     from xla_engine.reference import Reference
 

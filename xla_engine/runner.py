@@ -28,6 +28,7 @@ from graphs.prefill import Lanes, prefill_chunk
 from graphs.prompt_logprobs import prompt_logprobs, unpack_prompt_logprobs
 from graphs.rows import Rows, Tables, make_rows, unpack_samples
 from scheduler import Chunk, Plan, Row, Sample, StepResult
+from xla_engine import memory
 from xla_engine.backends import choose_attention, choose_products
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
@@ -104,6 +105,7 @@ class Runner:
         config: EngineConfig,
         *,
         progress: Callable[[str], None] | None = None,
+        load_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if config.compile_cache:
             use_compile_cache(compile_cache_directory())
@@ -119,8 +121,10 @@ class Runner:
         self.bucket_choices = self.buckets
         products = choose_products(config.linear_backend, model, jnp.dtype(dtype))
         self._spec = ModelSpec(model, jnp.dtype(dtype), attention, products)
+        free = memory.available_bytes(jax.devices()[0])
+        memory.check_memory(memory.plan_memory(self._spec, config, self.context_length, free))
         began = time.perf_counter()
-        self._weights: list[jax.Array] = jax.device_put(self._spec.flatten(weights))
+        self._weights = self._place(weights, load_progress)
         self._rope = jax.device_put(rope_table(model, self.context_length))
         self._cache = self._empty_cache()
         self._rows = self._idle_rows()
@@ -215,6 +219,11 @@ class Runner:
     def program_text(self, name: str) -> str:
         """Optimised HLO of a program. For tests."""
         return self._inventory.text(name)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return sum(leaf.nbytes for leaf in self._weights)
 
     @property
     def cache_bytes(self) -> int:
@@ -325,6 +334,20 @@ class Runner:
             name, self._weights, self._rope, self._cache, self._rows, work, self._tables
         )
         return tuple(results)
+
+    def _place(
+        self, weights: Mapping[str, np.ndarray], progress: Callable[[int, int], None] | None
+    ) -> list[jax.Array]:
+        """Bring the leaves to the device one by one, so that the host holds one at a time."""
+        placed: list[jax.Array] = []
+        self._spec.check_names(weights)
+        total, done = memory.weights_bytes(self._spec), 0
+        for name in self._spec.names:
+            placed.append(jax.block_until_ready(jax.device_put(weights[name])))
+            done += placed[-1].nbytes
+            if progress is not None:
+                progress(done, total)
+        return placed
 
     def _idle_rows(self) -> Rows:
         return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length)

@@ -2,21 +2,24 @@
 
 `model.safetensors`, or shards named by `model.safetensors.index.json`; the single file wins where both exist,
 as in transformers. The safetensors library verifies each header (lengths, overlaps, holes, overflow) against
-the file; memory maps mean that a file must not be shortened while it is open.
+the file. Tensors are then seen through a memory map of our own, whose pages can be given back behind the reader; a
+file must not be shortened while it is mapped.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  safetensors finds numpy's "bfloat16" only once this is imported
+import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
@@ -32,43 +35,64 @@ _SHARD_NAME = re.compile(
 )  # no separators, drives or parents
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
+_BLOCK = 4 << 20  # bytes read at a time: a small part of any model, and it fits a cache
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 _HASH_WHOLE = 64 << 20  # files up to this size are hashed whole
 _HASH_BLOCKS, _HASH_BLOCK = 256, 4096  # larger ones at this many evenly spaced blocks of this many bytes
 
 
+Array = np.ndarray[Any, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor as its file's header describes it; dtype is safetensors' word ("BF16", "F32", ...)."""
+    """One tensor as its file's header describes it.
+
+    dtype: safetensors' word ("BF16", "F32", ...). start: its first byte in the file.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
 
 class WeightFiles:
-    """Open weight files of one directory: `tensors` is all that the headers promise, `read` copies one."""
+    """Mapped weight files of one directory: `tensors` is all that the headers promise."""
 
-    def __init__(self, handles: dict[Path, Any], tensors: dict[str, TensorInfo]) -> None:
+    def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
         self.tensors = tensors
-        self._handles = handles
+        self._maps = maps
 
     @property
     def names(self) -> str:
         """The files, for messages."""
-        first, *others = sorted(self._handles)
+        first, *others = sorted(self._maps)
         return f"{first} (and {len(others)} more)" if others else str(first)
 
-    def read(self, name: str) -> np.ndarray[Any, Any]:
-        """A copy of the tensor `name`, in its stored shape and dtype (F16, BF16 or F32)."""
+    def read(self, name: str) -> Array:
+        """The tensor `name` in its stored shape and dtype (F16, BF16 or F32): a view of the file, read-only."""
         info = self.tensors[name]
-        with _named(info.file, f"tensor {name}"):
-            array: np.ndarray[Any, Any] = self._handles[info.file].get_tensor(name)
-            return array
+        flat = np.frombuffer(self._maps[info.file], _DTYPES[info.dtype], prod(info.shape), info.start)
+        return flat.reshape(info.shape)
+
+    def blocks(self, name: str) -> Iterator[Array]:
+        """The tensor in blocks of rows, a few MB each; a block's memory is given back when the next is asked for."""
+        tensor, info = self.read(name), self.tensors[name]
+        row_bytes = max(1, tensor.nbytes // max(1, len(tensor)))
+        rows = max(1, _BLOCK // row_bytes)
+        for first in range(0, len(tensor), rows):
+            yield tensor[first : first + rows]
+            _forget(self._maps[info.file], info.start + first * row_bytes, rows * row_bytes)
 
     def fingerprint(self) -> str:
         """Hex sha256 over names, sizes, headers and contents; of large files, over blocks throughout."""
         digest = hashlib.sha256()
-        for file in sorted(self._handles):
+        for file in sorted(self._maps):
             with _named(file, "fingerprint"), file.open("rb") as stream:
                 size = file.stat().st_size
                 digest.update(f"{file.name}\0{size}\0".encode())
@@ -83,45 +107,53 @@ class WeightFiles:
         return digest.hexdigest()
 
 
-@contextmanager
-def open_weight_files(directory: Path) -> Iterator[WeightFiles]:
-    """Open and check the weight files of `directory`; memory maps are released on exit.
+def open_weight_files(directory: Path) -> WeightFiles:
+    """Check and map the weight files of `directory`; they stay mapped as long as somebody holds the result.
 
     Raises CheckpointError for pickled or missing weights, an unusable index or header, and duplicate tensors.
     """
-    handles: dict[Path, Any] = {}
+    maps: dict[Path, mmap.mmap] = {}
     tensors: dict[str, TensorInfo] = {}
-    try:
-        with _named(directory, "directory"):
-            if (directory / SINGLE_FILE).exists():
-                _open_file(directory / SINGLE_FILE, handles, tensors)
-            elif (directory / INDEX_FILE).exists():
-                _open_shards(directory, handles, tensors)
-            else:
-                raise CheckpointError(_why_no_weights(directory))
-        yield WeightFiles(handles, tensors)
-    finally:
-        for handle in handles.values():
-            handle.__exit__(None, None, None)
+    with _named(directory, "directory"):
+        if (directory / SINGLE_FILE).exists():
+            _open_file(directory / SINGLE_FILE, maps, tensors)
+        elif (directory / INDEX_FILE).exists():
+            _open_shards(directory, maps, tensors)
+        else:
+            raise CheckpointError(_why_no_weights(directory))
+    return WeightFiles(maps, tensors)
 
 
-def _open_file(file: Path, handles: dict[Path, Any], tensors: dict[str, TensorInfo]) -> None:
+def _forget(mapped: mmap.mmap, start: int, length: int) -> None:
+    """Drop whole pages of a range from this process's memory; the system keeps them cached while it has room."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, first, min(start + length, len(mapped)) - first)
+
+
+def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file}: no regular file. Download the checkpoint again")
-    with _named(file, "header"):
-        handle = handles[file] = _open(file, framework="np").__enter__()
-        with file.open("rb") as stream:
-            (header_length,) = struct.unpack("<Q", stream.read(8))
-            parse_json(stream.read(header_length), file)  # refuses repeated names; the library keeps the last
+    with _named(file, "header"), file.open("rb") as stream, _open(file, framework="np") as handle:
+        (header_length,) = struct.unpack("<Q", stream.read(8))
+        header = parse_json(
+            stream.read(header_length), file
+        )  # refuses repeated names; the library keeps the last
         for name in handle.keys():  # noqa: SIM118  a handle is not a mapping
             if name in tensors:
                 other = tensors[name].file.name
                 raise CheckpointError(f"{file}: tensor {name!r} is also in {other}. Remove the stray shard")
-            view = handle.get_slice(name)
-            tensors[name] = TensorInfo(file=file, dtype=view.get_dtype(), shape=tuple(view.get_shape()))
+            entry = header[name]
+            tensors[name] = TensorInfo(
+                file=file,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                start=8 + header_length + entry["data_offsets"][0],
+            )
+        maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _open_shards(directory: Path, handles: dict[Path, Any], tensors: dict[str, TensorInfo]) -> None:
+def _open_shards(directory: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
     index = directory / INDEX_FILE
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -139,7 +171,7 @@ def _open_shards(directory: Path, handles: dict[Path, Any], tensors: dict[str, T
             raise CheckpointError(
                 f"{directory / shard}: no such file, for tensor {name!r}. Download the shard"
             )
-        _open_file(directory / shard, handles, tensors)
+        _open_file(directory / shard, maps, tensors)
     remedy = "Download index and shard again"
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name].file.name != shard:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.errors import XlaEngineError
-from xla_engine.progress import counting
+from xla_engine.progress import counting, loading
 
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine
@@ -74,8 +74,11 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngi
     from xla_engine.engine import XlaBatchEngine
 
     fields = {name: value for name, value in options.items() if name != "model"}
-    with counting("compiled", sys.stderr if show else io.StringIO()) as count:
-        engine = XlaBatchEngine.from_pretrained(options["model"], EngineConfig(**fields), progress=count)
+    screen = sys.stderr if show else io.StringIO()
+    with loading(screen) as load, counting("compiled", screen) as count:
+        engine = XlaBatchEngine.from_pretrained(
+            options["model"], EngineConfig(**fields), progress=count, load_progress=load
+        )
     with engine:
         yield engine
 

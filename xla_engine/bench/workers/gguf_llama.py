@@ -161,7 +161,7 @@ def convert(model: Path, path: Path, kind: Any) -> None:
     writer.add_tokenizer_model("no_vocab")
     if config.get("rope_scaling"):
         writer.add_tensor("rope_freqs.weight", stretched(config))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in sorted(model.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             values = tensor.astype(np.float32)

@@ -1,0 +1,28 @@
+"""What a model and its slots take on a device, by shape alone: nothing is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from graphs.attention import whole_blocks
+from graphs.model import ModelSpec
+from graphs.rows import make_rows
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, abstract or not."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
+    """Bytes of the cache of `rows` slots of `length` positions, as the spec's attention lays it out."""
+    return tree_bytes(
+        jax.eval_shape(lambda: spec.attention.make_cache(spec.config, rows, whole_blocks(length), spec.dtype))
+    )
+
+
+def rows_bytes(rows: int, stop_width: int, length: int) -> int:
+    """Bytes of the row state of `rows` slots."""
+    return tree_bytes(jax.eval_shape(lambda: make_rows(rows, stop_width, length)))

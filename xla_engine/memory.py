@@ -1,0 +1,164 @@
+"""Memory accounting, before anything is loaded: what weights and slots take, what the device has, what fits.
+
+Sizes come from the shapes the engine will really allocate (the attention backend's own layout, windows and recurrent
+states as that backend keeps them), so this cannot drift from what a start does. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.attention import whole_blocks
+from graphs.footprint import cache_bytes, rows_bytes, tree_bytes
+from graphs.model import ModelSpec
+from graphs.widths import MAX_LOGIT_BIAS
+from xla_engine.config import SMALLEST_BATCH, EngineConfig
+from xla_engine.errors import ConfigError
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+
+_GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the part of the use that is clean file cache
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def weights_bytes(spec: ModelSpec) -> int:
+    """All leaves as the graphs hold them."""
+    return tree_bytes(list(spec.leaves))
+
+
+def kv_bytes_per_token(spec: ModelSpec) -> int:
+    """What one more position of `max_model_len` costs one slot, once every window is full: layers that keep a window
+    or a recurrent state add nothing."""
+    length = whole_blocks(spec.config.max_position_embeddings)
+    return (cache_bytes(spec, 1, 2 * length) - cache_bytes(spec, 1, length)) // length
+
+
+def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
+    """One slot: its cache, its row state and its entries in the tables of bias and masks."""
+    tables = 8 * MAX_LOGIT_BIAS + 4 * -(-spec.config.vocab_size // 32)
+    return cache_bytes(spec, 1, max_model_len) + rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len) + tables
+
+
+def workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Scratch memory of the largest graph, estimated from above: float32 logits of one call, thrice, and what a layer
+    makes of a prefill call's rows."""
+    model = spec.config
+    rows = max(config.device_rows, config.chunk_size * config.prefill_lanes[-1])
+    widths = 4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size
+    return 4 * (3 * model.vocab_size * max(config.device_rows, config.head_rows) + rows * widths)
+
+
+def available_bytes(device: Any) -> int | None:
+    """Memory that `device` (a jax device) can still give; None where the system does not say.
+
+    On an accelerator what XLA may use of it and has not used; on the host what is available (not merely free), within
+    the limits of the control group.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    found = [size for size in (_available_on_host(), *_left_in_groups()) if size is not None]
+    return min(found, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What an engine takes. slot: per slot; workspace: scratch of the largest graph; available: None if unknown."""
+
+    weights: int
+    slot: int
+    slots: int
+    workspace: int
+    available: int | None
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.slots * self.slot + self.workspace
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.needed <= self.available
+
+    @property
+    def most_slots(self) -> int | None:
+        """Slots that fit, possibly none; None if nobody knows."""
+        if self.available is None:
+            return None
+        return max(0, (self.available - self.weights - self.workspace) // self.slot)
+
+    def arithmetic(self) -> str:
+        """The sum in words: `weights 2.5 GB + 16 slots x 67.1 MB + workspace 31.5 MB = 3.6 GB of 8.0 GB available`."""
+        total = (
+            f"weights {size(self.weights)} + {self.slots} slots x {size(self.slot)} + workspace "
+            f"{size(self.workspace)} = {size(self.needed)}"
+        )
+        return total if self.available is None else f"{total} of {size(self.available)} available"
+
+
+def plan_memory(
+    spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None
+) -> MemoryPlan:
+    """The account of an engine with these options on a device with `available` bytes."""
+    return MemoryPlan(
+        weights=weights_bytes(spec),
+        slot=slot_bytes(spec, max_model_len),
+        slots=config.device_rows,
+        workspace=workspace_bytes(spec, config),
+        available=available,
+    )
+
+
+def check_memory(plan: MemoryPlan) -> None:
+    """Raise ConfigError with the arithmetic and a remedy if the plan can never fit."""
+    if plan.fits:
+        return
+    most = plan.most_slots or 0
+    if most >= SMALLEST_BATCH:
+        remedy = f"Use max_num_seqs {most} at most, or a smaller max_model_len"
+    elif plan.available is not None and plan.weights + plan.workspace < plan.available:
+        remedy = f"Use a smaller max_model_len; {SMALLEST_BATCH} slots are the least"
+    else:
+        remedy = "Use dtype bfloat16 where it is float32, a smaller model or a larger device"
+    raise ConfigError(f"the engine does not fit: {plan.arithmetic()}. {remedy}")
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, three digits: `1.23 GB`."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def _available_on_host() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _left_in_groups() -> list[int]:
+    left = []
+    for name, limit, used, reclaimable in _GROUPS:
+        group = Path(name)
+        try:
+            parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            in_use = int((group / used).read_text()) - int(parts.get(reclaimable, 0))
+            left.append(int((group / limit).read_text()) - in_use)
+        except (OSError, ValueError):
+            continue  # no such version, or "max"
+    return left

@@ -1,0 +1,102 @@
+"""The leaves of a model, read from its weight files when they are asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from xla_engine.errors import CheckpointError, CheckpointWarning
+from xla_engine.safetensors_index import WeightFiles
+
+Array = np.ndarray[Any, Any]
+Source = tuple[str, tuple[int, ...]]  # name and shape of a tensor in the checkpoint
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+_ALIGNMENT = 64  # bytes; jax uses a host array so aligned as it is, and copies any other
+
+
+class StoredWeights(Mapping[str, Array]):
+    """Leaf name to array. Each access reads its tensors block by block into a new array, which nothing else holds: the
+    memory taken is that of the leaves the caller keeps.
+
+    Matrices come in `dtype`, rounded to nearest even; vectors in float32. Tensors with NaN or infinite values give a
+    CheckpointWarning that names them.
+    """
+
+    def __init__(self, files: WeightFiles, sources: Mapping[str, tuple[Source, ...]], dtype: str) -> None:
+        self._files = files
+        self._sources = sources
+        self._dtype = dtype
+
+    def __getitem__(self, leaf: str) -> Array:
+        sources = self._sources[leaf]
+        shape = stacked_shape(sources)
+        dtype = DTYPES[self._dtype] if len(shape) > 1 else np.dtype(np.float32)
+        try:
+            array = _aligned(shape, dtype)
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{self._files.names}: no memory for {leaf}, {prod(shape) * dtype.itemsize / 1e9:.1f} GB of the "
+                f"{self.nbytes / 1e9:.1f} GB that the model needs as {self._dtype}. Use bfloat16 or a smaller model"
+            ) from error
+        row = 0
+        for name, _ in sources:
+            finite = True
+            for block in self._files.blocks(name):
+                part = array[row : row + len(block)]
+                part[...] = block
+                finite = finite and all_finite(part)
+                row += len(block)
+            if not finite:
+                warnings.warn(
+                    f"{self._files.tensors[name].file}: tensor {name} holds NaN or infinite values, so the model will "
+                    "produce no usable logits. Download the file again",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        shapes = map(stacked_shape, self._sources.values())
+        return sum(prod(shape) * (DTYPES[self._dtype].itemsize if len(shape) > 1 else 4) for shape in shapes)
+
+
+def stacked_shape(sources: tuple[Source, ...]) -> tuple[int, ...]:
+    """Shape of tensors stacked by rows."""
+    return (sum(shape[0] for _, shape in sources), *sources[0][1][1:])
+
+
+def all_finite(array: Array) -> bool:
+    """Whether a contiguous bfloat16 or float32 array has neither NaN nor infinity: one pass for each sign, no copy."""
+    bits = array.dtype.itemsize * 8
+    infinity = (0x7F80 << bits) >> 16
+    if not array.size:
+        return True
+    positive = int(array.view(f"i{bits // 8}").max())
+    negative = int(array.view(f"u{bits // 8}").max())
+    return positive < infinity and negative < infinity + (1 << (bits - 1))
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array that jax may adopt without a copy."""
+    count = prod(shape) * dtype.itemsize
+    raw = np.empty(count + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    array: Array = raw[first : first + count].view(dtype).reshape(shape)
+    return array
