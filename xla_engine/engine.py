@@ -79,6 +79,9 @@ class XlaBatchEngine:
         self.lag = self.config.lag  # may be changed between turns
         # Sees each plan as it is started (events None) and each step as it is read. For records and tests.
         self.on_step: Callable[[Plan, list[TokenEvent] | None], None] | None = None
+        # See each sequence as it is queued, and as it ends.
+        self.on_submit: Callable[[Request], None] | None = None
+        self.on_end: Callable[[str, FinishReason], None] | None = None
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -244,6 +247,8 @@ class XlaBatchEngine:
                     self._forget(begun)
                 self._forget(name)
                 raise
+            if self.on_submit is not None:
+                self.on_submit(request)
         if params.n > 1:
             self._fanouts[request_id] = Fanout(request_id, tuple(parts))
         self._submitted += 1
@@ -429,6 +434,8 @@ class XlaBatchEngine:
         request.inbox.put(request.reader)
         self._finished[reason] += 1
         self._forget(request_id)
+        if self.on_end is not None:
+            self.on_end(request_id, reason)
 
     def _forget(self, request_id: str) -> None:
         reader = self._live[request_id].reader

@@ -25,6 +25,7 @@ from xla_engine.output_file import Mode, OutputError, OutputFile, same_file
 from xla_engine.progress import Progress, Tally, summary_lines
 from xla_engine.result_files import DoneLines
 from xla_engine.status_file import StatusFile
+from xla_engine.step_log import logging_steps
 
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine
@@ -34,12 +35,13 @@ _imported_at = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """What `run` reads and writes. errors, status: None where not asked for."""
+    """What `run` reads and writes. errors, status, record: None where not asked for."""
 
     source: str
     output: str
     errors: str | None
     status: str | None
+    record: str | None
     mode: Mode
 
 
@@ -90,6 +92,8 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 output.claim(done)
             engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
             stamp = _stamp(engine, settings, done, engine_options["model"])
+            if files.record is not None:
+                stack.enter_context(logging_steps(engine, files.record))
             sinks = [output.begin() for output in outputs]
         began = time.monotonic()
         screen = sys.stderr if settings.progress else None

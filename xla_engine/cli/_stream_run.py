@@ -12,6 +12,7 @@ import click
 from xla_engine.cli import _common, _files, _signals
 from xla_engine.cli._batch_run import explain_failure, run_state
 from xla_engine.status_file import StatusFile
+from xla_engine.step_log import logging_steps
 from xla_engine.tagged_stream import TaggedStream
 
 
@@ -27,6 +28,7 @@ def _own_stdin() -> BinaryIO:
 def run_stream(
     source: str,
     status_path: str | None,
+    record_path: str | None,
     defaults: dict[str, Any],
     max_line_bytes: int,
     options: dict[str, Any],
@@ -36,6 +38,8 @@ def run_stream(
         with _common.starting():
             file = _own_stdin() if source == "-" else stack.enter_context(_files.open_input(source))
             engine = stack.enter_context(_common.load_engine(options, show=True))
+            if record_path is not None:
+                stack.enter_context(logging_steps(engine, record_path))
         stream = TaggedStream(
             engine,
             file,

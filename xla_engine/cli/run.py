@@ -26,6 +26,12 @@ from xla_engine.sampling_params import SamplingParams
     "--stream", is_flag=True, help="Events on standard output while tokens arrive; takes control lines."
 )
 @click.option("--status-file", "status_path", metavar="FILE", help="Queue, slots and counters as JSON.")
+@click.option(
+    "--record",
+    "record_path",
+    metavar="FILE",
+    help="Every step with its times, for `timeline` and `simulate`.",
+)
 @_common.model_options
 @click.option(
     "--lag",
@@ -59,6 +65,7 @@ def run(
     dry_run: bool,
     stream: bool,
     status_path: str | None,
+    record_path: str | None,
     max_tokens: int | None,
     temperature: float | None,
     ordered: bool,
@@ -128,7 +135,7 @@ def run(
     elif stream:
         from xla_engine.cli._stream_run import run_stream
 
-        run_stream(input_path, status_path, defaults, max_line_bytes, options)
+        run_stream(input_path, status_path, record_path, defaults, max_line_bytes, options)
     elif output_path is None:
         raise click.UsageError("Missing option '-o': where results go, - for standard output.")
     else:
@@ -138,6 +145,7 @@ def run(
             output=output_path,
             errors=errors_path,
             status=status_path,
+            record=record_path,
             mode=Mode.OVERWRITE if overwrite else mode,
         )
         settings = _batch_run.Settings(

@@ -1,0 +1,167 @@
+"""Step logs of real runs, and the timelines drawn from them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from xla_engine import SamplingParams
+from xla_engine.cli import main
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import ConfigError
+from xla_engine.record import RecordError
+from xla_engine.record_json import write_record
+from xla_engine.recording import record_schedule
+from xla_engine.schedule import draw_cases, draw_schedule
+from xla_engine.step_log import StepLog, logging_steps, read_step_log
+from xla_engine.timeline import Timeline, read_timeline, write_timeline
+from xla_engine.timeline.trace_events import trace_events
+
+
+@pytest.fixture
+def log_path(tiny: XlaBatchEngine, tmp_path: Path) -> Path:
+    """Twenty requests over eight slots, one aborted while it waits and one by a stop id."""
+    path = tmp_path / "steps.jsonl"
+    with logging_steps(tiny, path):
+        for index in range(20):
+            params = SamplingParams(temperature=0, max_tokens=1 + index % 7 * 5, ignore_eos=True)
+            tiny.submit(list(range(1 + index * 13 % 90)), params, request_id=f"r{index}")
+        tiny.step()
+        tiny.abort("r19")
+        tiny.submit(
+            [1, 2, 3], SamplingParams(temperature=0, stop_token_ids=list(range(8)), seed=1), request_id="s"
+        )
+        tiny.drain()
+    return path
+
+
+def test_log_holds_every_request_step_and_token(tiny: XlaBatchEngine, log_path: Path) -> None:
+    before = tiny.stats()
+    assert tiny.on_step is tiny.on_submit is tiny.on_end is None
+    log = read_step_log(log_path)
+    assert [each.name for each in log.requests] == [*(f"r{index}" for index in range(20)), "s"]
+    assert log.requests[19].end == "abort" and log.requests[19].ended_before == 1
+    assert log.requests[20].before_step == 1
+    for index, each in enumerate(log.requests[:19]):
+        assert (each.end, each.tokens) == ("length", each.max_tokens), each.name
+        written = sum(length for step in log.steps for who, _, _, length in step.chunks if who == index)
+        assert written == each.prompt_tokens
+    assert all(step.read is not None and step.read >= step.started for step in log.steps)
+    assert [step.started for step in log.steps] == sorted(step.started for step in log.steps)
+    assert log.scheduler["max_num_seqs"] == tiny.max_num_seqs and log.engine["lag"] == tiny.lag
+    assert before.finished["abort"] >= 1
+
+
+def test_log_that_was_cut_off_is_read_to_its_last_whole_line(log_path: Path) -> None:
+    whole = read_step_log(log_path)
+    raw = log_path.read_bytes()
+    log_path.write_bytes(raw[: len(raw) // 2])
+    half = read_step_log(log_path)
+    assert 0 < len(half.steps) < len(whole.steps)
+    assert [step.decode for step in half.steps] == [step.decode for step in whole.steps[: len(half.steps)]]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace('"step":3', '"step":4', 1),
+        lambda text: text.replace('"submit":["r0"', '"submit":[["r0"]', 1),
+        lambda text: text.replace('"version":1', '"version":9', 1),
+        lambda text: text.replace('"at"', '"when"', 1),
+        lambda text: text.replace('"join":[', '"leave":[', 1),
+    ],
+)
+def test_damaged_log_is_refused_with_its_name(log_path: Path, damage: object) -> None:
+    assert callable(damage)
+    log_path.write_text(damage(log_path.read_text()))
+    with pytest.raises(RecordError, match=r"steps\.jsonl"):
+        read_step_log(log_path)
+
+
+def drawn(timeline: Timeline) -> dict[tuple[int, int], tuple[str, int]]:
+    """(lane, step) -> (kind, request); fails where two segments overlap."""
+    cells: dict[tuple[int, int], tuple[str, int]] = {}
+    for lane, first, last, kind, request in timeline.segments:
+        for step in range(first, last + 1):
+            assert (lane, step) not in cells, f"two segments at {lane}, {step}"
+            cells[lane, step] = kind, request
+    return cells
+
+
+def check_cells(timeline: Timeline, log: StepLog) -> None:
+    cells = drawn(timeline)
+    for number, step in enumerate(log.steps):
+        prefill = {slot: request for request, slot, _, _ in step.chunks}
+        for slot in range(timeline.slots):
+            kind, request = cells.get((slot, number), ("idle", -1))
+            if slot in prefill:
+                assert (kind, request) == ("prefill", prefill[slot])
+            else:
+                assert (kind == "decode") == (slot in step.decode), (slot, number)
+    busy = [len({*(slot for _, slot, *_ in step.chunks), *step.decode}) for step in log.steps]
+    assert list(timeline.busy) == busy
+
+
+def test_timeline_shows_each_slot_doing_what_the_plans_say(log_path: Path) -> None:
+    timeline, log = read_timeline(log_path), read_step_log(log_path)
+    check_cells(timeline, log)
+    decoded = Counter(request for kind, request in drawn(timeline).values() if kind == "decode")
+    for index, each in enumerate(log.requests[:19]):
+        # One decode step a token; the first comes with the last chunk, and with it, in the same step, the second.
+        assert decoded[index] == max(each.max_tokens - 2, 0), each
+    assert timeline.waiting[0] == 20 - timeline.slots
+    assert timeline.waiting[-1] == 0
+
+
+def test_record_of_verify_is_drawn_too(tiny: XlaBatchEngine, tmp_path: Path) -> None:
+    schedule = draw_schedule(draw_cases(tiny, 12, seed=3, max_new_tokens=8), seed=4, lag=1)
+    _, record = record_schedule(tiny, schedule)
+    write_record(tmp_path / "record.json", record)
+    timeline = read_timeline(tmp_path / "record.json")
+    assert timeline.steps == len(record.steps) and timeline.times is None
+    assert min(timeline.waiting) >= 0
+    cells = drawn(timeline)
+    for number, step in enumerate(record.steps):
+        for name, slot, *_ in step.chunks:
+            kind, request = cells[slot, number]
+            assert (kind, timeline.requests[request].name) == ("prefill", name)
+    assert json.dumps(trace_events(timeline))
+
+
+def test_pages_figures_and_traces_are_written(log_path: Path, tmp_path: Path) -> None:
+    names = ["t.html", "t.json"]
+    try:
+        import matplotlib
+    except ImportError:
+        matplotlib = None
+    if matplotlib is not None:
+        names.append("t.png")
+    for name in names:
+        ran = CliRunner().invoke(main, ["timeline", str(log_path), "-o", str(tmp_path / name)])
+        assert ran.exit_code == 0, ran.output
+    page = (tmp_path / "t.html").read_text()
+    assert "http:" not in page and "https:" not in page, "the page must load nothing"
+    timeline = read_timeline(log_path)
+    inside = page.split('type="application/json">')[1].split("</script>")[0]
+    assert len(json.loads(inside)["segments"]) == len(timeline.segments)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(timeline.segments) + timeline.steps
+    assert all(span["dur"] >= 0 for span in spans)
+    if matplotlib is not None:
+        assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_hostile_names_stay_data(log_path: Path, tmp_path: Path) -> None:
+    log_path.write_text(log_path.read_text().replace('"r0"', '"</script><script>alert(1)//"'))
+    write_timeline(read_timeline(log_path), tmp_path / "t.html")
+    assert "<script>alert" not in (tmp_path / "t.html").read_text()
+
+
+def test_unknown_ending_names_those_there_are(log_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.html, \.json"):
+        write_timeline(read_timeline(log_path), tmp_path / "t.bmp")

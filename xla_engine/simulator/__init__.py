@@ -1,0 +1,1 @@
+"""The scheduler on a clock of its own: what a run would take, without a device."""

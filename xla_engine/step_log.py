@@ -1,0 +1,265 @@
+"""Step logs: what a scheduler was asked, planned and got back, with times; one JSON line per event.
+
+`xla-engine run --record` writes one while it runs, a simulation writes the same, and `timeline` and `simulate` read
+them. Unlike the records of `xla_engine.record` a step log has no prompts and no tokens, only how many, and it is
+written as it happens, in bounded memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from scheduler import FinishReason, Plan, Request, TokenEvent
+from xla_engine.record import RecordError
+
+if TYPE_CHECKING:
+    from xla_engine.engine import XlaBatchEngine
+
+FORMAT, VERSION = "xla-engine step log", 1
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedRequest:
+    """One request. Times in seconds since the log began; steps are indices into `StepLog.steps`.
+
+    before_step: the step whose plan was the first to see it.
+    end: why it ended, None if it did not. ended_before: the first step whose plan saw that, where the caller ended it
+        and no token did. tokens: new tokens it had then.
+    """
+
+    name: str
+    prompt_tokens: int
+    max_tokens: int
+    priority: int
+    lockstep: bool
+    submitted: float
+    before_step: int
+    end: str | None = None
+    ended: float | None = None
+    ended_before: int | None = None
+    tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedStep:
+    """One step. Requests are indices into `StepLog.requests`.
+
+    started: when it was dispatched. read: when its tokens were there, None if nobody read it.
+    read_after: how many steps had been started by then.
+    admitted: requests that got a slot. chunks: (request, slot, start, length). decode: the slots that decoded.
+    """
+
+    started: float
+    admitted: tuple[int, ...]
+    chunks: tuple[tuple[int, int, int, int], ...]
+    decode: tuple[int, ...]
+    read: float | None = None
+    read_after: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class StepLog:
+    """A whole log. scheduler: fields of `SchedulerConfig`. engine: what else shapes a step, see `describe_engine`."""
+
+    scheduler: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    requests: list[LoggedRequest] = field(default_factory=list)
+    steps: list[LoggedStep] = field(default_factory=list)
+
+
+class StepLogWriter:
+    """Writes a log line by line. Times are seconds on any clock; the log counts from `began` on it."""
+
+    def __init__(
+        self, file: TextIO, *, scheduler: Mapping[str, Any], engine: Mapping[str, Any], began: float
+    ) -> None:
+        self._file = file
+        self._began = began
+        self._numbers: dict[str, int] = {}  # of live requests
+        self._tokens: dict[str, int] = {}  # same keys: tokens credited
+        self._count = 0
+        self._first: int | None = None  # the log's step 0, in the scheduler's count
+        self._decode: tuple[Any, ...] = ()
+        self._slots: tuple[int, ...] = ()
+        head = {"format": FORMAT, "version": VERSION, "scheduler": dict(scheduler), "engine": dict(engine)}
+        self._write(head)
+
+    def submitted(self, request: Request, now: float) -> None:
+        """A request was queued."""
+        self._numbers[request.request_id], self._tokens[request.request_id] = self._count, 0
+        self._count += 1
+        line: dict[str, Any] = {
+            "submit": [request.request_id, len(request.prompt_token_ids), request.max_tokens]
+        }
+        if request.priority:
+            line["priority"] = request.priority
+        if request.lockstep:
+            line["lockstep"] = True
+        self._write({**line, "at": self._at(now)})
+
+    def started(self, plan: Plan, now: float) -> None:
+        """A step was dispatched."""
+        if plan.decode is not self._decode:
+            self._decode, before = plan.decode, set(self._slots)
+            self._slots = tuple(row.slot.index for row in plan.decode)
+            leave, join = sorted(before.difference(self._slots)), sorted(set(self._slots) - before)
+        else:
+            leave, join = [], []
+        self._first = plan.step if self._first is None else self._first
+        line = {
+            "step": plan.step - self._first,
+            "at": self._at(now),
+            "admit": [self._numbers[name] for name in plan.admitted],
+            "chunks": [
+                [self._numbers[chunk.request_id], chunk.slot.index, chunk.start, len(chunk.tokens)]
+                for chunk in plan.chunks
+            ],
+            "leave": leave,
+            "join": join,
+        }
+        self._write({name: value for name, value in line.items() if value != []})
+
+    def read(self, plan: Plan, events: list[TokenEvent], now: float) -> None:
+        """The tokens of a step were credited."""
+        tokens, ends = self._tokens, []
+        for name, _, reason in events:
+            tokens[name] += 1
+            if reason is not None:
+                ends.append([self._numbers.pop(name), str(reason), tokens.pop(name)])
+        line: dict[str, Any] = {"read": plan.step - (self._first or 0), "at": self._at(now)}
+        self._write({**line, "end": ends} if ends else line)
+
+    def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
+        """A request was ended by its caller or by its time; not news if a token ended it."""
+        if request_id in self._numbers:
+            number, tokens = self._numbers.pop(request_id), self._tokens.pop(request_id)
+            self._write({"end": [[number, str(reason), tokens]], "at": self._at(now)})
+
+    def _at(self, now: float) -> float:
+        return round(now - self._began, 6)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+@contextlib.contextmanager
+def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
+    """Write everything an idle engine does inside the block to `path`. Raises OSError."""
+    with open(path, "w", encoding="utf-8") as file:
+        writer = StepLogWriter(
+            file,
+            scheduler=asdict(engine.scheduler.config),
+            engine=describe_engine(engine),
+            began=time.monotonic(),
+        )
+
+        def on_step(plan: Plan, events: list[TokenEvent] | None) -> None:
+            if events is None:
+                writer.started(plan, time.monotonic())
+            else:
+                writer.read(plan, events, time.monotonic())
+
+        engine.on_step = on_step
+        engine.on_submit = lambda request: writer.submitted(request, time.monotonic())
+        engine.on_end = lambda request_id, reason: writer.ended(request_id, reason, time.monotonic())
+        try:
+            yield
+        finally:
+            engine.on_step = engine.on_submit = engine.on_end = None
+
+
+def describe_engine(engine: XlaBatchEngine) -> dict[str, Any]:
+    """What shapes the cost of a step beside the plan: sizes of the programs, and for people model and device."""
+    directory = engine.checkpoint.path
+    return {
+        "model": Path(directory).name,
+        "dtype": engine.checkpoint.dtype,
+        "max_model_len": engine.max_model_len,
+        "lag": engine.lag,
+        "prefill_lanes": list(engine.runner.lane_choices),
+        "key_buckets": list(engine.runner.bucket_choices),
+        **engine.runner.platform,
+    }
+
+
+def read_step_log(path: Path | str) -> StepLog:
+    """Read a log; a last line that was cut off is left out. Raises RecordError and OSError."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            return _read(file)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise RecordError(f"{path}: damaged step log: {why}") from error
+
+
+def is_step_log(path: Path | str) -> bool:
+    """Whether a file begins as a step log does. Raises OSError."""
+    with open(path, "rb") as file:
+        return f'"format":"{FORMAT}"'.encode() in file.readline(4096)
+
+
+def _read(file: TextIO) -> StepLog:
+    head = json.loads(file.readline())
+    if head["format"] != FORMAT or head["version"] != VERSION:
+        raise ValueError(
+            f"format {head['format']!r} version {head['version']}; this version reads {FORMAT!r} {VERSION}"
+        )
+    log = StepLog(scheduler=dict(head["scheduler"]), engine=dict(head["engine"]))
+    decode: dict[int, None] = {}  # slots, in the order of joining
+    for number, text in enumerate(file, 2):
+        if not text.endswith("\n"):
+            break
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        at = float(line["at"])
+        if "submit" in line:
+            name, prompt_tokens, max_tokens = line["submit"]
+            if not isinstance(name, str):
+                raise ValueError(f"line {number}: a request is named {name!r:.60}")
+            log.requests.append(
+                LoggedRequest(
+                    name=name,
+                    prompt_tokens=int(prompt_tokens),
+                    max_tokens=int(max_tokens),
+                    priority=int(line.get("priority", 0)),
+                    lockstep=bool(line.get("lockstep", False)),
+                    submitted=at,
+                    before_step=len(log.steps),
+                )
+            )
+        elif "step" in line:
+            if line["step"] != len(log.steps):
+                raise ValueError(f"line {number}: step {line['step']} where {len(log.steps)} was due")
+            for slot in line.get("leave", ()):
+                del decode[slot]
+            decode.update(dict.fromkeys(line.get("join", ())))
+            log.steps.append(_step(line, at, tuple(decode), log))
+        else:
+            if "read" in line:
+                step = log.steps[line["read"]]
+                step.read, step.read_after = at, len(log.steps)
+            for index, reason, tokens in line.get("end", ()):
+                request = log.requests[index]
+                request.end, request.ended, request.tokens = str(reason), at, int(tokens)
+                if "read" not in line:
+                    request.ended_before = len(log.steps)
+    return log
+
+
+def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: StepLog) -> LoggedStep:
+    admitted = tuple(int(request) for request in line.get("admit", ()))
+    chunks = tuple(
+        (int(request), int(slot), int(start), int(length))
+        for request, slot, start, length in line.get("chunks", ())
+    )
+    for request in (*admitted, *(chunk[0] for chunk in chunks)):
+        log.requests[request]  # raises IndexError for one that was never submitted
+    return LoggedStep(started=at, admitted=admitted, chunks=chunks, decode=decode)

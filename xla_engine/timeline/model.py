@@ -1,0 +1,207 @@
+"""Who held which slot in which steps, and what it did there."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from xla_engine.record import Record
+from xla_engine.record_json import read_record
+from xla_engine.step_log import StepLog, is_step_log, read_step_log
+
+KINDS = ("prefill", "decode", "held", "cached", "parked")  # idle is where there is no segment
+
+
+class Segment(NamedTuple):
+    """One stretch of steps, first and last included, in which a slot did one thing for one request.
+
+    lane: the slot; from `Timeline.slots` on, places of parked requests. kind: one of `KINDS`; "held" is a slot whose
+    request did not run, for want of token budget or because its last token was not read yet.
+    request: index into `Timeline.requests`.
+    """
+
+    lane: int
+    first: int
+    last: int
+    kind: str
+    request: int
+
+
+class Label(NamedTuple):
+    """A request. tokens: new ones, None where not known. end: None if it did not end."""
+
+    name: str
+    prompt_tokens: int
+    tokens: int | None
+    end: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Segments by lane and step.
+
+    times: (begin, end) of each step in seconds, None where the record has no times.
+    waiting: requests without a slot in each step.
+    """
+
+    title: str
+    slots: int
+    steps: int
+    requests: tuple[Label, ...]
+    segments: tuple[Segment, ...]
+    times: tuple[tuple[float, float], ...] | None
+    waiting: tuple[int, ...]
+
+    @property
+    def lanes(self) -> int:
+        """Slots, and places of parked requests."""
+        return max([self.slots, *(segment.lane + 1 for segment in self.segments)])
+
+    @property
+    def busy(self) -> tuple[int, ...]:
+        """Slots that did something in each step."""
+        change = [0] * (self.steps + 1)
+        for segment in self.segments:
+            if segment.lane < self.slots and segment.kind != "held":
+                change[segment.first] += 1
+                change[segment.last + 1] -= 1
+        return tuple(accumulate(change[:-1]))
+
+
+class _Step(NamedTuple):
+    admitted: Sequence[int]  # requests
+    chunks: Sequence[tuple[int, int]]  # (request, slot)
+    decode: Sequence[int]  # slots
+
+
+class _Lanes:
+    """Builds segments step by step; a step like the one before costs nothing."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self._open: dict[int, tuple[int, str, int]] = {}  # slot -> (request, kind, first step)
+        self._holder: dict[int, int] = {}  # slot -> request
+        self._since: dict[int, int] = {}  # request -> step from which nothing was drawn for it
+        self._decode: Sequence[int] = ()
+        self._prefilled = False
+
+    def add(self, number: int, step: _Step) -> None:
+        self._since.update(dict.fromkeys(step.admitted, number))
+        if not (step.chunks or self._prefilled) and step.decode == self._decode:
+            return
+        self._decode, self._prefilled = step.decode, bool(step.chunks)
+        self._holder.update((slot, request) for request, slot in step.chunks)
+        now = {slot: (self._holder[slot], "decode") for slot in step.decode}
+        now |= {slot: (request, "prefill") for request, slot in step.chunks}
+        for slot, (request, kind, _) in list(self._open.items()):
+            if now.get(slot) != (request, kind):
+                self._close(slot, number - 1)
+        for slot, (request, kind) in now.items():
+            if slot not in self._open:
+                if self._since.get(request, number) < number:
+                    self.segments.append(Segment(slot, self._since[request], number - 1, "held", request))
+                self._open[slot] = (request, kind, number)
+
+    def end(self, steps: int) -> None:
+        for slot in list(self._open):
+            self._close(slot, steps - 1)
+
+    def _close(self, slot: int, last: int) -> None:
+        request, kind, first = self._open.pop(slot)
+        self.segments.append(Segment(slot, first, last, kind, request))
+        self._since[request] = last + 1
+
+
+def _build(steps: Iterable[_Step]) -> tuple[Segment, ...]:
+    lanes, count = _Lanes(), 0
+    for number, step in enumerate(steps):
+        lanes.add(number, step)
+        count = number + 1
+    lanes.end(count)
+    return tuple(sorted(lanes.segments))
+
+
+def read_timeline(path: Path | str) -> Timeline:
+    """The timeline of a step log, or of a record of `verify`. Raises RecordError and OSError."""
+    if is_step_log(path):
+        return of_step_log(read_step_log(path))
+    return of_record(read_record(path))
+
+
+def of_step_log(log: StepLog) -> Timeline:
+    """The timeline of a run or a simulation, with its times."""
+    steps = [_Step(step.admitted, [chunk[:2] for chunk in step.chunks], step.decode) for step in log.steps]
+    times: list[tuple[float, float]] = []
+    free = 0.0
+    for step in log.steps:
+        begin = max(free, step.started)
+        free = max(begin, step.started if step.read is None else step.read)
+        times.append((begin, free))
+    engine = log.engine
+    return Timeline(
+        title=" · ".join(str(engine[name]) for name in ("model", "dtype", "device") if name in engine),
+        slots=int(log.scheduler["max_num_seqs"]),
+        steps=len(steps),
+        requests=tuple(
+            Label(each.name, each.prompt_tokens, each.tokens if each.end else None, each.end)
+            for each in log.requests
+        ),
+        segments=_build(steps),
+        times=tuple(times),
+        waiting=_waiting(
+            steps,
+            [each.before_step for each in log.requests],
+            {index: each.ended_before for index, each in enumerate(log.requests)},
+        ),
+    )
+
+
+def of_record(record: Record) -> Timeline:
+    """The timeline of a verified schedule, which has steps but no times."""
+    schedule = record.schedule
+    cases = (*schedule.cases, *schedule.neighbours)
+    number = {case.request_id: index for index, case in enumerate(cases)}
+    steps = [
+        _Step(
+            [number[name] for name, *_ in step.admitted],
+            [(number[name], slot) for name, slot, *_ in step.chunks],
+            step.decode,
+        )
+        for step in record.steps
+    ]
+    started = [step.turn for step in record.steps]
+    turns: dict[str, dict[str, int]] = {"submit": {}, "abort": {}}
+    for action in schedule.actions:
+        turns[action.kind].setdefault(action.request_id, bisect_left(started, action.turn))
+    aborts = {number[name]: at for name, at in turns["abort"].items()}
+    labels = []
+    for case in cases:
+        found = record.batched.get(case.request_id)
+        tokens, end = (None, None) if found is None else (len(found.token_ids), found.end)
+        labels.append(Label(case.request_id, len(case.prompt_token_ids), tokens, end))
+    return Timeline(
+        title=f"{record.model_path or 'embedded'} · {record.identity.dtype}",
+        slots=int(record.identity.config["max_num_seqs"]),
+        steps=len(steps),
+        requests=tuple(labels),
+        segments=_build(steps),
+        times=None,
+        waiting=_waiting(steps, [turns["submit"][name] for name in number], aborts),
+    )
+
+
+def _waiting(
+    steps: Sequence[_Step], submitted: Sequence[int], ended: Mapping[int, int | None]
+) -> tuple[int, ...]:
+    """Requests in the queue in each step, from the step before which each came, or was ended."""
+    change = [0] * (len(steps) + 1)
+    admitted = {request: at for at, step in reversed([*enumerate(steps)]) for request in step.admitted}
+    for request, came in enumerate(submitted):
+        left = admitted.get(request, ended.get(request))
+        change[min(came, len(steps))] += 1
+        change[len(steps) if left is None else min(left, len(steps))] -= 1
+    return tuple(accumulate(change[:-1]))
