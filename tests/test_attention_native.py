@@ -16,9 +16,9 @@ from graphs.attention import LayerCache
 from graphs.attention_native import NativeAttention
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine import native
+from xla_engine.backends import choose_attention
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
-from xla_engine.runner import choose_attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a backend of the CPU")
 S = 256  # positions of a slot

@@ -14,8 +14,9 @@ import graphs.rows
 import scheduler
 from scheduler import StepResult
 from tests.conftest import TINY_ENGINE
-from xla_engine.engine import FAULTS_IN_A_ROW, XlaBatchEngine
+from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import EngineClosedError
+from xla_engine.faults import FAULTS_IN_A_ROW
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.schedule import Case, draw_cases, run_alone

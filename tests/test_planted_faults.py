@@ -77,7 +77,7 @@ def test_an_honest_engine_is_close_to_the_reference(make_engine: MakeEngine) -> 
     ("target", "fault"),
     [
         ("graphs.attention_xla.XlaAttention.attend_decode", own_key_unseen),
-        ("xla_engine.runner.prefill_chunk", rotates_one_further_after_a_chunk),
+        ("xla_engine.programs.prefill_chunk", rotates_one_further_after_a_chunk),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -123,7 +123,7 @@ def noise_keyed_by_step(logits: Any, rows: SamplingRows, position: Any, *rest: A
 def test_noise_keyed_by_the_step_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    monkeypatch.setattr("xla_engine.runner.decode_step", decode_counts_steps)
+    monkeypatch.setattr("xla_engine.programs.decode_step", decode_counts_steps)
     monkeypatch.setattr("graphs.decode.sample", noise_keyed_by_step)
     report = verify(make_engine(replace(UNCHECKED, max_num_seqs=4)), requests=40, schedules=1, seed=12)
     assert report.differing_tokens > 0

@@ -26,10 +26,11 @@ from graphs.config import ModelConfig
 from scheduler import StepResult
 from xla_engine.checkpoint import Checkpoint, random_weights
 from xla_engine.config import EngineConfig
-from xla_engine.engine import FAULTS_IN_A_ROW, XlaBatchEngine
+from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
+from xla_engine.faults import FAULTS_IN_A_ROW
+from xla_engine.in_flight import InFlight
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.runner import InFlight
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.schedule import Case, run_alone
 from xla_engine.tokenizer import Tokenizer

@@ -11,19 +11,16 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from graphs.inventory import GraphReport
 from scheduler import (
     NO_CHOICE,
-    Chunk,
     FinishReason,
     Plan,
     QueueFullError,
     Request,
-    Row,
     Scheduler,
     SchedulerConfig,
     Snapshot,
@@ -34,21 +31,20 @@ from xla_engine.admission import Admission
 from xla_engine.chat import ChatTemplate, Message, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
-from xla_engine.errors import EngineClosedError, InvalidRequestError
-from xla_engine.fanout import Fanout, sequence_ids, sequence_seed
+from xla_engine.errors import EngineClosedError
+from xla_engine.fanout import Fanout
+from xla_engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.generation_config import sampling_defaults
+from xla_engine.in_flight import InFlight
 from xla_engine.inbox import Inbox
 from xla_engine.live import LiveRequest
 from xla_engine.metrics import EngineStats
 from xla_engine.outputs import RequestOutput
-from xla_engine.row_settings import RowSettings
-from xla_engine.runner import InFlight, Runner
+from xla_engine.request_book import RequestBook
+from xla_engine.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.self_check import SelfCheck, run_self_check
 from xla_engine.tokenizer import Tokenizer
-
-FAULTS_SURVIVED = 1  # failed steps after which a request is run again; one more ends it
-FAULTS_IN_A_ROW = 4  # failed steps without a good one between them; then the device is given up
 
 
 class XlaBatchEngine:
@@ -112,19 +108,12 @@ class XlaBatchEngine:
             max_model_len=self.runner.context_length,
             tokenizer=tokenizer,
         )
-        self._live: dict[str, LiveRequest] = {}  # by sequence, which is the request where n is 1
-        self._settings: dict[str, RowSettings] = {}  # same keys
-        self._fanouts: dict[str, Fanout] = {}  # the requests that are more than one sequence
+        self._book = RequestBook(tokenizer)
+        self._faults = Faults()
         self._in_flight: deque[InFlight] = deque()
         self._inbox = Inbox()  # of requests that were submitted without one; `step` reads it
         self._turning = False  # inside a turn, perhaps while somebody else waits for its step
         self._unsettled = False  # a turn did not come to its end
-        self._current: Plan | None = None  # what the device is asked for or about right now
-        self._faults_in_a_row = 0
-        self._recoveries = 0
-        self.last_fault: str | None = None
-        self._finished = dict.fromkeys(FinishReason, 0)
-        self._submitted = 0
         self._steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -192,66 +181,48 @@ class XlaBatchEngine:
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         params = params or self.default_params
-        request_id = str(self._submitted) if request_id is None else request_id
-        names = sequence_ids(request_id, params.n)
-        if taken := {request_id, *names} & (self._live.keys() | self._fanouts.keys()):
-            raise InvalidRequestError(
-                f"request id {min(taken)!r} is in use by a live request; choose another"
-            )
+        request_id = str(self._book.submitted) if request_id is None else request_id
+        self._book.check_free(request_id, params.n)
         self.admission.check_patience(priority, deadline_s, queue_timeout_s)
         token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         stop_ids = self.admission.stop_token_ids(params)
-        masks = [self.admission.token_mask(params, stop_ids) for _ in names]
+        masks = [self.admission.token_mask(params, stop_ids) for _ in range(params.n)]
         self._check_room(params.n)
         now = time.monotonic()
-        seed = self.seed_of(request_id, params)
-        parts = []
-        for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
-            part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
-            self._settings[name] = RowSettings(
-                max_tokens=params.max_tokens,
-                stop_token_ids=stop_ids,
-                params=part,
-                seed=sequence_seed(seed, index),
-                mask=mask,
-                prompt_token_ids=token_ids,
-            )
-            self._live[name] = LiveRequest(
-                name,
-                prompt if isinstance(prompt, str) else None,
-                token_ids,
-                part,
-                self.tokenizer,
-                mask,
-                stop_ids=frozenset(stop_ids),
-                eos_ids=frozenset(self.admission.eos_token_ids),
-                inbox=self._inbox if inbox is None else inbox,
-                now=now,
-            )
-            parts.append(self._live[name])
-            request = Request(
-                request_id=name,
-                prompt_token_ids=token_ids,
-                max_tokens=params.max_tokens,
-                stop_token_ids=frozenset(stop_ids),
-                lockstep=mask is not None and mask.lockstep,
-                priority=priority,
-                deadline=None if deadline_s is None else now + deadline_s,
-                queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
-            )
-            try:
+        sequences = self._book.open(
+            request_id,
+            prompt,
+            token_ids,
+            params,
+            masks=masks,
+            stop_ids=stop_ids,
+            eos_ids=self.admission.eos_token_ids,
+            seed=self.seed_of(request_id, params),
+            inbox=self._inbox if inbox is None else inbox,
+            now=now,
+        )
+        queued: list[str] = []
+        try:
+            for name in sequences:
+                request = Request(
+                    request_id=name,
+                    prompt_token_ids=token_ids,
+                    max_tokens=params.max_tokens,
+                    stop_token_ids=frozenset(stop_ids),
+                    lockstep=masks[0] is not None and masks[0].lockstep,
+                    priority=priority,
+                    deadline=None if deadline_s is None else now + deadline_s,
+                    queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
+                )
                 self.scheduler.submit(request)
-            except BaseException:
-                for begun in names[:index]:
-                    self.scheduler.abort(begun)
-                    self._forget(begun)
-                self._forget(name)
-                raise
-            if self.on_submit is not None:
-                self.on_submit(request)
-        if params.n > 1:
-            self._fanouts[request_id] = Fanout(request_id, tuple(parts))
-        self._submitted += 1
+                if self.on_submit is not None:
+                    self.on_submit(request)
+                queued.append(name)
+        except BaseException:
+            for name in queued:
+                self.scheduler.abort(name)
+            self._book.take_back(request_id)
+            raise
         return request_id
 
     def _check_room(self, n: int) -> None:
@@ -275,17 +246,15 @@ class XlaBatchEngine:
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over."""
         self._settle()
-        fanout = self._fanouts.get(request_id)
-        names = [request_id] if fanout is None else [part.request_id for part in fanout.parts]
-        ended = [name for name in names if self.scheduler.abort(name)]
+        ended = [name for name in self._book.sequences(request_id) if self.scheduler.abort(name)]
         for name in ended:
             self._end(name, FinishReason.ABORT)
         return bool(ended)
 
     def abort_all(self) -> None:
         """End every live request now."""
-        for request_id in list(self._live):
-            self.abort(request_id)
+        for name in self._book:
+            self.abort(name)
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -362,11 +331,11 @@ class XlaBatchEngine:
         started = self._start_next()
         while len(self._in_flight) > (self.lag if started else 0):
             step = self._in_flight.popleft()
-            self._current = step.plan
+            self._faults.plan = step.plan
             result = yield functools.partial(self.runner.wait, step)
             self._take_prompt_logprobs(step)
             events = self.scheduler.commit(step.plan, result)
-            self._current, self._faults_in_a_row = None, 0
+            self._faults.step_was_good()
             if self.on_step is not None:
                 self.on_step(step.plan, events)
             self._deliver(events)
@@ -376,17 +345,17 @@ class XlaBatchEngine:
         """Plan and dispatch one step; False when there is nothing to dispatch."""
         plan = self.scheduler.plan()
         if plan.is_empty:
-            if self._live and not self._in_flight:
+            if self._book and not self._in_flight:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
-        self._current = plan
-        self._in_flight.append(self.runner.start(plan, self._settings))
-        self._current = None
+        self._faults.plan = plan
+        self._in_flight.append(self.runner.start(plan, self._book.settings))
+        self._faults.plan = None
         if self.on_step is not None:
             self.on_step(plan, None)
         now = time.monotonic()
         for request_id in plan.admitted:
-            self._live[request_id].admit(now)
+            self._book[request_id].admit(now)
         self._steps += 1
         self._prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
         if plan.decode:
@@ -396,13 +365,13 @@ class XlaBatchEngine:
 
     def _take_prompt_logprobs(self, step: InFlight) -> None:
         for part in self.runner.prompt_scores(step):
-            if self._settings.get(part.request_id) is part.settings:
-                self._live[part.request_id].add_prompt_logprobs(part.start, part.scores)
+            if self._book.settings.get(part.request_id) is part.settings:
+                self._book[part.request_id].add_prompt_logprobs(part.start, part.scores)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         now = time.monotonic()
         for event in events:
-            request = self._live.get(event.request_id)
+            request = self._book.get(event.request_id)
             if request is None:  # an earlier token of this step completed a stop string
                 continue
             if event.sample.token_id == NO_CHOICE:
@@ -429,49 +398,25 @@ class XlaBatchEngine:
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """The terminal result of a request that the scheduler has ended."""
-        request = self._live[request_id]
-        request.finish(reason, time.monotonic(), error)
-        request.inbox.put(request.reader)
-        self._finished[reason] += 1
-        self._forget(request_id)
-        if self.on_end is not None:
-            self.on_end(request_id, reason)
-
-    def _forget(self, request_id: str) -> None:
-        reader = self._live[request_id].reader
-        del self._live[request_id], self._settings[request_id]
-        if isinstance(reader, Fanout) and reader.finished:
-            del self._fanouts[reader.request_id]
+        self._book.end(request_id, reason, time.monotonic(), error)
 
     # -- faults -----------------------------------------------------------------------------------------------
 
     def _recover(self, cause: str) -> None:
         """A turn failed. Requests in the step concerned run again, or end with `error` if they did so before."""
-        plan, self._current = self._current, None
-        self.last_fault = cause
-        self._recoveries += 1
-        self._faults_in_a_row += 1
-        if self._faults_in_a_row >= FAULTS_IN_A_ROW:
+        if not self._faults.strike(cause):
             self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
             return
         self._restart()
-        touched = list(self._live)
-        if plan is not None:
-            parts: tuple[Chunk | Row, ...] = (*plan.chunks, *plan.decode)
-            concerned = {part.request_id for part in parts}
-            touched = [request_id for request_id in touched if request_id in concerned]
-        for request_id in touched:
-            request = self._live[request_id]
-            request.faults += 1
-            if request.faults > FAULTS_SURVIVED:
-                self.scheduler.finish(request_id, FinishReason.ERROR)
-                self._end(
-                    request_id, FinishReason.ERROR, f"a step failed again with this request in it: {cause}"
-                )
+        for request in self._faults.condemned(self._book[name] for name in self._book):
+            self.scheduler.finish(request.request_id, FinishReason.ERROR)
+            message = f"a step failed again with this request in it: {cause}"
+            self._end(request.request_id, FinishReason.ERROR, message)
 
     def _settle(self) -> None:
         """After an interrupt in the middle of a turn nobody knows what was done: begin again."""
         if self._unsettled and not self._turning and self._closed is None:
+            self._faults.plan = None
             self._restart()
 
     def _restart(self) -> None:
@@ -480,10 +425,9 @@ class XlaBatchEngine:
         Law 1 makes this exact: each gets the tokens it has, which are not delivered again, and goes on.
         """
         self._in_flight.clear()
-        self._current = None
         self.scheduler = self.scheduler.restarted()
-        for request in self._live.values():
-            request.rewind()
+        for name in self._book:
+            self._book[name].rewind()
         try:
             self.runner.rebuild()
         except Exception as error:
@@ -494,9 +438,9 @@ class XlaBatchEngine:
         """Nothing can run any more: every request ends with reason `error`, later submits fail at once."""
         self._closed = cause
         self._in_flight.clear()
-        for request_id in list(self._live):
-            self.scheduler.finish(request_id, FinishReason.ERROR)
-            self._end(request_id, FinishReason.ERROR, cause)
+        for name in self._book:
+            self.scheduler.finish(name, FinishReason.ERROR)
+            self._end(name, FinishReason.ERROR, cause)
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -508,7 +452,7 @@ class XlaBatchEngine:
     @property
     def has_work(self) -> bool:
         """Whether a turn has something to do, whoever reads it."""
-        return bool(self._live or self._in_flight)
+        return bool(self._book or self._in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -537,8 +481,8 @@ class XlaBatchEngine:
             prefill_calls=self.runner.prefill_calls,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            finished={str(reason): count for reason, count in self._finished.items()},
-            recoveries=self._recoveries,
+            finished={str(reason): count for reason, count in self._book.finished.items()},
+            recoveries=self._faults.count,
             slot_steps_busy=self._slot_steps_busy,
             slot_steps_total=self._decode_steps * self.config.max_num_seqs,
             compiles_warmup=self.runner.compiles.before,
@@ -546,6 +490,11 @@ class XlaBatchEngine:
             load_seconds=self.runner.load_seconds,
             compile_seconds=self.runner.compile_seconds,
         )
+
+    @property
+    def last_fault(self) -> str | None:
+        """The latest step that failed, in words."""
+        return self._faults.last
 
     def inventory_report(self) -> list[GraphReport]:
         """One line per executable."""

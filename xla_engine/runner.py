@@ -6,12 +6,11 @@ is free, and steps execute in the order they were started.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,68 +18,27 @@ import numpy as np
 
 from graphs.attention import KVCache
 from graphs.config import ModelConfig
-from graphs.decode import decode_step
-from graphs.inventory import GraphReport, Inventory, Program
+from graphs.inventory import GraphReport, Inventory
 from graphs.layers import rope_table
-from graphs.logprobs import TopLogprobs, unpack_top_logprobs
 from graphs.model import ModelSpec
-from graphs.prefill import Lanes, prefill_chunk
-from graphs.prompt_logprobs import prompt_logprobs, unpack_prompt_logprobs
-from graphs.rows import Rows, Tables, make_rows, unpack_samples
-from scheduler import Chunk, Plan, Row, Sample, StepResult
+from graphs.rows import Rows, Tables, make_rows
+from scheduler import Chunk, Plan, Row, StepResult
 from xla_engine import memory
 from xla_engine.backends import choose_attention, choose_products
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
-from xla_engine.row_settings import HostTables, RowSettings, sampling_rows
+from xla_engine.in_flight import (
+    DecodeSamples,
+    FirstSamples,
+    InFlight,
+    PromptScores,
+    fetch_prompt_scores,
+    fetch_samples,
+)
+from xla_engine.prefill_call import make_lanes, prompt_targets
+from xla_engine.programs import decode_name, make_programs, prefill_name, prompt_name
+from xla_engine.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstSamples:
-    """Device results of one prefill call.
-
-    samples: packed. lanes: those that completed a prompt. wanted: most likely tokens each of these wants.
-    top: these tokens, None where nobody wants any. prompt: log-probabilities of the chunks' tokens, and which chunks
-    of whom asked for them.
-    """
-
-    samples: jax.Array
-    lanes: tuple[int, ...]
-    wanted: tuple[int, ...]
-    top: jax.Array | None
-    prompt: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSamples:
-    """Device results of one decode step. Fields as in `FirstSamples`, by row of the plan."""
-
-    samples: jax.Array
-    wanted: tuple[int, ...]
-    top: jax.Array | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
-    """A started step: its plan and device results not yet fetched, one `first` per prefill call."""
-
-    plan: Plan
-    first: tuple[FirstSamples, ...]
-    decode: DecodeSamples | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScores:
-    """Log-probabilities of prompt tokens at positions `start ..`: of the token, and the most likely ones.
-
-    settings: the very record `start` was given, so that a later request of the same id is not taken for this one.
-    """
-
-    request_id: str
-    settings: RowSettings
-    start: int
-    scores: tuple[tuple[float, TopLogprobs], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +95,17 @@ class Runner:
         self._scheduled: _Rows | None = None
         self._inventory = Inventory()
         began = time.perf_counter()
-        self._inventory.compile(self._programs(), progress=progress)
+        programs = make_programs(
+            self._spec,
+            config,
+            self.buckets,
+            weights=self._weights,
+            rope=self._rope,
+            cache=self._cache,
+            rows=self._rows,
+            tables=self._tables,
+        )
+        self._inventory.compile(programs, progress=progress)
         self._warm_up()
         self.compile_seconds = time.perf_counter() - began
         self.compiles.mark_warm()
@@ -160,41 +128,11 @@ class Runner:
 
     def wait(self, step: InFlight) -> StepResult:
         """Fetch the samples of a started step."""
-        first: list[Sample] = []
-        for call in step.first:
-            token, logprob = unpack_samples(np.asarray(call.samples))
-            top = _top_logprobs(call.top, call.lanes, call.wanted)
-            first.extend(
-                Sample(int(token[lane]), float(logprob[lane]), most_likely)
-                for lane, most_likely in zip(call.lanes, top, strict=True)
-            )
-        decode: list[Sequence[Sample]] = []
-        if step.decode is not None:
-            tokens, logprobs = (values.tolist() for values in unpack_samples(np.asarray(step.decode.samples)))
-            index = [row.slot.index for row in step.plan.decode]
-            for at, most_likely in zip(
-                index, _top_logprobs(step.decode.top, index, step.decode.wanted), strict=True
-            ):
-                decode.append((Sample(tokens[at], logprobs[at], most_likely),) if tokens[at] != -1 else ())
-        return StepResult(first=first, decode=decode)
+        return fetch_samples(step)
 
     def prompt_scores(self, step: InFlight) -> list[PromptScores]:
         """Fetch the log-probabilities of prompt tokens that a started step computed."""
-        found = []
-        for call in step.first:
-            if call.prompt is None:
-                continue
-            packed = np.asarray(call.prompt[0]).reshape(-1, self.config.chunk_size, call.prompt[0].shape[1])
-            for lane, chunk, row in call.prompt[1]:
-                wanted = row.params.prompt_logprobs or 0
-                count = len(_targets(chunk, row))
-                scores = tuple(unpack_prompt_logprobs(packed[lane, at], wanted) for at in range(count))
-                found.append(
-                    PromptScores(
-                        request_id=chunk.request_id, settings=row, start=chunk.start + 1, scores=scores
-                    )
-                )
-        return found
+        return fetch_prompt_scores(step, self.config.chunk_size)
 
     def reset(self) -> None:
         """Make every row inactive and every count zero, as at start-up; the cache keeps what it holds."""
@@ -270,61 +208,21 @@ class Runner:
         self._scheduled = None
         self._inventory.clear()
 
-    # -- programs ---------------------------------------------------------------------------------------------
-
-    def _programs(self) -> list[Program]:
-        def abstract(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-        state = abstract((self._weights, self._rope, self._cache, self._rows))
-        scheduled = jax.ShapeDtypeStruct((self.config.device_rows,), jnp.bool_)
-        tables = abstract(self._tables)
-        processed = self.config.logprobs_mode == "processed_logprobs"
-        head_rows, chunk = self.config.head_rows, self.config.chunk_size
-        programs = []
-        for bucket in self.buckets:
-            programs.append(
-                Program(
-                    name=_decode_name(bucket),
-                    function=functools.partial(decode_step, self._spec, bucket, processed_logprobs=processed),
-                    arguments=(*state, scheduled, tables),
-                    donate=(2, 3),
-                )
-            )
-            programs.extend(
-                Program(
-                    name=_prefill_name(lanes, bucket),
-                    function=functools.partial(
-                        prefill_chunk, self._spec, bucket, head_rows, processed_logprobs=processed
-                    ),
-                    arguments=(*state, abstract(self._lanes([], {}, lanes)), tables),
-                    donate=(2, 3),
-                )
-                for lanes in self.config.prefill_lanes
-            )
-        for lanes in self.config.prefill_lanes:
-            hidden = jax.ShapeDtypeStruct((lanes * chunk, self._spec.config.hidden_size), jnp.float32)
-            programs.append(
-                Program(
-                    name=_prompt_name(lanes),
-                    function=functools.partial(prompt_logprobs, self._spec, head_rows),
-                    arguments=(state[0], hidden, jax.ShapeDtypeStruct((lanes * chunk,), jnp.int32)),
-                )
-            )
-        return programs
+    # -- running programs ---------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
         """Run every program once with nothing to do: nothing is live, so no state changes."""
         for lanes in self.config.prefill_lanes:
             for bucket in self.buckets:
                 *_, hidden = self._run(
-                    _prefill_name(lanes, bucket), jax.device_put(self._lanes([], {}, lanes))
+                    prefill_name(lanes, bucket),
+                    jax.device_put(make_lanes([], {}, lanes, self.config.chunk_size)),
                 )
             nothing = np.full(lanes * self.config.chunk_size, -1, np.int32)
-            self._inventory(_prompt_name(lanes), self._weights, hidden, jax.device_put(nothing))
+            self._inventory(prompt_name(lanes), self._weights, hidden, jax.device_put(nothing))
         for bucket in self.buckets:
             nobody = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
-            jax.block_until_ready(self._run(_decode_name(bucket), nobody))
+            jax.block_until_ready(self._run(decode_name(bucket), nobody))
 
     def _run(self, name: str, work: Any) -> tuple[jax.Array, ...]:
         """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them."""
@@ -366,14 +264,16 @@ class Runner:
     def _start_prefill(self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings]) -> FirstSamples:
         lanes = _smallest(self.lane_choices, len(chunks))
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        name = _prefill_name(lanes, _smallest(self.bucket_choices, max(ends)))
+        name = prefill_name(lanes, _smallest(self.bucket_choices, max(ends)))
         last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
         for lane, row in last.items():
             if row.params.logit_bias:
                 self._host_tables.set_bias(chunks[lane].slot.index, row.params.logit_bias)
             if row.mask is not None:
                 self._host_tables.set_mask(chunks[lane].slot.index, row.mask.words)
-        samples, top, hidden = self._run(name, jax.device_put(self._lanes(chunks, last, lanes)))
+        samples, top, hidden = self._run(
+            name, jax.device_put(make_lanes(chunks, last, lanes, self.config.chunk_size))
+        )
         self.prefill_calls += 1
         for chunk, end in zip(chunks, ends, strict=True):
             self._lengths[chunk.slot.index] = end
@@ -392,42 +292,17 @@ class Runner:
         asked = []
         for lane, chunk in enumerate(chunks):
             row = settings[chunk.request_id]
-            if row.params.prompt_logprobs is not None and _targets(chunk, row):
+            if row.params.prompt_logprobs is not None and prompt_targets(chunk, row):
                 asked.append((lane, chunk, row))
         if not asked:
             return None
         target = np.full((lanes, self.config.chunk_size), -1, np.int32)
         for lane, chunk, row in asked:
-            ahead = _targets(chunk, row)
+            ahead = prompt_targets(chunk, row)
             target[lane, : len(ahead)] = ahead
         return (
-            self._inventory(_prompt_name(lanes), self._weights, hidden, jax.device_put(target.reshape(-1))),
+            self._inventory(prompt_name(lanes), self._weights, hidden, jax.device_put(target.reshape(-1))),
             tuple(asked),
-        )
-
-    def _lanes(self, chunks: Sequence[Chunk], last: Mapping[int, RowSettings], lanes: int) -> Lanes:
-        """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt."""
-        # Any: the records are declared for the arrays a graph sees.
-        tokens: Any = np.zeros((lanes, self.config.chunk_size), np.int32)
-        slot, start, count, max_tokens, min_tokens = cast(Any, np.zeros((5, lanes), np.int32))
-        is_last: Any = np.zeros(lanes, np.bool_)
-        stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
-        for lane, chunk in enumerate(chunks):
-            tokens[lane, : len(chunk.tokens)] = chunk.tokens
-            slot[lane], start[lane], count[lane] = chunk.slot.index, chunk.start, len(chunk.tokens)
-        for lane, row in last.items():
-            is_last[lane], max_tokens[lane], min_tokens[lane] = True, row.max_tokens, row.min_tokens
-            stop_ids[lane, : len(row.stop_token_ids)] = row.stop_token_ids
-        return Lanes(
-            tokens=tokens,
-            slot=slot,
-            start=start,
-            count=count,
-            is_last=is_last,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop_ids=stop_ids,
-            sampling=sampling_rows(lanes, last),
         )
 
     # -- decode -----------------------------------------------------------------------------------------------
@@ -442,7 +317,7 @@ class Runner:
         self._lengths[joined.index] += 1
         longest = max(self._lengths[joined.index].tolist())
         keys = _smallest(self.bucket_choices, min(longest, self.context_length))
-        samples, top = self._run(_decode_name(keys), joined.scheduled)
+        samples, top = self._run(decode_name(keys), joined.scheduled)
         return DecodeSamples(samples=samples, wanted=joined.wanted, top=top if any(joined.wanted) else None)
 
     def _schedule(self, rows: tuple[Row, ...], settings: Mapping[str, RowSettings]) -> _Rows:
@@ -461,36 +336,6 @@ class Runner:
                 if row.mask is not None and row.mask.lockstep
             ),
         )
-
-
-def _top_logprobs(
-    top: jax.Array | None, columns: Sequence[int], wanted: Sequence[int]
-) -> Sequence[TopLogprobs | None]:
-    """The most likely tokens of each of `columns`, as many as each wants; None where it wants none."""
-    if top is None:
-        return [None] * len(columns)
-    packed = np.asarray(top)
-    return [
-        unpack_top_logprobs(packed[:, column], count) if count else None
-        for column, count in zip(columns, wanted, strict=True)
-    ]
-
-
-def _targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:
-    """The prompt tokens that the positions of a chunk predict."""
-    return row.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]
-
-
-def _decode_name(key_length: int) -> str:
-    return f"decode[keys={key_length}]"
-
-
-def _prefill_name(lanes: int, key_length: int) -> str:
-    return f"prefill[lanes={lanes},keys={key_length}]"
-
-
-def _prompt_name(lanes: int) -> str:
-    return f"prompt_logprobs[lanes={lanes}]"
 
 
 def _smallest(sizes: Sequence[int], needed: int) -> int:

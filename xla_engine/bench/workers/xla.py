@@ -15,9 +15,10 @@ from xla_engine import __version__
 from xla_engine.checkpoint import load_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
+from xla_engine.in_flight import InFlight
 from xla_engine.reference import Reference
 from xla_engine.row_settings import RowSettings
-from xla_engine.runner import InFlight, Runner
+from xla_engine.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.verify import verify
 

@@ -1,0 +1,46 @@
+"""One prefill call, as the arrays that go up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from graphs.prefill import Lanes
+from scheduler import Chunk
+from xla_engine.row_settings import RowSettings, sampling_rows
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+
+
+def make_lanes(
+    chunks: Sequence[Chunk], last: Mapping[int, RowSettings], lanes: int, chunk_size: int
+) -> Lanes:
+    """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt."""
+    # Any: the records are declared for the arrays a graph sees.
+    tokens: Any = np.zeros((lanes, chunk_size), np.int32)
+    slot, start, count, max_tokens, min_tokens = cast(Any, np.zeros((5, lanes), np.int32))
+    is_last: Any = np.zeros(lanes, np.bool_)
+    stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
+    for lane, chunk in enumerate(chunks):
+        tokens[lane, : len(chunk.tokens)] = chunk.tokens
+        slot[lane], start[lane], count[lane] = chunk.slot.index, chunk.start, len(chunk.tokens)
+    for lane, row in last.items():
+        is_last[lane], max_tokens[lane], min_tokens[lane] = True, row.max_tokens, row.min_tokens
+        stop_ids[lane, : len(row.stop_token_ids)] = row.stop_token_ids
+    return Lanes(
+        tokens=tokens,
+        slot=slot,
+        start=start,
+        count=count,
+        is_last=is_last,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_ids=stop_ids,
+        sampling=sampling_rows(lanes, last),
+    )
+
+
+def prompt_targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:
+    """The prompt tokens that the positions of a chunk predict."""
+    return row.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]

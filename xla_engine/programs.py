@@ -1,0 +1,86 @@
+"""The programs of a runner: their names, functions and abstract arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from graphs.attention import KVCache
+from graphs.decode import decode_step
+from graphs.inventory import Program
+from graphs.model import ModelSpec
+from graphs.prefill import prefill_chunk
+from graphs.prompt_logprobs import prompt_logprobs
+from graphs.rows import Rows, Tables
+from xla_engine.config import EngineConfig
+from xla_engine.prefill_call import make_lanes
+
+
+def make_programs(
+    spec: ModelSpec,
+    config: EngineConfig,
+    buckets: Sequence[int],
+    *,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    tables: Tables,
+) -> list[Program]:
+    """Everything one engine runs. `buckets` are the key lengths; the arrays are looked at for their shapes only."""
+    state = _abstract((weights, rope, cache, rows))
+    scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
+    wide = _abstract(tables)
+    processed = config.logprobs_mode == "processed_logprobs"
+    programs = []
+    for bucket in buckets:
+        programs.append(
+            Program(
+                name=decode_name(bucket),
+                function=functools.partial(decode_step, spec, bucket, processed_logprobs=processed),
+                arguments=(*state, scheduled, wide),
+                donate=(2, 3),
+            )
+        )
+        programs.extend(
+            Program(
+                name=prefill_name(lanes, bucket),
+                function=functools.partial(
+                    prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
+                ),
+                arguments=(*state, _abstract(make_lanes([], {}, lanes, config.chunk_size)), wide),
+                donate=(2, 3),
+            )
+            for lanes in config.prefill_lanes
+        )
+    for lanes in config.prefill_lanes:
+        tokens = lanes * config.chunk_size
+        hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
+        programs.append(
+            Program(
+                name=prompt_name(lanes),
+                function=functools.partial(prompt_logprobs, spec, config.head_rows),
+                arguments=(state[0], hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
+            )
+        )
+    return programs
+
+
+def decode_name(key_length: int) -> str:
+    return f"decode[keys={key_length}]"
+
+
+def prefill_name(lanes: int, key_length: int) -> str:
+    return f"prefill[lanes={lanes},keys={key_length}]"
+
+
+def prompt_name(lanes: int) -> str:
+    return f"prompt_logprobs[lanes={lanes}]"
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
