@@ -399,6 +399,8 @@ class XlaBatchEngine:
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """The terminal result of a request that the scheduler has ended."""
         self._book.end(request_id, reason, time.monotonic(), error)
+        if self.on_end is not None:
+            self.on_end(request_id, reason)
 
     # -- faults -----------------------------------------------------------------------------------------------
 
