@@ -16,7 +16,7 @@ from flax import nnx
 from graphs.attention import Attention
 from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
-from graphs.projection import Products
+from graphs.projection import Norm, Products
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated) -> [N, H Dh]
 Attend = Callable[[int, jax.Array], jax.Array]
@@ -59,15 +59,17 @@ class Decoder(nnx.Module):
         eps = self.config.rms_norm_eps
         x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
         for index, layer in enumerate(self.layers):
-            attended = attend(index, products.normed(layer.qkv[...], layer.input_norm[...], eps, x))
-            x = products.added(layer.output[...], attended, x)
-            x = products.gated(layer.gate_up[...], layer.down[...], layer.post_attention_norm[...], eps, x)
+            before = Norm(layer.input_norm[...], eps), Norm(layer.post_attention_norm[...], eps)
+            attended = attend(index, products.linear(layer.qkv[...], x, norm=before[0]))
+            x = products.linear(layer.output[...], attended, residual=x)
+            hidden = products.gated(layer.gate_up[...], x, norm=before[1])
+            x = products.linear(layer.down[...], hidden, residual=x)
         return x
 
     def logits(self, x: jax.Array, products: Products) -> jax.Array:
         """Vocabulary-major logits of the residual stream `[N, D]`: float32 `[V, N]`."""
         head = self.embed if self.config.tie_word_embeddings else self.head
-        return products.head(head[...], self.final_norm[...], self.config.rms_norm_eps, x)
+        return products.head(head[...], Norm(self.final_norm[...], self.config.rms_norm_eps), x)
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:

@@ -9,8 +9,8 @@ The order is chosen per graph, never per call: the two need not agree in the las
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,107 +18,137 @@ from jax import lax
 
 from graphs.layers import rms_norm
 
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class Norm(NamedTuple):
+    """The RMS norm that stands before a product: its weight `[D]` float32, and what is added to the mean square."""
+
+    weight: jax.Array
+    eps: float
+
 
 class Products(Protocol):
-    """The products of a decoder with what stands before and behind them. x and residual are float32 `[N, D]`.
+    """The products of a decoder with what stands before and behind them.
 
-    A row's result is a function of that row, to the bit: law 1 rests on it.
+    x is `[N, D]`: float32, or what another product returned. A row's result is a function of that row, to the bit:
+    law 1 rests on it.
     """
 
-    def normed(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
-        """`weight [F, D]` times `rms_norm(x)`: `[N, F]`."""
-        ...
-
-    def added(self, weight: jax.Array, x: jax.Array, residual: jax.Array) -> jax.Array:
-        """`residual` plus `weight [D, F]` times `x [N, F]`: `[N, D]`."""
+    def linear(
+        self,
+        weight: jax.Array,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """`weight [F, D]` times x, normalised before, plus `bias [F]`, plus `residual [N, F]`: float32 `[N, F]`."""
         ...
 
     def gated(
-        self, gate_up: jax.Array, down: jax.Array, norm: jax.Array, eps: float, x: jax.Array
+        self,
+        weight: jax.Array,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        activation: Activation = "silu",
     ) -> jax.Array:
-        """x plus the gated MLP of `rms_norm(x)`: gate and up `[2 F, D]`, down `[D, F]` -> `[N, D]`."""
+        """`activation(gate) * up`, both linear in x, for a product of the weight's dtype: `[N, F]` (Shazeer 2020).
+
+        `weight [2 F, D]` and `bias [2 F]` hold the gates first.
+        """
         ...
 
-    def head(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
-        """`weight [V, D]` times `rms_norm(x)`, vocabulary-major: `[V, N]`."""
+    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
+        """`weight [V, D]` times the norm of x, vocabulary-major: float32 `[V, N]`."""
         ...
 
 
-class Projection(NamedTuple):
-    """Products by XLA, in one operand order for a whole graph.
+@dataclass(frozen=True, slots=True)
+class XlaProducts:
+    """Products by XLA, in one operand order for a whole graph. `weight_left`: the weights are the left operands."""
 
-    linear: weight `[F, D]`, x `[N, D]` -> `[N, F]`.
-    gated_mlp: gate and up `[2 F, D]`, down `[D, F]`, x `[N, D]` -> `down(silu(gate(x)) * up(x))` `[N, D]` (SwiGLU,
-        Shazeer 2020).
-    All results float32.
-    """
+    weight_left: bool
 
-    linear: Callable[[jax.Array, jax.Array], jax.Array]
-    gated_mlp: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-    def normed(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
-        return self.linear(weight, rms_norm(x, norm, eps))
-
-    def added(self, weight: jax.Array, x: jax.Array, residual: jax.Array) -> jax.Array:
-        return residual + self.linear(weight, x)
+    def linear(
+        self,
+        weight: jax.Array,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        out = self._product(weight, normed(x, norm))
+        # Without the barrier XLA swaps the operands to get rid of the transpose (findings/002).
+        out = lax.optimization_barrier(out).T if self.weight_left else out
+        return finished(out, bias, residual)
 
     def gated(
-        self, gate_up: jax.Array, down: jax.Array, norm: jax.Array, eps: float, x: jax.Array
+        self,
+        weight: jax.Array,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        activation: Activation = "silu",
     ) -> jax.Array:
-        return x + self.gated_mlp(gate_up, down, rms_norm(x, norm, eps))
+        both = self._product(weight, normed(x, norm))
+        if not self.weight_left:
+            return activated(both if bias is None else both + bias, activation).astype(weight.dtype)
+        # Features stay in front until the next product: nothing of size F is transposed. Gates and ups are flat: an
+        # exponential over rows of no more than 8 entries is rounded otherwise (findings/011).
+        both = both if bias is None else both + bias[:, None]
+        flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
+        hidden = (activate(flat[0], activation) * flat[1]).astype(weight.dtype)
+        return lax.optimization_barrier(hidden).reshape(-1, len(x)).T  # the next product sees through it
 
-    def head(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
-        return feature_major(weight, rms_norm(x, norm, eps))
+    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
+        return feature_major(weight, normed(x, norm))
+
+    def _product(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+        """`[F, N]` where weights are the left operands, else `[N, F]`."""
+        return feature_major(weight, x) if self.weight_left else _contract(x.astype(weight.dtype), weight)
+
+
+WEIGHT_LEFT = XlaProducts(weight_left=True)  # decode: as fast as weights can be read, to some 64 rows
+ROWS_LEFT = XlaProducts(weight_left=False)  # prefill: faster from some 128 rows on
 
 
 def feature_major(weight: jax.Array, x: jax.Array) -> jax.Array:
     """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields."""
-    return _product(weight, x.astype(weight.dtype))
+    return _contract(weight, x.astype(weight.dtype))
 
 
-def weight_left(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`[N, F]` with the weight as left operand."""
-    # Without the barrier XLA swaps the operands to get rid of the transpose (findings/002).
-    return lax.optimization_barrier(feature_major(weight, x)).T
+def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
+    """x, or its norm."""
+    return x if norm is None else rms_norm(x, *norm)
 
 
-def weight_left_mlp(gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
-    """The hidden features stay feature-major between the two products: nothing of size F is transposed.
-
-    Between them they are flat: an exponential over rows of no more than 8 entries is rounded otherwise (findings/011).
-    """
-    gate, up = lax.optimization_barrier(feature_major(gate_up, x).reshape(2, -1))  # [F N]
-    hidden = lax.optimization_barrier((jax.nn.silu(gate) * up).astype(down.dtype)).reshape(
-        -1, len(x)
-    )  # [F, N]
-    return lax.optimization_barrier(_product(down, hidden, right_axis=0)).T
+def finished(out: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """A product `[N, F]` with what is added to it."""
+    out = out if bias is None else out + bias
+    return out if residual is None else residual + out
 
 
-def rows_left(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`[N, F]` with the rows as left operand."""
-    return _product(x.astype(weight.dtype), weight)
+def activate(gate: jax.Array, activation: Activation) -> jax.Array:
+    """SiLU, or GELU approximated by tanh (Hendrycks and Gimpel 2016)."""
+    return jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
 
 
-def rows_left_mlp(gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
-    """The gated MLP, rows as left operands."""
-    gate, up = jnp.split(rows_left(gate_up, x), 2, axis=-1)  # [N, F]
-    return rows_left(down, jax.nn.silu(gate) * up)
+def activated(both: jax.Array, activation: Activation) -> jax.Array:
+    """Gates and ups side by side `[N, 2 F]` become `activation(gate) * up [N, F]`."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    return activate(gate, activation) * up
 
 
-WEIGHT_LEFT = Projection(
-    weight_left, weight_left_mlp
-)  # decode: as fast as weights can be read, to some 64 rows
-ROWS_LEFT = Projection(rows_left, rows_left_mlp)  # prefill: faster from some 128 rows on
-
-
-def _product(left: jax.Array, right: jax.Array, right_axis: int = 1) -> jax.Array:
-    """Contract left's last axis with `right_axis` of right: `[M, K] x [N, K] -> [M, N]` in float32."""
+def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
+    """`[M, K] x [N, K] -> [M, N]` in float32."""
     # HIGHEST only matters for float32 operands: it forbids TF32 on GPUs.
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
     return lax.dot_general(
-        left,
-        right,
-        (((1,), (right_axis,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
+        left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )

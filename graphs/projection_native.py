@@ -14,11 +14,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from graphs.config import ModelConfig
+from graphs.projection import Activation, Norm, activated, finished
 
-NORM_LINEAR, LINEAR_ADD, NORM_GATED = (
-    "xla_engine_norm_linear",
+LINEAR, LINEAR_ADD, GATED_LINEAR = (
+    "xla_engine_linear",
     "xla_engine_linear_add",
-    "xla_engine_norm_gated",
+    "xla_engine_gated_linear",
 )
 _WHOLE = 32  # features of a tile
 
@@ -27,28 +28,55 @@ _WHOLE = 32  # features of a tile
 class NativeProducts:
     """See `graphs.projection.Products`. Rows of prefill and of decode run the same code: their bits agree."""
 
-    def normed(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
-        return self.head(weight, norm, eps, x).T
-
-    def added(self, weight: jax.Array, x: jax.Array, residual: jax.Array) -> jax.Array:
-        return _call(LINEAR_ADD, residual.shape, jnp.float32)(x.astype(weight.dtype), weight, residual)
+    def linear(
+        self,
+        weight: jax.Array,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        if residual is None or bias is not None:
+            return finished(self._feature_major(weight, x, norm).T, bias, residual)
+        call = _call(LINEAR_ADD, residual.shape, jnp.float32)
+        return call(x, _weight(norm), weight, residual, eps=_eps(norm))
 
     def gated(
-        self, gate_up: jax.Array, down: jax.Array, norm: jax.Array, eps: float, x: jax.Array
+        self,
+        weight: jax.Array,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        activation: Activation = "silu",
     ) -> jax.Array:
-        shape = (x.shape[0], down.shape[1])
-        hidden = _call(NORM_GATED, shape, down.dtype)(x, norm, gate_up, eps=np.float32(eps))
-        return self.added(down, hidden, x)
+        if bias is not None:
+            both = self.linear(weight, x, norm=norm, bias=bias)
+            return activated(both, activation).astype(weight.dtype)
+        call = _call(GATED_LINEAR, (x.shape[0], weight.shape[0] // 2), weight.dtype)
+        return call(x, _weight(norm), weight, eps=_eps(norm), gelu=activation == "gelu_tanh")
 
-    def head(self, weight: jax.Array, norm: jax.Array, eps: float, x: jax.Array) -> jax.Array:
-        shape = (weight.shape[0], x.shape[0])
-        return _call(NORM_LINEAR, shape, jnp.float32)(x, norm, weight, eps=np.float32(eps))
+    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
+        return self._feature_major(weight, x, norm)
+
+    def _feature_major(self, weight: jax.Array, x: jax.Array, norm: Norm | None) -> jax.Array:
+        call = _call(LINEAR, (weight.shape[0], x.shape[0]), jnp.float32)
+        return call(x, _weight(norm), weight, eps=_eps(norm))
 
 
 def fits(config: ModelConfig, dtype: jnp.dtype) -> bool:
     """Whether the model's products are whole tiles of bf16."""
     widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
     return dtype == jnp.bfloat16 and not any(width % _WHOLE for width in widths)
+
+
+def _weight(norm: Norm | None) -> jax.Array:
+    return jnp.zeros(0, jnp.float32) if norm is None else norm.weight
+
+
+def _eps(norm: Norm | None) -> np.float32:
+    return np.float32(0.0 if norm is None else norm.eps)
 
 
 def _call(target: str, shape: tuple[int, ...], dtype: DTypeLike) -> Callable[..., jax.Array]:

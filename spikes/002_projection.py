@@ -22,7 +22,7 @@ from jax import lax
 
 from graphs import decode
 from graphs.model import ModelSpec
-from graphs.projection import WEIGHT_LEFT, Projection, feature_major, rows_left, rows_left_mlp, weight_left
+from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, XlaProducts, feature_major, finished, normed
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -56,6 +56,13 @@ LAST = (((1,), (1,)), ((), ()))  # contract the last axis of both
 
 def weight_left_no_barrier(weight: jax.Array, x: jax.Array) -> jax.Array:
     return feature_major(weight, x).T
+
+
+class NoBarrier(XlaProducts):
+    """Weight left in `linear`, without the barrier."""
+
+    def linear(self, weight, x, *, norm=None, bias=None, residual=None):  # type: ignore[no-untyped-def, override]
+        return finished(weight_left_no_barrier(weight, normed(x, norm)), bias, residual)
 
 
 def transposed_input(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -93,22 +100,22 @@ def int8_rows_left(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 def dequantised(weight: jax.Array, x: jax.Array) -> jax.Array:
     """Weight-only int8: the weight is converted to float32 for the product."""
-    return weight_left(weight.astype(jnp.float32), x)
+    return WEIGHT_LEFT.linear(weight.astype(jnp.float32), x)
 
 
 FORMS: dict[str, dict[str, Form]] = {
     "bfloat16": {
-        "weight left, barrier (decode)": weight_left,
+        "weight left, barrier (decode)": WEIGHT_LEFT.linear,
         "weight left, no barrier": weight_left_no_barrier,
-        "rows left (prefill)": rows_left,
+        "rows left (prefill)": ROWS_LEFT.linear,
         "x @ W[D, F]": plain,
         "W @ x.T, barrier": transposed_input,
         "weight left, float32 x": mixed,
         "weight left, bfloat16 result": same_dtype_out,
     },
     "float32": {
-        "weight left, barrier (decode)": weight_left,
-        "rows left (prefill)": rows_left,
+        "weight left, barrier (decode)": WEIGHT_LEFT.linear,
+        "rows left (prefill)": ROWS_LEFT.linear,
         "x @ W[D, F]": plain,
     },
     "int8": {
@@ -197,8 +204,8 @@ for rows in (8, 32):
     steps = {}
     for name, form in (
         ("weight left, barrier (the code)", WEIGHT_LEFT),
-        ("weight left, no barrier", WEIGHT_LEFT._replace(linear=weight_left_no_barrier)),
-        ("rows left", Projection(rows_left, rows_left_mlp)),
+        ("weight left, no barrier", NoBarrier(weight_left=True)),
+        ("rows left", ROWS_LEFT),
     ):
         with mock.patch.object(decode, "WEIGHT_LEFT", form):
             steps[name] = DecodeStep(spec, weights, rows=rows, length=176, key_length=256, positions=256)
@@ -215,7 +222,11 @@ del steps, weights
 FEATURES = 192
 WIDTHS = (48, 64, 256, 576, 1024)
 POOL = 256
-ORDERS: dict[str, Form] = {"weight left": weight_left, "rows left": rows_left, "x @ W[D, F]": plain}
+ORDERS: dict[str, Form] = {
+    "weight left": WEIGHT_LEFT.linear,
+    "rows left": ROWS_LEFT.linear,
+    "x @ W[D, F]": plain,
+}
 
 
 Weights = dict[str, list[tuple[jax.Array, jax.Array]]]  # by dtype, per width: [F, K] and its copy [K, F]

@@ -82,7 +82,8 @@ def one_layer(
     )
     x = x + WEIGHT_LEFT.linear(weights["output"], out.reshape(x.shape[0], -1))
     normed = rms_norm(x, weights["post_attention_norm"], eps)
-    return x + WEIGHT_LEFT.gated_mlp(weights["gate_up"], weights["down"], normed), layer
+    hidden = WEIGHT_LEFT.gated(weights["gate_up"], normed)
+    return x + WEIGHT_LEFT.linear(weights["down"], hidden), layer
 
 
 def scanned_step(

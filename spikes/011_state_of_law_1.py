@@ -159,11 +159,17 @@ def logprob(head: jax.Array, x: jax.Array) -> jax.Array:
     return logprobs.token_logprob(logits, vocabulary.argmax(logits))
 
 
-def plain_mlp(gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
-    """`weight_left_mlp` with silu over `[F, N]`."""
-    gate, up = jnp.split(lax.optimization_barrier(feature_major(gate_up, x)), 2)
-    hidden = (jax.nn.silu(gate) * up).astype(down.dtype)
-    return lax.optimization_barrier(projection._product(down, hidden, right_axis=0)).T
+def plain_gated(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`gated` with silu over `[F, N]`."""
+    gate, up = jnp.split(lax.optimization_barrier(feature_major(weight, x)), 2)
+    return (jax.nn.silu(gate) * up).astype(weight.dtype).T
+
+
+class PlainGated(projection.XlaProducts):
+    """Weight left, with `plain_gated`."""
+
+    def gated(self, weight, x, *, norm=None, bias=None, activation="silu"):  # type: ignore[no-untyped-def, override]
+        return plain_gated(weight, projection.normed(x, norm))
 
 
 narrow = (rng.standard_normal((POOL, 256)).astype(np.float32) * 3,)
@@ -177,10 +183,10 @@ PIECES: dict[str, tuple[Form, tuple[object, ...]]] = {
     "softmax with sum_last (the code)": (softmax_in_order, ()),
     "jax.nn.softmax": (jax.nn.softmax, ()),
     "gated MLP, unit weights, silu over flat rows (the code)": (
-        WEIGHT_LEFT.gated_mlp,
-        (jnp.tile(unit, (2, 1)), unit),
+        WEIGHT_LEFT.gated,
+        (jnp.tile(unit, (2, 1)),),
     ),
-    "the same, silu over [F, N]": (plain_mlp, (jnp.tile(unit, (2, 1)), unit)),
+    "the same, silu over [F, N]": (plain_gated, (jnp.tile(unit, (2, 1)),)),
     "token_logprob, V = 4096 (the code)": (logprob, (head,)),
     "jax.nn.log_softmax": (plain_logprob, (head,)),
 }
@@ -300,7 +306,7 @@ table = []
 for count, length in ((8, 128), (32, 128)):
     size = {"rows": count, "length": length, "key_length": 256, "positions": 256}
     steps = {"the code": DecodeStep(spec, weights, **size)}
-    fast = projection.Projection(projection.weight_left, plain_mlp)
+    fast = PlainGated(weight_left=True)
     with replaced(*FAST, (decode_graph, "WEIGHT_LEFT", fast)):
         steps["nothing in a fixed order"] = DecodeStep(spec, weights, **size)
     times = interleave(steps, options.rounds)

@@ -73,11 +73,11 @@ def test_the_number_of_rows_changes_no_bit_of_the_gated_mlp() -> None:
     """With unit weights the products are exact, and what is left is silu(x) * x."""
     unit = jnp.eye(128)
     x = np.random.default_rng(0).standard_normal((768, 128)).astype(np.float32) * 3
-    gated_mlp = jax.jit(WEIGHT_LEFT.gated_mlp)
+    gated = jax.jit(WEIGHT_LEFT.gated)
 
     def by(count: int) -> np.ndarray:
         parts = np.split(x, len(x) // count)
-        return np.concatenate([np.asarray(gated_mlp(jnp.tile(unit, (2, 1)), unit, part)) for part in parts])
+        return np.concatenate([np.asarray(gated(jnp.tile(unit, (2, 1)), part)) for part in parts])
 
     expected = by(16)
     for count in (8, 12, 32):

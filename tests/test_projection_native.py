@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.projection import WEIGHT_LEFT, Products
+from graphs.projection import WEIGHT_LEFT, Activation, Norm, Products
 from graphs.projection_native import NativeProducts
 from tests.conftest import TINY
 from xla_engine.backends import choose_products
@@ -38,11 +38,24 @@ def layer(form: Products, x: Any) -> list[np.ndarray]:
     def weight(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.2, jnp.bfloat16)
 
-    norm = jnp.asarray(rng.standard_normal(WIDTH, np.float32))
-    qkv = form.normed(weight(144, WIDTH), norm, 1e-5, x)
-    added = form.added(weight(WIDTH, WIDTH), jnp.tanh(qkv[:, :WIDTH]).astype(jnp.bfloat16), x)
-    gated = form.gated(weight(2 * INNER, WIDTH), weight(WIDTH, INNER), norm, 1e-5, added)
-    return [qkv, added, gated, form.head(weight(VOCABULARY, WIDTH), norm, 1e-5, gated).T]
+    norm = Norm(jnp.asarray(rng.standard_normal(WIDTH, np.float32)), 1e-5)
+    bias = jnp.asarray(rng.standard_normal(144, np.float32))
+    qkv = form.linear(weight(144, WIDTH), x, norm=norm, bias=bias)
+    attended = jnp.tanh(qkv[:, :WIDTH])
+    added = form.linear(weight(WIDTH, WIDTH), attended.astype(jnp.bfloat16), residual=x)
+    plain = form.linear(weight(WIDTH, WIDTH), attended)
+    outs = [qkv, added, plain]
+    forms: tuple[tuple[Activation, jax.Array | None], ...] = (
+        ("silu", None),
+        ("gelu_tanh", None),
+        ("silu", jnp.tile(bias, 3)[: 2 * INNER]),
+    )
+    for activation, gate_bias in forms:
+        hidden = form.gated(
+            weight(2 * INNER, WIDTH), outs[-1], norm=norm, bias=gate_bias, activation=activation
+        )
+        outs.append(form.linear(weight(WIDTH, INNER), hidden, residual=outs[-1]))
+    return [*outs, form.head(weight(VOCABULARY, WIDTH), norm, outs[-1]).T]
 
 
 def test_every_product_is_that_of_xla(products: NativeProducts) -> None:

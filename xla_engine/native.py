@@ -21,15 +21,15 @@ import jax
 
 import graphs
 from graphs.attention_native import TARGET
-from graphs.projection_native import LINEAR_ADD, NORM_GATED, NORM_LINEAR
+from graphs.projection_native import GATED_LINEAR, LINEAR, LINEAR_ADD
 from xla_engine.config import compiler, native_cache_directory
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
 _ATTENTION = {TARGET: "XlaEngineAttend"}
 _PRODUCTS = {
-    NORM_LINEAR: "XlaEngineNormLinear",
+    LINEAR: "XlaEngineLinear",
     LINEAR_ADD: "XlaEngineLinearAdd",
-    NORM_GATED: "XlaEngineNormGated",
+    GATED_LINEAR: "XlaEngineGatedLinear",
 }
 _SECONDS = 120  # a compiler gets this long
 

@@ -170,6 +170,8 @@ def convert(model: Path, path: Path, kind: Any) -> None:
             elif name.endswith("k_proj.weight"):
                 values = interleaved(values, key_heads)
             target = names.get_name(name, (".weight",))
+            if target is None:
+                raise ValueError(f"GGUF has no name for the tensor {name}")
             add_matrix(writer, target, values, kind) if values.ndim > 1 else writer.add_tensor(target, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
