@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.config import ModelConfig
+from graphs.config import AttentionForm, ModelConfig
 
 KEY_BLOCK = 256  # cache lengths and key buckets are multiples of it (findings/007)
 
@@ -28,6 +28,18 @@ class LayerCache(NamedTuple):
 KVCache = list[LayerCache]
 
 
+class AttentionWeights(NamedTuple):
+    """Parameters of attention itself, all float32, None where a model has none.
+
+    q_norm, k_norm `[Dh]`: RMS norm of every query and key head, before rotation. sinks `[H]`: one more logit per query
+    head in the softmax's denominator, which carries no value (gpt-oss).
+    """
+
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
 class Attention(Protocol):
     """An attention backend. Instances are frozen and hashable: a graph is compiled for one.
 
@@ -36,7 +48,8 @@ class Attention(Protocol):
         serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
 
     Arguments are float32: `qkv [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated;
-    `rope [..., 2, Dh/2]` holds cosines and sines. Results are `[N, H Dh]` in float32 or `compute_dtype`.
+    `rope [..., 2, Dh/2]` holds cosines and sines; `form` and `weights` are the layer's. Results are
+    `[N, H Dh]` in float32 or `compute_dtype`.
     A write that must not happen (row not live, padding of a chunk) changes no byte.
     """
 
@@ -59,6 +72,8 @@ class Attention(Protocol):
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
@@ -77,6 +92,8 @@ class Attention(Protocol):
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
@@ -99,6 +116,12 @@ class Attention(Protocol):
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
         """The inverse of `to_host`, bit for bit."""
         ...
+
+
+def is_plain(form: AttentionForm, weights: AttentionWeights, head_dim: int) -> bool:
+    """Whether it is the attention of Llama: every key before the query, the usual scale, nothing else."""
+    usual = form.scale == head_dim**-0.5 and form.window is None and form.softcap is None
+    return usual and all(weight is None for weight in weights)
 
 
 def whole_blocks(length: int) -> int:

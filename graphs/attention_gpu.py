@@ -24,8 +24,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from graphs.attention import KEY_BLOCK, KVCache, LayerCache, whole_blocks
-from graphs.config import ModelConfig
+from graphs.attention import (
+    KEY_BLOCK,
+    AttentionWeights,
+    KVCache,
+    LayerCache,
+    is_plain,
+    whole_blocks,
+)
+from graphs.config import AttentionForm, ModelConfig
 from graphs.layers import apply_rope, split_heads
 
 KEY_TILE = 64  # keys per step of a program; divides KEY_BLOCK
@@ -59,12 +66,15 @@ class GpuAttention:
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
+        assert is_plain(form, weights, 2 * rope.shape[-1]), form
         position = jnp.where(live, length, -1).astype(jnp.int32)
         layer, q = self._write(layer, qkv.reshape(len(qkv), -1, layer.keys.shape[3]), rope, position)
         out = self._combine(*self._partial(layer, q, position), position, compute_dtype)
@@ -75,6 +85,8 @@ class GpuAttention:
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
@@ -82,6 +94,7 @@ class GpuAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
+        assert is_plain(form, weights, 2 * rope.shape[-1]), form
         lanes, width = rope.shape[:2]
         _, kv_heads, positions, head_dim = layer.keys.shape
         by_row = split_heads(qkv, kv_heads, head_dim)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import KVCache, LayerCache, whole_blocks
-from graphs.config import ModelConfig
+from graphs.attention import AttentionWeights, KVCache, LayerCache, is_plain, whole_blocks
+from graphs.config import AttentionForm, ModelConfig
 
 TARGET = "xla_engine_attend"
 _LANES = 16  # keys, and dimensions, side by side in a tile
@@ -49,12 +49,15 @@ class NativeAttention:
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
+        assert is_plain(form, weights, 2 * rope.shape[-1]), form
         slot = jnp.arange(length.shape[0], dtype=jnp.int32)
         return self._call(layer, qkv.T, rope, slot, length, live.astype(jnp.int32), feature_major=True)
 
@@ -63,6 +66,8 @@ class NativeAttention:
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
@@ -70,6 +75,7 @@ class NativeAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
     ) -> tuple[LayerCache, jax.Array]:
+        assert is_plain(form, weights, 2 * rope.shape[-1]), form
         by_row = rope.reshape(-1, *rope.shape[2:])
         return self._call(layer, qkv, by_row, slot, start, count, feature_major=False)
 

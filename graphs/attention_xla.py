@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import KEY_BLOCK, KVCache, LayerCache, whole_blocks
-from graphs.config import ModelConfig
-from graphs.layers import apply_rope, split_heads
+from graphs.attention import KEY_BLOCK, AttentionWeights, KVCache, LayerCache, whole_blocks
+from graphs.config import AttentionForm, ModelConfig
+from graphs.layers import apply_rope, rms_norm, split_heads
 from graphs.sums import sum_last
 
 
@@ -54,6 +54,8 @@ class XlaAttention:
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
@@ -64,15 +66,17 @@ class XlaAttention:
         q, k, v = split_heads(qkv, kv_heads, head_dim)
         row = jnp.arange(rows, dtype=jnp.int32)
         position = jnp.where(live, length, blocks * KEY_BLOCK)  # out of bounds: dropped
+        q, k = _normed(q, weights.q_norm, form), _normed(k, weights.k_norm, form)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         layer = LayerCache(
             _scatter(layer.keys, k.astype(compute_dtype), row, position),
             _scatter(layer.values, v.astype(compute_dtype), row, position),
         )
         keys, values = (leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer)
-        visible = jnp.arange(key_length, dtype=jnp.int32) <= length[:, None]  # [B, S]
+        visible = _visible(length[:, None], key_length, form.window)  # [B, 1, S]
         grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
-        out = _attention(grouped, keys, values, visible[:, None], keys_left=True)
+        sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1)
+        out = _attention(grouped, keys, values, visible, form, sinks, keys_left=True)
         return layer, out.reshape(rows, -1)
 
     def attend_prefill(
@@ -80,6 +84,8 @@ class XlaAttention:
         layer: LayerCache,
         qkv: jax.Array,
         *,
+        form: AttentionForm,
+        weights: AttentionWeights,
         rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
@@ -96,6 +102,7 @@ class XlaAttention:
         # Padding goes out of bounds; indices stay unique as the scatter promises.
         lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
         target = jnp.where(offset < count[:, None], position, blocks * KEY_BLOCK + lane * width + offset)
+        q, k = _normed(q, weights.q_norm, form), _normed(k, weights.k_norm, form)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         layer = LayerCache(
             _scatter(layer.keys, k.astype(compute_dtype), slot[:, None], target),
@@ -103,14 +110,17 @@ class XlaAttention:
         )
         # [J, P, KV, block, Dh]
         keys, values = (leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer)
-        visible = jnp.arange(key_length, dtype=jnp.int32) <= position[:, :, None]  # [P, T, S]
+        visible = _visible(position, key_length, form.window)  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
+        sinks = None if weights.sinks is None else jnp.tile(weights.sinks.reshape(kv_heads, -1), width)
         out = _attention(
             grouped.reshape(lanes, kv_heads, -1, head_dim),
             keys,
             values,
             jnp.repeat(visible, q.shape[2] // kv_heads, axis=1),  # [P, T * G, S]
+            form,
+            sinks,
             keys_left=False,
         )
         by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
@@ -126,10 +136,28 @@ class XlaAttention:
         return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_block), 2, 0)) for x in (keys, values)))
 
 
+def _normed(heads: jax.Array, weight: jax.Array | None, form: AttentionForm) -> jax.Array:
+    return heads if weight is None else rms_norm(heads, weight, form.norm_eps)
+
+
+def _visible(position: jax.Array, key_length: int, window: int | None) -> jax.Array:
+    """Which keys the queries at `position [N, R]` see: `[N, R, S]`."""
+    keys, last = jnp.arange(key_length, dtype=jnp.int32), position[:, :, None]
+    return keys <= last if window is None else (keys <= last) & (keys > last - window)
+
+
 def _attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, keys_left: bool
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    form: AttentionForm,
+    sinks: jax.Array | None,
+    *,
+    keys_left: bool,
 ) -> jax.Array:
-    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[J, N, KV, block, Dh]`, visible `[N, R|1, S]`.
+    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[J, N, KV, block, Dh]`, visible `[N, R|1, S]`,
+    sinks `[KV, R]`.
 
     `keys_left` makes the keys the left operand of the first product, which XLA:CPU does not re-pack: for few rows R.
     """
@@ -139,12 +167,20 @@ def _attention(
         scores = lax.optimization_barrier(_product(keys, queries, 4)).swapaxes(3, 4)
     else:
         scores = _product(queries, keys, 4)
-    scores = scores * (q.shape[-1] ** -0.5)  # [J, N, KV, R, block]
+    scores = scores * form.scale  # [J, N, KV, R, block]
+    if form.softcap is not None:
+        scores = form.softcap * jnp.tanh(scores / form.softcap)
     seen = jnp.moveaxis(visible.reshape(count, -1, blocks, KEY_BLOCK), 2, 0)  # [J, N, R|1, block]
     scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.max(scores, axis=(0, 4), keepdims=True))
+    peak = jnp.max(scores, axis=(0, 4), keepdims=True)
+    if sinks is not None:
+        peak = jnp.maximum(peak, sinks[:, :, None])
+    weights = jnp.exp(scores - peak)
     weighted = _product(weights.astype(values.dtype), values, 3)  # [J, N, KV, R, Dh]
-    return _in_order(weighted) / _in_order(sum_last(weights))
+    total = _in_order(sum_last(weights))
+    if sinks is not None:
+        total = total + jnp.exp(sinks[:, :, None] - peak[0])
+    return _in_order(weighted) / total
 
 
 def _in_order(parts: jax.Array) -> jax.Array:

@@ -2,25 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # layer types, Hugging Face's words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3 frequency scaling: long wavelengths are stretched by `factor`, short ones kept, a ramp between.
+    """How rotary frequencies are changed to reach further; fields and types are those of Hugging Face configs.
 
-    Source: Llama 3.1 release notes; `rope_type: "llama3"` in Hugging Face configs.
+    rope_type: "linear" divides them by `factor` (Chen et al. 2023). "dynamic" enlarges the base so that the engine's
+        longest request fits (NTK-aware). "yarn" divides low frequencies by `factor`, keeps high ones and ramps between
+        `beta_slow` and `beta_fast` turns, at whole dimensions if `truncate` (Peng et al. 2023). "llama3" does so by
+        wavelengths, between `low_freq_factor` and `high_freq_factor` turns (Llama 3.1 release notes). "longrope"
+        divides each by a factor of its own: `short_factor`, or `long_factor` where the engine's longest request is
+        longer than the original context (Ding et al. 2024).
+    original_max_position_embeddings: the context before scaling.
+    attention_factor: cosines and sines are multiplied by it (yarn, longrope).
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
+    rope_type: str
     original_max_position_embeddings: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of a layer: base and scaling."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionForm:
+    """What is static of a layer's attention.
+
+    scale: factor of the scores. window: keys that a query sees at most, its own included; None sees all before it.
+    softcap: scores become `softcap * tanh(score / softcap)`. norm_eps: of query and key norms.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    norm_eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder. Field names are those of the checkpoint's config.json."""
+    """Shape and flags of a decoder. Field names are those of the checkpoint's config.json where it has one.
+
+    max_position_embeddings: positions a request may have, rope scaling included.
+    rms_norm_eps: of every norm. hidden_act: "silu" or "gelu_tanh", of the gate.
+    layer_types: "full_attention" or "sliding_attention" of each layer; empty is full.
+    sliding_window: keys that a query of a sliding layer sees, None all.
+    partial_rotary_factor: part of each head that is rotated, the first dimensions in the checkpoint.
+    rope_interleaved: the checkpoint's rotary pairs are neighbours, not half a head apart.
+    rope_local_base_freq: base, without scaling, of the sliding layers; None: theirs is that of the others.
+    no_rope_layers: indices of the layers without rotary embedding.
+    attention_multiplier: scale of the scores; None is `head_dim ** -0.5`.
+    qk_norm: "head" normalises every query and key head, "all" the heads of a token together.
+    attention_sinks: every query head has one more logit in its softmax, of no value.
+    qkv_bias, output_bias, mlp_bias: on q, k and v; on the attention's output; on gate, up and down.
+    pre_norm, post_norm: norms before and behind attention and MLP.
+    layer_norm: norms subtract the mean. use_parallel_residual: attention and MLP read the same normed input.
+    embedding_multiplier, residual_multiplier, logit_scale: of embeddings, of what a layer adds, of the logits.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -31,9 +86,31 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
+    hidden_act: Literal["silu", "gelu_tanh"] = "silu"
+    tie_word_embeddings: bool = False
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    rope_local_base_freq: float | None = None
+    no_rope_layers: tuple[int, ...] = ()
+    attention_multiplier: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    qk_norm: str | None = None
+    attention_sinks: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    layer_norm: bool = False
+    use_parallel_residual: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -41,8 +118,14 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embedding, not {self.head_dim}")
+        if self.head_dim % 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"head_dim and its rotary part must be even, not {self.head_dim} and {self.rotary_dim}"
+            )
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types must name {self.num_hidden_layers} layers, not {len(self.layer_types)}"
+            )
 
     @property
     def query_groups(self) -> int:
@@ -53,3 +136,43 @@ class ModelConfig:
     def qkv_features(self) -> int:
         """Rows of the fused q/k/v projection."""
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def layer_type(self, index: int) -> str:
+        return self.layer_types[index] if self.layer_types else FULL
+
+    def attention(self, index: int) -> AttentionForm:
+        """How layer `index` attends."""
+        scale = self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+        return AttentionForm(
+            scale=scale,
+            window=self.sliding_window if self.layer_type(index) == SLIDING else None,
+            softcap=self.attn_logit_softcapping,
+            norm_eps=self.rms_norm_eps,
+        )
+
+    def rope(self, index: int) -> Rope | None:
+        """Rotary embedding of layer `index`, None where it has none."""
+        if index in self.no_rope_layers:
+            return None
+        if self.rope_local_base_freq is not None and self.layer_type(index) == SLIDING:
+            return Rope(self.rope_local_base_freq, None)
+        return Rope(self.rope_theta, self.rope_scaling)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The K distinct rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(self.rope(index) for index in range(self.num_hidden_layers)))
+
+    def rope_index(self, index: int) -> int:
+        """Which of `ropes` layer `index` uses."""
+        return self.ropes.index(self.rope(index))
+
+    def within(self, context_length: int) -> ModelConfig:
+        """The same model for requests of at most `context_length`: a window that reaches over all of it is none."""
+        reaches = self.sliding_window is not None and self.sliding_window >= context_length
+        return replace(self, sliding_window=None) if reaches else self

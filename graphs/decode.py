@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from graphs.adjust import Context
-from graphs.attention import KVCache
+from graphs.attention import AttentionWeights, KVCache
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT
 from graphs.rows import Rows, Tables, pack_samples, remaining_after
@@ -29,21 +29,23 @@ def decode_step(
 
     Static: `spec`; `key_length`, the bucket of keys attended to, every live row's length is below it;
     `processed_logprobs`, see `sample`.
-    `rope [S, 2, Dh/2]`; `scheduled bool [B]`: rows the plan names. A row is live when it is scheduled and still has
-    tokens to sample; other rows write nothing and keep their state.
+    `rope [K, S, 2, Dh/2]`, see `graphs.rope`; `scheduled bool [B]`: rows the plan names. A row is live when it is
+    scheduled and still has tokens to sample; other rows write nothing and keep their state.
     Returns cache, rows, the packed samples `[2, B]` (token -1 where the row was not live), and the most likely tokens
     as `graphs.logprobs.logprobs` packs them.
     """
     live = scheduled & (rows.remaining > 0)
     model = spec.merge(weights)
-    angles = rope[rows.length]  # [B, 2, Dh/2]
+    angles = rope[:, rows.length]  # [K, B, 2, Dh/2]
     updated: KVCache = list(cache)
 
-    def attend(index: int, qkv: jax.Array) -> jax.Array:
+    def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
         updated[index], out = spec.attention.attend_decode(
             cache[index],
             qkv,
-            rope=angles,
+            form=spec.config.attention(index),
+            weights=own,
+            rope=angles[spec.config.rope_index(index)],
             length=rows.length,
             live=live,
             key_length=key_length,

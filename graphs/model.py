@@ -12,34 +12,106 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
 
-from graphs.attention import Attention
+from graphs.attention import Attention, AttentionWeights
 from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
+from graphs.layers import centred, rms_norm
 from graphs.projection import Norm, Products
 
-# (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated) -> [N, H Dh]
-Attend = Callable[[int, jax.Array], jax.Array]
-
+# (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
+Attend = Callable[[int, jax.Array, AttentionWeights], jax.Array]
 
 _XLA_ATTENTION = XlaAttention()
 
 
 class Layer(nnx.Module):
-    """Parameters of one pre-norm transformer layer; linear weights are `[out, in]`."""
+    """Parameters of one transformer layer, as many as the configuration asks for; linear weights are `[out, in]`."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        c = config
-        self.input_norm = _ones(c.hidden_size)
-        self.qkv = _zeros((c.qkv_features, c.hidden_size), dtype)
-        self.output = _zeros((c.hidden_size, c.num_attention_heads * c.head_dim), dtype)
-        self.post_attention_norm = _ones(c.hidden_size)
-        self.gate_up = _zeros((2 * c.intermediate_size, c.hidden_size), dtype)
-        self.down = _zeros((c.hidden_size, c.intermediate_size), dtype)
+        c = self.config = config
+        d, heads = c.hidden_size, c.num_attention_heads * c.head_dim
+        if c.pre_norm:
+            self.input_norm = _ones(d)
+        self.qkv = _zeros((c.qkv_features, d), dtype)
+        if c.qkv_bias:
+            self.qkv_bias = _zeros((c.qkv_features,))
+        if c.qk_norm is not None:
+            whole = c.qk_norm == "all"
+            self.q_norm = _ones(heads if whole else c.head_dim)
+            self.k_norm = _ones(c.num_key_value_heads * c.head_dim if whole else c.head_dim)
+        if c.attention_sinks:
+            self.sinks = _zeros((c.num_attention_heads,))
+        self.output = _zeros((d, heads), dtype)
+        if c.output_bias:
+            self.output_bias = _zeros((d,))
+        if c.post_norm:
+            self.post_attention_norm = _ones(d)
+        if c.pre_norm and not c.use_parallel_residual:
+            self.pre_feedforward_norm = _ones(d)
+        self.gate_up = _zeros((2 * c.intermediate_size, d), dtype)
+        self.down = _zeros((d, c.intermediate_size), dtype)
+        if c.mlp_bias:
+            self.gate_up_bias = _zeros((2 * c.intermediate_size,))
+            self.down_bias = _zeros((d,))
+        if c.post_norm:
+            self.post_feedforward_norm = _ones(d)
+
+    def __call__(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        """The residual stream `[N, D]` behind this layer."""
+        c = self.config
+        source = centred(x) if c.layer_norm else x
+        qkv = products.linear(
+            self.qkv[...], source, norm=self._norm("input_norm"), bias=self._own("qkv_bias")
+        )
+        own = AttentionWeights(sinks=self._own("sinks"))
+        if c.qk_norm == "head":
+            own = own._replace(q_norm=self._own("q_norm"), k_norm=self._own("k_norm"))
+        elif c.qk_norm == "all":
+            qkv = self._normed_whole(qkv)
+        attended = attend(index, qkv, own)
+        behind = self._added("output", attended, x, "post_attention_norm", products)
+        norm = self._norm("input_norm")
+        if not c.use_parallel_residual:
+            source = centred(behind) if c.layer_norm else behind
+            norm = self._norm("pre_feedforward_norm")
+        hidden = products.gated(
+            self.gate_up[...], source, norm=norm, activation=c.hidden_act, bias=self._own("gate_up_bias")
+        )
+        return self._added("down", hidden, behind, "post_feedforward_norm", products)
+
+    def _added(
+        self, name: str, x: jax.Array, residual: jax.Array, norm: str, products: Products
+    ) -> jax.Array:
+        """`residual` plus the product of the weight `name` with x, normed and scaled where the model does so."""
+        weight, bias, post = self._own(name), self._own(f"{name}_bias"), self._norm(norm)
+        assert weight is not None
+        if post is None and self.config.residual_multiplier == 1:
+            return products.linear(weight, x, bias=bias, residual=residual)
+        out = products.linear(weight, x, bias=bias)
+        out = out if post is None else rms_norm(out, *post)
+        return residual + self.config.residual_multiplier * out
+
+    def _normed_whole(self, qkv: jax.Array) -> jax.Array:
+        """Queries of all heads normalised together, and keys (OLMo 2)."""
+        q_norm, k_norm, eps = self.q_norm[...], self.k_norm[...], self.config.rms_norm_eps
+        q, k, v = jnp.split(qkv, [len(q_norm), len(q_norm) + len(k_norm)], axis=1)
+        return jnp.concatenate([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], axis=1)
+
+    def _own(self, name: str) -> jax.Array | None:
+        """The parameter `name` if this model has it."""
+        parameter = getattr(self, name, None)
+        return None if parameter is None else parameter[...]
+
+    def _norm(self, name: str) -> Norm | None:
+        weight = self._own(name)
+        return None if weight is None else Norm(weight, self.config.rms_norm_eps)
 
 
 class Decoder(nnx.Module):
-    """A Llama-family decoder. Residual stream and norms are float32; products run in the weights' dtype."""
+    """A decoder. Residual stream and norms are float32; products run in the weights' dtype."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config = config
@@ -56,23 +128,30 @@ class Decoder(nnx.Module):
         returns the attention output.
         `products` is the form that suits the graph.
         """
-        eps = self.config.rms_norm_eps
-        x = self.embed[...][tokens].astype(jnp.float32)  # [N, D]
+        embed = self.embed[...]
+        x = embed[tokens].astype(jnp.float32)  # [N, D]
+        if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
+            x = x * jnp.asarray(self.config.embedding_multiplier, embed.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.layers):
-            before = Norm(layer.input_norm[...], eps), Norm(layer.post_attention_norm[...], eps)
-            attended = attend(index, products.linear(layer.qkv[...], x, norm=before[0]))
-            x = products.linear(layer.output[...], attended, residual=x)
-            hidden = products.gated(layer.gate_up[...], x, norm=before[1])
-            x = products.linear(layer.down[...], hidden, residual=x)
+            x = layer(index, x, attend, products)
         return x
 
     def logits(self, x: jax.Array, products: Products) -> jax.Array:
         """Vocabulary-major logits of the residual stream `[N, D]`: float32 `[V, N]`."""
-        head = self.embed if self.config.tie_word_embeddings else self.head
-        return products.head(head[...], Norm(self.final_norm[...], self.config.rms_norm_eps), x)
+        c = self.config
+        head = self.embed if c.tie_word_embeddings else self.head
+        x = centred(x) if c.layer_norm else x
+        logits = products.head(head[...], Norm(self.final_norm[...], c.rms_norm_eps), x)
+        if c.logit_scale != 1:
+            logits = logits * c.logit_scale
+        if c.final_logit_softcapping is not None:
+            flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
+            capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
+            logits = capped.reshape(logits.shape)
+        return logits
 
 
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> nnx.Param[jax.Array]:
     return nnx.Param(jnp.zeros(shape, dtype))
 
 

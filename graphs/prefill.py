@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from graphs.adjust import Context
-from graphs.attention import KVCache
+from graphs.attention import AttentionWeights, KVCache
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
 from graphs.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
@@ -63,15 +63,17 @@ def prefill_chunk(
     count, width = lanes.tokens.shape
     model = spec.merge(weights)
     updated: KVCache = list(cache)
-    position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[0] - 1)
-    angles = rope[position]  # [P, T, 2, Dh/2]
+    position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
+    angles = rope[:, position]  # [K, P, T, 2, Dh/2]
     fresh = (lanes.count > 0) & (lanes.start == 0)
 
-    def attend(index: int, qkv: jax.Array) -> jax.Array:
+    def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
         updated[index], out = spec.attention.attend_prefill(
             spec.attention.clear_values(cache[index], lanes.slot, fresh),
             qkv,
-            rope=angles,
+            form=spec.config.attention(index),
+            weights=own,
+            rope=angles[spec.config.rope_index(index)],
             slot=lanes.slot,
             start=lanes.start,
             count=lanes.count,

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.attention import KVCache, LayerCache
-from graphs.layers import rope_table
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
+from graphs.rope import rope_tables
 from graphs.rows import make_rows, make_sampling_rows, make_tables
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
@@ -91,7 +91,7 @@ class Prefill:
 
     def __init__(self, batch: int) -> None:
         self._weights = jax.device_put(SPEC.flatten(random_weights(SMOLLM2_135M, dtype="bfloat16")))
-        self._rope = jax.device_put(rope_table(SMOLLM2_135M, POSITIONS))
+        self._rope = jax.device_put(rope_tables(SMOLLM2_135M, POSITIONS))
         self._rows = make_rows(batch, MAX_STOP_TOKEN_IDS, POSITIONS)
         self._tables = jax.device_put(make_tables(batch, SMOLLM2_135M.vocab_size))
         step = functools.partial(prefill_chunk, SPEC, 256, 8)

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier as barrier
 
 from graphs import attention_xla
-from graphs.attention import KVCache, LayerCache
+from graphs.attention import AttentionWeights, KVCache, LayerCache
 from graphs.decode import decode_step
-from graphs.layers import apply_rope, rope_table, split_heads
+from graphs.layers import apply_rope, split_heads
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT, feature_major
+from graphs.rope import rope_tables
 from graphs.rows import make_rows, make_tables
 from graphs.vocabulary import argmax
 from spikes.timing import Times, describe_machine, interleave, markdown_table
@@ -55,21 +56,31 @@ def _hidden(
     """The decoder's hidden states `[B, D]` with an attention of our choice."""
     rows, cache = arrays["rows"], list(arrays["cache"])
     model = SPEC.merge(arrays["weights"])
-    angles = arrays["rope"][rows.length]
+    angles = arrays["rope"][0, rows.length]
     hidden = model.hidden(rows.token, functools.partial(attend, cache, angles), WEIGHT_LEFT)
     return cache, hidden
 
 
-def _attend(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> jax.Array:
+def _attend(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
     live = jnp.ones(qkv.shape[0], bool)
     length = jnp.full(qkv.shape[0], LENGTH, jnp.int32)
     cache[index], out = SPEC.attention.attend_decode(
-        cache[index], qkv, rope=rope, length=length, live=live, key_length=KEYS, compute_dtype=SPEC.dtype
+        cache[index],
+        qkv,
+        form=CONFIG.attention(index),
+        weights=own,
+        rope=rope,
+        length=length,
+        live=live,
+        key_length=KEYS,
+        compute_dtype=SPEC.dtype,
     )
     return out
 
 
-def _write_only(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> jax.Array:
+def _write_only(
+    cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array, own: AttentionWeights
+) -> jax.Array:
     q, k, v = _rotated(qkv, rope)
     row, length = jnp.arange(q.shape[0]), jnp.full(q.shape[0], LENGTH, jnp.int32)
 
@@ -80,7 +91,7 @@ def _write_only(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> 
     return q.reshape(q.shape[0], -1)
 
 
-def _nothing(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array) -> jax.Array:
+def _nothing(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
     q, k, v = _rotated(qkv, rope)
     return (q + jnp.tile(k + v, (1, CONFIG.query_groups, 1))).reshape(q.shape[0], -1)
 
@@ -158,7 +169,7 @@ class Device:
         idle = make_rows(batch, MAX_STOP_TOKEN_IDS, KEYS)
         self.arrays: Arrays = {
             "weights": jax.device_put(SPEC.flatten(random_weights(CONFIG, dtype="bfloat16"))),
-            "rope": jax.device_put(rope_table(CONFIG, KEYS)),
+            "rope": jax.device_put(rope_tables(CONFIG, KEYS)),
             "rows": dataclasses.replace(
                 idle,
                 token=jnp.arange(batch, dtype=jnp.int32),

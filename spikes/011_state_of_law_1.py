@@ -25,10 +25,12 @@ from jax import lax
 
 from graphs import attention_xla, layers, logprobs, projection, vocabulary
 from graphs import decode as decode_graph
-from graphs.attention import LayerCache
-from graphs.layers import rms_norm, rope_table
+from graphs.attention import AttentionWeights, LayerCache
+from graphs.config import AttentionForm
+from graphs.layers import rms_norm
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, feature_major
+from graphs.rope import rope_tables
 from graphs.sums import sum_last
 from spikes.timing import (
     SMOLLM2_135M,
@@ -47,7 +49,9 @@ options = arguments.parse_known_args()[0]
 
 POOL, BASE = 192, 16  # rows; rows per call that the others are held against
 COUNTS = (1, 2, 4, 8, 12, 24, 32, 48, 64)
-attention = choose_attention(options.attention or ("xla" if jax.default_backend() == "cpu" else "auto"))
+attention = choose_attention(
+    options.attention or ("xla" if jax.default_backend() == "cpu" else "auto"), SMOLLM2_135M
+)
 rng = np.random.default_rng(11)
 printed: list[str] = []
 
@@ -200,11 +204,17 @@ FEW, POSITIONS, WIDTH, LANES = 64, 512, 16, (1, 2, 8, 16)
 small = dataclasses.replace(SMOLLM2_135M, max_position_embeddings=POSITIONS)
 
 
+def form_of(rope: jax.Array) -> AttentionForm:
+    return AttentionForm(scale=(2 * rope.shape[-1]) ** -0.5, window=None, softcap=None, norm_eps=1e-5)
+
+
 def decode_form(dtype: str, row_axis: int) -> Form:
     def form(qkv: jax.Array, rope: jax.Array, length: jax.Array, layer: LayerCache) -> jax.Array:
         _, out = attention.attend_decode(
             layer,
             qkv,
+            form=form_of(rope),
+            weights=AttentionWeights(),
             rope=rope,
             length=length,
             live=jnp.ones(len(qkv), bool),
@@ -225,6 +235,8 @@ def prefill_form(dtype: str, row_axis: int) -> Form:
         _, out = attention.attend_prefill(
             layer,
             tokens.reshape(lanes * WIDTH, -1),
+            form=form_of(rope),
+            weights=AttentionWeights(),
             rope=jnp.broadcast_to(rope[:, None], (lanes, WIDTH, *rope.shape[1:])),
             slot=jnp.arange(lanes, dtype=jnp.int32),
             start=length,
@@ -244,7 +256,7 @@ for name, (heads, kv_heads, head_dim) in HEADS.items():
     )
     length = rng.integers(1, 400, FEW).astype(np.int32)
     qkv = rng.standard_normal((FEW, (heads + 2 * kv_heads) * head_dim)).astype(np.float32)
-    rope = rope_table(config, POSITIONS)[length]
+    rope = rope_tables(config, POSITIONS)[0, length]
     for dtype in TYPES:
         stored = rng.standard_normal((2, FEW, kv_heads, POSITIONS, head_dim)).astype(
             np.dtype(jnp.dtype(dtype))

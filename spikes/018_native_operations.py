@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from graphs.attention import AttentionWeights
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
 from graphs.model import ModelSpec
@@ -112,10 +113,12 @@ def layers(
 ) -> Any:
     updated = list(cache)
 
-    def attend(index: int, qkv: jax.Array) -> jax.Array:
+    def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
         updated[index], out = spec.attention.attend_prefill(
             cache[index],
             qkv,
+            form=spec.config.attention(index),
+            weights=own,
             rope=rope,
             slot=slot,
             start=start,

@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 
 from graphs import attention_gpu, sampling
-from graphs.attention import KEY_BLOCK, LayerCache
+from graphs.attention import KEY_BLOCK, AttentionWeights, LayerCache
 from graphs.attention_xla import XlaAttention
-from graphs.layers import rope_table
 from graphs.projection import ROWS_LEFT, WEIGHT_LEFT
+from graphs.rope import rope_tables
 from graphs.rows import make_rows
 from spikes.gpu_scale import Scale, milliseconds, read_gigabytes_per_second, timed
 
@@ -54,11 +54,12 @@ def attention(scale: Scale) -> list[Table]:
         (layer,) = backend.make_cache(one, rows, positions, jnp.dtype(jnp.bfloat16))
         length = np.linspace(longest // 2, longest - 1, rows).astype(np.int32)
         qkv = jnp.ones((rows, width), jnp.float32)
-        angles = jnp.asarray(rope_table(config, positions))[length]
+        angles = jnp.asarray(rope_tables(config, positions)[0])[length]
 
         def attend(layer: LayerCache, qkv: jax.Array) -> tuple[LayerCache, jax.Array]:
             return backend.attend_decode(
-                layer, qkv, rope=angles, length=jnp.asarray(length), live=jnp.ones(rows, bool),
+                layer, qkv, form=config.attention(0), weights=AttentionWeights(), rope=angles,
+                length=jnp.asarray(length), live=jnp.ones(rows, bool),
                 key_length=positions, compute_dtype=jnp.dtype(jnp.bfloat16),
             )  # fmt: skip
 

@@ -21,8 +21,8 @@ from graphs.attention_gpu import GpuAttention
 from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
-from graphs.layers import rope_table
 from graphs.model import ModelSpec
+from graphs.rope import rope_tables
 from graphs.rows import make_tables
 from spikes.timing import SMOLLM2_135M, busy_rows
 
@@ -147,7 +147,7 @@ class Programs:
         self.weights = weights
         self.cache = spec.attention.make_cache(spec.config, rows, positions, spec.dtype)
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
-        self.rope = jax.device_put(rope_table(spec.config, positions))
+        self.rope = jax.device_put(rope_tables(spec.config, positions))
         self.rows = busy_rows(spec.config, rows, length)
         self.scheduled = jnp.asarray(np.arange(rows) % (rows // live) == 0)
         self.tables = jax.device_put(make_tables(rows, spec.config.vocab_size))

@@ -21,9 +21,10 @@ from graphs import decode, sums
 from graphs.attention import KEY_BLOCK, LayerCache
 from graphs.attention_xla import XlaAttention
 from graphs.decode import decode_step
-from graphs.layers import apply_rope, rope_table, split_heads
+from graphs.layers import apply_rope, split_heads
 from graphs.prefill import Lanes, prefill_chunk
 from graphs.projection import ROWS_LEFT
+from graphs.rope import rope_tables
 from graphs.rows import make_rows, make_tables
 from spikes.gpu_kernels import Table
 from spikes.gpu_scale import (
@@ -160,7 +161,7 @@ def prefill(scale: Scale) -> list[Table]:
     """One prefill call of few layers, first chunks and chunks behind a long prefix."""
     spec = spec_of(scale.shallow, scale.attention)
     weights = device_weights(spec)
-    rope = jax.device_put(rope_table(spec.config, scale.positions))
+    rope = jax.device_put(rope_tables(spec.config, scale.positions))
     layers, _ = model_bytes(dataclasses.replace(scale.shallow, vocab_size=0), 0, 0)
     table = []
     for lanes, tokens in scale.chunks:

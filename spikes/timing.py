@@ -27,9 +27,9 @@ from graphs.attention import KVCache
 from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
-from graphs.layers import rope_table
 from graphs.logprobs import token_logprob
 from graphs.model import ModelSpec
+from graphs.rope import rope_tables
 from graphs.rows import Rows, SamplingRows, make_rows, make_tables
 from graphs.vocabulary import argmax
 from xla_engine.bench import models
@@ -148,7 +148,7 @@ class DecodeStep:
             spec.config, rows, positions, cache_dtype or spec.dtype
         )
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
-        self.rope = jax.device_put(rope_table(spec.config, positions))
+        self.rope = jax.device_put(rope_tables(spec.config, positions))
         self.rows = busy_rows(spec.config, rows, length)
         self.scheduled = jnp.ones(rows, bool)
         self.tables = jax.device_put(make_tables(rows, spec.config.vocab_size))

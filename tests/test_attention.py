@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.attention import Attention, LayerCache
+from graphs.attention import Attention, AttentionWeights, LayerCache
 from graphs.attention_gpu import GpuAttention
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
-from graphs.layers import rope_table
+from graphs.config import AttentionForm
 from graphs.model import ModelSpec
+from graphs.rope import rope_tables
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.backends import choose_attention
 from xla_engine.config import EngineConfig
@@ -29,7 +30,7 @@ from xla_engine.verify import verify
 
 INTERPRET = jax.default_backend() != "gpu"
 BACKENDS: list[Attention] = [XlaAttention(), GpuAttention(interpret=INTERPRET)]
-if isinstance(native := choose_attention("auto"), NativeAttention):
+if isinstance(native := choose_attention("auto", TINY), NativeAttention):
     BACKENDS.append(native)
 POSITIONS = 512
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -56,7 +57,7 @@ class Case:
         self.start = np.array([240, 264, 9], np.int32)
         self.count = np.array([24, 19, 0], np.int32)
         model = replace(TINY, head_dim=self.head_dim)
-        self.rope = jnp.asarray(rope_table(model, POSITIONS))
+        self.rope = jnp.asarray(rope_tables(model, POSITIONS)[0])
 
     def decode(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         """Cache `[B, KV, S, Dh]` and result `[B, H Dh]` of a decode call; `changes` replace attributes."""
@@ -97,7 +98,7 @@ def _decode(
     backend: Attention, dtype: Any, layer: LayerCache, qkv: Any, rope: Any, length: Any, live: Any
 ) -> Any:
     return backend.attend_decode(
-        layer, qkv, rope=rope[length], length=length, live=live, key_length=POSITIONS, compute_dtype=dtype
+        layer, qkv, **plain(rope[length]), length=length, live=live, key_length=POSITIONS, compute_dtype=dtype
     )
 
 
@@ -116,13 +117,19 @@ def _prefill(
     return backend.attend_prefill(
         layer,
         chunks.reshape(-1, chunks.shape[2]),
-        rope=angles,
+        **plain(angles),
         slot=slot,
         start=start,
         count=count,
         key_length=POSITIONS,
         compute_dtype=dtype,
     )
+
+
+def plain(rope: Any) -> dict[str, Any]:
+    """Attention as in a Llama."""
+    form = AttentionForm(scale=(2 * rope.shape[-1]) ** -0.5, window=None, softcap=None, norm_eps=1e-5)
+    return {"rope": rope, "form": form, "weights": AttentionWeights()}
 
 
 def _stored(backend: Attention, cache: tuple[np.ndarray, np.ndarray]) -> LayerCache:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.attention import LayerCache
+from graphs.attention import AttentionWeights, LayerCache
 from graphs.attention_native import NativeAttention
+from graphs.config import AttentionForm
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine import native
 from xla_engine.backends import choose_attention
@@ -109,7 +110,7 @@ def _decode(
     def call(layer: LayerCache, *args: Any) -> Any:
         qkv, rope, length, live = args
         rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
-        return attention.attend_decode(layer, qkv, rope=rope, length=length, live=live, **rest)
+        return attention.attend_decode(layer, qkv, **plain(rope), length=length, live=live, **rest)
 
     return jax.jit(call, donate_argnums=0)(cache, qkv, rope, length, live)
 
@@ -117,9 +118,17 @@ def _decode(
 def _prefill(attention: NativeAttention, cache: LayerCache, *args: Any) -> Any:
     def call(layer: LayerCache, qkv: Any, rope: Any, slot: Any, start: Any, count: Any) -> Any:
         rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
-        return attention.attend_prefill(layer, qkv, rope=rope, slot=slot, start=start, count=count, **rest)
+        return attention.attend_prefill(
+            layer, qkv, **plain(rope), slot=slot, start=start, count=count, **rest
+        )
 
     return jax.jit(call, donate_argnums=0)(cache, *args)
+
+
+def plain(rope: Any) -> dict[str, Any]:
+    """Attention as in a Llama."""
+    form = AttentionForm(scale=(2 * rope.shape[-1]) ** -0.5, window=None, softcap=None, norm_eps=1e-5)
+    return {"rope": rope, "form": form, "weights": AttentionWeights()}
 
 
 def angles(position: Array, head_dim: int) -> Array:
@@ -219,7 +228,7 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
 ) -> None:
     native.register.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert choose_attention("auto").name == "xla"
+    assert choose_attention("auto", TINY).name == "xla"
     (record,) = caplog.records
     assert "no-such-compiler" in record.getMessage() and "CXX" in record.getMessage()
     with pytest.raises(ConfigError, match=r"no-such-compiler.*use 'xla'"):

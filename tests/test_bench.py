@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs.config import ModelConfig
+from graphs.model import parameter_shapes
 from tests.conftest import TINY
 from xla_engine.bench import limits
 from xla_engine.bench.card import card, markdown_table
@@ -21,7 +22,7 @@ from xla_engine.bench.judge import NEAR_TIE, verdict, void_reason
 from xla_engine.bench.models import SHAPES, find_model, write_once
 from xla_engine.bench.plot import lines_of, plot
 from xla_engine.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
-from xla_engine.checkpoint import load_checkpoint, tensor_sources
+from xla_engine.checkpoint import load_checkpoint
 from xla_engine.errors import ConfigError
 
 # -- workloads -----------------------------------------------------------------------------------------------
@@ -126,9 +127,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 def test_weights_are_counted_as_in_the_checkpoint() -> None:
     for config in (TINY, *SHAPES.values()):
         matrices = {
-            leaf: sum(shape[0] * shape[1] for _, shape in stacked)
-            for leaf, stacked in tensor_sources(config).items()
-            if all(len(shape) == 2 for _, shape in stacked)
+            leaf: shape[0] * shape[1] for leaf, shape in parameter_shapes(config).items() if len(shape) == 2
         }
         if not config.tie_word_embeddings:
             del matrices["embed"]  # looked up, not multiplied with

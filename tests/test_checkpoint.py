@@ -24,8 +24,9 @@ from safetensors.numpy import save_file
 import xla_engine.safetensors_index as safetensors_index
 from graphs.config import ModelConfig, RopeScaling
 from graphs.model import parameter_shapes
-from xla_engine.checkpoint import load_checkpoint, random_weights, read_config, tensor_sources
+from xla_engine.checkpoint import load_checkpoint, random_weights, read_config
 from xla_engine.errors import CheckpointError, ConfigError
+from xla_engine.families import LLAMA, tensor_sources
 
 GOLDEN = Path(__file__).parent / "golden"
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -52,7 +53,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LLAMA3_SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
 )
 
 Tensors = dict[str, np.ndarray]
@@ -168,8 +173,8 @@ def test_fused_leaves_hold_their_parts_in_order(make_model: MakeModel) -> None:
         np.testing.assert_array_equal(weights[f"layers.{i}.qkv"], np.concatenate([q, k, v]))
         gate, up = (tensors[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up"))
         np.testing.assert_array_equal(weights[f"layers.{i}.gate_up"], np.concatenate([gate, up]))
-    names = {name for stacked in tensor_sources(read_config_of(CONFIG)).values() for name, _ in stacked}
-    assert names == tensors.keys()
+    sources = tensor_sources(read_config_of(CONFIG), LLAMA).values()
+    assert {source.name for stacked in sources for source in stacked} == tensors.keys()
     for leaf, name in {
         "embed": "model.embed_tokens.weight",
         "head": "lm_head.weight",
@@ -177,7 +182,7 @@ def test_fused_leaves_hold_their_parts_in_order(make_model: MakeModel) -> None:
         "layers.1.output": "model.layers.1.self_attn.o_proj.weight",
         "layers.1.down": "model.layers.1.mlp.down_proj.weight",
         "layers.0.input_norm": "model.layers.0.input_layernorm.weight",
-        "layers.0.post_attention_norm": "model.layers.0.post_attention_layernorm.weight",
+        "layers.0.pre_feedforward_norm": "model.layers.0.post_attention_layernorm.weight",
     }.items():
         np.testing.assert_array_equal(weights[leaf], tensors[name])
 
@@ -373,9 +378,11 @@ def test_rope_fields_of_old_and_new_files(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling.type", "linear", "llama3"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type", "dynamic"]),
-        ({"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters.rope_type", "yarn"]),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, ["rope_scaling.type", "mrope", "llama3"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "beta_fast": 2.0}}, ["beta_fast", "dynamic"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["original_max", "missing"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "missing"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["original_max", "missing"]),
         ({"rope_parameters": {"rope_type": ["llama3"]}}, ["rope_parameters.rope_type"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
         ({"rope_parameters": {"factor": 2.0}}, ["factor", "default"]),
@@ -408,16 +415,12 @@ def test_other_rope_fields_are_refused_by_name(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"attention_bias": True},
-        {"mlp_bias": True},
-        {"hidden_act": "gelu"},
         {"pretraining_tp": 2},
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         {"sliding_window": 4096},
         {"use_sliding_window": True},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"layer_types": "full_attention"},
-        {"partial_rotary_factor": 0.5},
         {"rope_interleaved": True},
         {"no_rope_layers": [1, 0]},
         {"final_logit_softcapping": 30.0},
@@ -450,7 +453,7 @@ def test_values_that_mean_plain_llama_are_accepted(make_model: MakeModel) -> Non
 @pytest.mark.parametrize(
     "fields",
     [
-        {"architectures": ["Qwen2ForCausalLM"]},
+        {"architectures": ["FalconForCausalLM"]},
         {"architectures": ["LlamaForCausalLM", "Other"]},
         {"architectures": []},
         {"architectures": None},
@@ -501,6 +504,8 @@ def test_required_sizes_are_named_when_missing(make_model: MakeModel, name: str)
         ({"num_attention_heads": 3}, ["hidden_size", "num_attention_heads", "head_dim"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "multiple"]),
         ({"head_dim": 5}, ["head_dim", "even"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
         ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps"]),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings"]),

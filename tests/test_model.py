@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.config import ModelConfig, RopeScaling
-from graphs.layers import apply_rope, inverse_frequencies, rms_norm, rope_table
+from graphs.config import Rope, RopeScaling
+from graphs.layers import apply_rope, rms_norm
 from graphs.model import ModelSpec, parameter_shapes
 from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, feature_major
+from graphs.rope import inverse_frequencies, rope_tables
 from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.reference import Reference
@@ -30,13 +31,13 @@ def test_rms_norm() -> None:
 
 def test_rope_rotates_pairs_by_position() -> None:
     """Half-split pairs (i, i + Dh/2) turn by position times frequency; norms and position 0 are kept."""
-    table = rope_table(TINY, 32)
+    (table,) = rope_tables(TINY, 32)
     x = np.random.default_rng(1).standard_normal((32, 2, TINY.head_dim)).astype(np.float32)
     turned = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(table)))
     np.testing.assert_array_equal(turned[0], x[0])
     half = TINY.head_dim // 2
     pairs = x[..., :half] + 1j * x[..., half:]
-    angle = np.arange(32)[:, None] * inverse_frequencies(TINY)
+    angle = np.arange(32)[:, None] * inverse_frequencies(Rope(10000.0, None), TINY.head_dim, 32)
     expected = pairs * np.exp(1j * angle)[:, None]
     np.testing.assert_allclose(turned[..., :half], expected.real, atol=1e-5)
     np.testing.assert_allclose(turned[..., half:], expected.imag, atol=1e-5)
@@ -44,11 +45,13 @@ def test_rope_rotates_pairs_by_position() -> None:
 
 def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths() -> None:
     scaling = RopeScaling(
-        factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=128
+        rope_type="llama3",
+        factor=8,
+        low_freq_factor=1,
+        high_freq_factor=4,
+        original_max_position_embeddings=128,
     )
-    plain = ModelConfig(**{**_fields(TINY), "head_dim": 64})
-    scaled = ModelConfig(**{**_fields(plain), "rope_scaling": scaling})
-    before, after = inverse_frequencies(plain), inverse_frequencies(scaled)
+    before, after = (inverse_frequencies(Rope(10000.0, each), 64, 512) for each in (None, scaling))
     wavelength = 2 * np.pi / before
     np.testing.assert_allclose(after[wavelength < 128 / 4], before[wavelength < 128 / 4])
     np.testing.assert_allclose(after[wavelength > 128], before[wavelength > 128] / 8, rtol=1e-6)
@@ -112,7 +115,3 @@ def test_engine_agrees_with_the_cacheless_forward_pass(make_engine: Callable[...
         logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         expected = logprobs[np.arange(12), list(completion.token_ids)]
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
-
-
-def _fields(config: ModelConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in ModelConfig.__slots__}

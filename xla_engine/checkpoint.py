@@ -1,6 +1,6 @@
 """A Hugging Face directory becomes named leaves in one dtype, read when they are asked for; or random leaves do.
 
-Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; norm weights are always float32.
+Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; vectors (norms, biases) are always float32.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from graphs.config import ModelConfig
-from xla_engine.checkpoint_config import model_directory, read_config, read_special_tokens
+from graphs.model import parameter_shapes
+from xla_engine.checkpoint_config import model_directory, read_config, read_model, read_special_tokens
 from xla_engine.errors import CheckpointError, ConfigError
+from xla_engine.families import tensor_sources
 from xla_engine.safetensors_index import WeightFiles, open_weight_files
-from xla_engine.weights import DTYPES, Array, Source, StoredWeights, stacked_shape
+from xla_engine.weights import DTYPES, Array, Sources, StoredWeights
 
-__all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config", "tensor_sources"]
+__all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config"]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _STORED_DTYPES = ("F32", "F16", "BF16")
@@ -33,7 +35,7 @@ class Checkpoint:
 
     path: the directory it came from.
     config: its shape.
-    weights: leaf name (of `graphs.model.parameter_shapes`) to array; matrices in `dtype`, norms in float32.
+    weights: leaf name (of `graphs.model.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
         Each access to a loaded checkpoint's reads the files anew and holds nothing (`StoredWeights`).
     eos_token_ids: every id that ends a text; empty if the files name none.
     bos_token_id: the id that begins a text, or None.
@@ -52,7 +54,7 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
-    """Load the Llama-family model directory `path`. It may lack a tokenizer.
+    """Load the model directory `path` of one of `xla_engine.families`. It may lack a tokenizer.
 
     dtype: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so, otherwise
     bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask for
@@ -64,9 +66,9 @@ def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
     """
     wanted = _dtype_word(dtype)
     directory = model_directory(path)
-    config = read_config(directory)
+    config, family = read_model(directory)
     special = read_special_tokens(directory, config)
-    sources = tensor_sources(config)
+    sources = tensor_sources(config, family)
     files = open_weight_files(directory)
     _check_tensors(files, sources, config)
     target = _stored_dtype(files, sources) if wanted == "auto" else wanted
@@ -74,7 +76,7 @@ def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
     return Checkpoint(
         path=directory,
         config=config,
-        weights=StoredWeights(files, sources, target),
+        weights=StoredWeights(files, sources, config, target),
         eos_token_ids=special.eos_token_ids,
         bos_token_id=special.bos_token_id,
         dtype=target,
@@ -87,49 +89,19 @@ def random_weights(
 ) -> dict[str, Array]:
     """Leaves of `config`'s shape, for tests and benchmarks. dtype as in `load_checkpoint`, auto: bfloat16.
 
-    Matrices are normal with deviation `scale`, norms 1 plus such. A leaf depends on its own name and shape
+    Matrices and biases are normal with deviation `scale`, norms 1 plus such. A leaf depends on its own name and shape
     and on the seed, not on the rest of the model.
     """
     target = DTYPES[_dtype_word("bfloat16" if dtype == "auto" else dtype)]
     weights = {}
-    for leaf, stacked in tensor_sources(config).items():
-        shape = stacked_shape(stacked)
+    for leaf, shape in parameter_shapes(config).items():
         generator = np.random.default_rng([seed, zlib.crc32(leaf.encode())])
         draw = generator.standard_normal(shape, dtype=np.float32)
         draw *= np.float32(scale)
-        weights[leaf] = draw.astype(target, copy=False) if len(shape) > 1 else draw + np.float32(1)
+        if leaf.endswith("norm"):
+            draw += np.float32(1)
+        weights[leaf] = draw.astype(target if len(shape) > 1 else np.float32, copy=False)
     return weights
-
-
-def tensor_sources(config: ModelConfig) -> dict[str, tuple[Source, ...]]:
-    """The Llama name table: leaf name to the checkpoint tensors stacked in it, top rows first."""
-    d, f = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    sources: dict[str, tuple[Source, ...]] = {
-        "embed": (("model.embed_tokens.weight", (config.vocab_size, d)),),
-        "final_norm": (("model.norm.weight", (d,)),),
-    }
-    if not config.tie_word_embeddings:
-        sources["head"] = (("lm_head.weight", (config.vocab_size, d)),)
-    for i in range(config.num_hidden_layers):
-        leaf, layer = f"layers.{i}", f"model.layers.{i}"
-        sources |= {
-            f"{leaf}.input_norm": ((f"{layer}.input_layernorm.weight", (d,)),),
-            f"{leaf}.qkv": (
-                (f"{layer}.self_attn.q_proj.weight", (queries, d)),
-                (f"{layer}.self_attn.k_proj.weight", (keys, d)),
-                (f"{layer}.self_attn.v_proj.weight", (keys, d)),
-            ),
-            f"{leaf}.output": ((f"{layer}.self_attn.o_proj.weight", (d, queries)),),
-            f"{leaf}.post_attention_norm": ((f"{layer}.post_attention_layernorm.weight", (d,)),),
-            f"{leaf}.gate_up": (
-                (f"{layer}.mlp.gate_proj.weight", (f, d)),
-                (f"{layer}.mlp.up_proj.weight", (f, d)),
-            ),
-            f"{leaf}.down": ((f"{layer}.mlp.down_proj.weight", (d, f)),),
-        }
-    return sources
 
 
 def _dtype_word(dtype: str) -> str:
@@ -138,9 +110,9 @@ def _dtype_word(dtype: str) -> str:
     return _DTYPE_WORDS[dtype]
 
 
-def _check_tensors(files: WeightFiles, sources: dict[str, tuple[Source, ...]], config: ModelConfig) -> None:
+def _check_tensors(files: WeightFiles, sources: Sources, config: ModelConfig) -> None:
     """Every expected tensor is there, with its shape and a float dtype, and no other is."""
-    expected = {name: shape for stacked in sources.values() for name, shape in stacked}
+    expected = {source.name: source.shape for stacked in sources.values() for source in stacked}
     for name, shape in expected.items():
         if name not in files.tensors:
             remedy = "Download the weights again or correct config.json"
@@ -182,6 +154,6 @@ def _check_tied_head(files: WeightFiles) -> None:
         )
 
 
-def _stored_dtype(files: WeightFiles, sources: dict[str, tuple[Source, ...]]) -> str:
-    matrices = (name for stacked in sources.values() for name, shape in stacked if len(shape) > 1)
+def _stored_dtype(files: WeightFiles, sources: Sources) -> str:
+    matrices = (source.name for stacked in sources.values() for source in stacked if len(source.shape) > 1)
     return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphs.config import ModelConfig, RopeScaling
+from graphs.config import ModelConfig
 from xla_engine.checkpoint_json import Fields
+from xla_engine.checkpoint_rope import read_rope
 from xla_engine.errors import CheckpointError
-
-ARCHITECTURES = {"LlamaForCausalLM": "llama"}  # architecture -> its model_type
+from xla_engine.families import FAMILIES, Family
 
 # Ceilings far above any real model: with them products of sizes stay below 2**63 and every table is small.
 _CEILINGS = {
@@ -27,17 +27,16 @@ _CEILINGS = {
     "max_position_embeddings": 2**31 - 1,
 }
 
-# Fields that change what a Llama computes: the values, beside null, that leave it plain; what others mean.
+# Fields that change what a decoder computes: the values, beside null, that leave it plain; what others mean. A family
+# reads some (`Family.reads`); the rest must be plain.
 _PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "attention_bias": ((False,), "biases on the attention projections"),
     "mlp_bias": ((False,), "biases on the MLP projections"),
-    "hidden_act": (("silu", "swish"), "another activation than silu"),
     "pretraining_tp": ((1,), "sliced projections; the weights are the same with 1, so set it to 1"),
     "quantization_config": ((), "quantised weights; an unquantised or dequantised copy is needed"),
     "compression_config": ((), "quantised weights; an unquantised or dequantised copy is needed"),
     "sliding_window": ((), "windowed attention"),
     "use_sliding_window": ((False,), "windowed attention"),
-    "partial_rotary_factor": ((1,), "rotary embedding of a part of each head"),
     "rope_interleaved": ((False,), "interleaved rotary pairs"),
     "no_rope_layers": (([],), "layers without rotary embedding"),
     "clip_qkv": ((), "clipped projections"),
@@ -48,10 +47,12 @@ _PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "embedding_multiplier": ((1,), "scaled embeddings"),
     "residual_multiplier": ((1,), "scaled residuals"),
     "logits_scaling": ((1,), "scaled logits"),
+    "logit_scale": ((1,), "scaled logits"),
+    "use_bidirectional_attention": ((False,), "attention to later tokens"),
 }
 
-_ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
-_LLAMA3_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+# config.json's word -> `ModelConfig.hidden_act`
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,41 +82,51 @@ def model_directory(path: Path | str) -> Path:
 def read_config(path: Path | str) -> ModelConfig:
     """The ModelConfig of the model directory `path`; weights and tokenizer need not be there.
 
-    Rope types "default" and "llama3", under `rope_scaling` (transformers 4) or `rope_parameters` (5). Fields
-    that real files leave out take transformers' defaults: head_dim, num_key_value_heads, rms_norm_eps,
-    max_position_embeddings, rope_theta, tie_word_embeddings. The others are required.
+    Fields that real files leave out take transformers' defaults: head_dim, num_key_value_heads, rms_norm_eps,
+    max_position_embeddings, tie_word_embeddings, and those of the family. The others are required.
     Raises CheckpointError naming file, field and remedy.
     """
+    return read_model(path)[0]
+
+
+def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
+    """`read_config`, and the family that names the tensors."""
     fields = Fields.of_file(model_directory(path) / "config.json")
-    _check_architecture(fields)
-    _check_plain(fields)
+    family = _family(fields)
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    fields = Fields(fields.file, {**fields.values, **family.defaults, **given})
+    _check_plain(fields, family)
     hidden_size = _size(fields, "hidden_size")
     heads = _size(fields, "num_attention_heads")
     if fields.values.get("head_dim") is None and hidden_size % heads:
         fields.fail(
             "hidden_size", f"no multiple of num_attention_heads = {heads}. Add head_dim or correct it"
         )
-    rope_theta, rope_scaling = _read_rope(fields)
+    rope = read_rope(fields, theta=family.rope_theta, rotary_part="partial_rotary_factor" in family.reads)
+    longest = _size(fields, "max_position_embeddings", default=2048)
     sizes = {
         "vocab_size": _size(fields, "vocab_size"),
         "intermediate_size": _size(fields, "intermediate_size"),
         "num_hidden_layers": _size(fields, "num_hidden_layers"),
         "num_key_value_heads": _size(fields, "num_key_value_heads", default=heads),
         "head_dim": _size(fields, "head_dim", default=hidden_size // heads),
-        "max_position_embeddings": _size(fields, "max_position_embeddings", default=2048),
+        "max_position_embeddings": max(longest, rope.limit or 0),
     }
-    rms_norm_eps = fields.number("rms_norm_eps", default=1e-6, high=1.0)
-    tied = fields.flag("tie_word_embeddings", default=False)
     try:
         return ModelConfig(
-            **sizes,
-            hidden_size=hidden_size,
-            num_attention_heads=heads,
-            rms_norm_eps=rms_norm_eps,
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            tie_word_embeddings=tied,
-        )
+            **{
+                "hidden_size": hidden_size,
+                "num_attention_heads": heads,
+                "hidden_act": _activation(fields),
+                "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
+                "rope_theta": rope.theta,
+                "rope_scaling": rope.scaling,
+                "partial_rotary_factor": rope.partial_rotary_factor,
+                "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
+                **sizes,
+                **family.flags(fields),
+            }
+        ), family
     except ValueError as error:
         raise CheckpointError(f"{fields.file}: {error}. Correct the file or download it again") from error
 
@@ -138,71 +149,40 @@ def _size(fields: Fields, name: str, default: int | None = None) -> int:
     return fields.integer(name, high=_CEILINGS[name], default=default)
 
 
-def _check_architecture(fields: Fields) -> None:
+def _family(fields: Fields) -> Family:
     names = fields.values.get("architectures")
-    remedy = f"Use a checkpoint of: {', '.join(ARCHITECTURES)}"
+    remedy = f"Use a checkpoint of: {', '.join(FAMILIES)}"
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         fields.fail("architectures", f"must be a list of one architecture name. {remedy}")
-    if names[0] not in ARCHITECTURES:
+    if names[0] not in FAMILIES:
         remote = "; the code that its auto_map points to is never run" if "auto_map" in fields.values else ""
         fields.fail("architectures", f"not supported{remote}. {remedy}")
-    if fields.values.get("model_type") not in (None, ARCHITECTURES[names[0]]):
+    family = FAMILIES[names[0]]
+    if fields.values.get("model_type") not in (None, family.model_type):
         fields.fail("model_type", f"contradicts the architecture {names[0]}. {remedy}")
+    return family
 
 
-def _check_plain(fields: Fields) -> None:
-    for name, (plain, meaning) in _PLAIN.items():
+def _check_plain(fields: Fields, family: Family) -> None:
+    """What the family's own reader does not know must say that it changes nothing."""
+    for name in _PLAIN.keys() - set(family.reads):
+        plain, meaning = _PLAIN[name]
         value = fields.values.get(name)
         if value is not None and value not in plain:
-            fields.fail(name, f"not supported ({meaning}). Use a plain Llama checkpoint")
+            fields.fail(name, f"not supported ({meaning}) for {family.architecture}. Use a plain checkpoint")
     layers = fields.values.get("layer_types")
-    if layers is not None and (not isinstance(layers, list) or any(k != "full_attention" for k in layers)):
-        fields.fail("layer_types", 'only "full_attention" is supported. Use a plain Llama checkpoint')
+    if "layer_types" in family.reads or layers is None:
+        return
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+        fields.fail(
+            "layer_types",
+            f'only "full_attention" is supported for {family.architecture}. Use a plain checkpoint',
+        )
 
 
-def _read_rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling. The object may stand under either key, and the base inside or beside it."""
-    objects = [
-        rope for key in ("rope_parameters", "rope_scaling") if (rope := fields.within(key)) is not None
-    ]
-    scalings = [_read_scaling(rope, fields) for rope in objects]
-    if len(scalings) == 2 and scalings[0] != scalings[1]:
-        fields.fail("rope_scaling", "contradicts rope_parameters. Keep the one that is right")
-    thetas = {
-        source.number("rope_theta", high=1e15)
-        for source in (fields, *objects)
-        if source.values.get("rope_theta") is not None
-    }
-    if len(thetas) > 1:
-        fields.fail("rope_theta", f"given as {sorted(thetas)} in one file. Keep the one that is right")
-    return thetas.pop() if thetas else 10000.0, scalings[0] if scalings else None
-
-
-def _read_scaling(rope: Fields, config: Fields) -> RopeScaling | None:
-    """None for type "default". Llama 3's four numbers are required, where transformers would guess one."""
-    name = "type" if rope.values.get("rope_type") is None else "rope_type"
-    kind = rope.values.get(name)
-    if kind not in (None, "default", "llama3"):
-        rope.fail(name, 'not supported. Supported rope types: "default", "llama3"')
-    known = _ROPE_KEYS | _LLAMA3_KEYS if kind == "llama3" else _ROPE_KEYS
-    for key, value in rope.values.items():
-        if key not in known and value is not None:
-            rope.fail(key, f"no parameter of rope type {kind or 'default'}. Remove it or correct the type")
-    if rope.values.get("partial_rotary_factor") not in (None, 1):
-        rope.fail("partial_rotary_factor", "not supported (rotary embedding of a part of each head). Use 1")
-    if kind != "llama3":
-        return None
-    original = rope.integer("original_max_position_embeddings", high=2**31 - 1)
-    if config.values.get("original_max_position_embeddings") not in (None, original):
-        config.fail("original_max_position_embeddings", "contradicts the rope object. Keep the right one")
-    low = rope.number("low_freq_factor", high=1e6)
-    high = rope.number("high_freq_factor", high=1e6)
-    if high <= low:
-        rope.fail("high_freq_factor", f"must be above low_freq_factor = {low:g}. Correct the file")
-    factor = rope.number("factor", high=1e6)
-    return RopeScaling(
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=original,
-    )
+def _activation(fields: Fields) -> str:
+    name = "hidden_activation" if fields.given("hidden_activation") else "hidden_act"
+    value = fields.values.get(name) or "silu"
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        fields.fail(name, f"not supported. Use a checkpoint with one of: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]

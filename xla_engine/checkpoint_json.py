@@ -63,6 +63,10 @@ class Fields:
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise CheckpointError(f"{self.file}: {self._prefix}{name} = {shown}: {problem}")
 
+    def given(self, name: str) -> bool:
+        """Whether the object has `name`, and not null."""
+        return self.values.get(name) is not None
+
     def within(self, name: str) -> Fields | None:
         """The object under `name`, if there is one."""
         value = self.values.get(name)
@@ -87,6 +91,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
             self.fail(name, f"must be above 0 and at most {high:g}. Correct the file or download it again")
         return float(value)
+
+    def numbers(self, name: str, *, high: float) -> tuple[float, ...]:
+        """A list of numbers above 0 and at most `high`."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or not value:
+            self.fail(name, "must be a list of numbers. Correct the file or download it again")
+        return tuple(Fields(self.file, {name: each}).number(name, high=high) for each in value)
 
     def flag(self, name: str, *, default: bool) -> bool:
         value = self.values.get(name)

@@ -11,18 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.layers import apply_rope, rope_table, split_heads
+from graphs.attention import AttentionWeights
+from graphs.layers import apply_rope, rms_norm, split_heads
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
+from graphs.rope import rope_tables
 from xla_engine.checkpoint import Checkpoint
+from xla_engine.config import EngineConfig
 
 _PADDING = 64  # sequence lengths are padded to multiples of this, so that few shapes compile
 
 
 class Reference:
-    """Full-forward evaluation of one checkpoint."""
+    """Full-forward evaluation of one checkpoint, in an engine of `max_model_len` (rope scalings look at it)."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, max_model_len: int | None = None) -> None:
+        self._context_length = EngineConfig(max_model_len=max_model_len).context_length(
+            checkpoint.config.max_position_embeddings
+        )
         self._spec = ModelSpec(checkpoint.config, jnp.dtype(checkpoint.dtype))
         self._weights = jax.device_put(self._spec.flatten(checkpoint.weights))
         self._forward = jax.jit(self._logits)
@@ -32,7 +38,7 @@ class Reference:
         padded = -(-len(token_ids) // _PADDING) * _PADDING
         tokens = np.zeros(padded, np.int32)
         tokens[: len(token_ids)] = token_ids
-        rope = rope_table(self._spec.config, padded)
+        rope = rope_tables(self._spec.config, padded, context_length=self._context_length)
         return np.asarray(self._forward(self._weights, rope, tokens))[:, : len(token_ids)].T
 
     def greedy(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
@@ -45,16 +51,26 @@ class Reference:
     def _logits(self, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array) -> jax.Array:
         model = self._spec.merge(weights)
         count = tokens.shape[0]
-        causal = jnp.tril(jnp.ones((count, count), bool))
+        key = jnp.arange(count)
         config = self._spec.config
 
-        def attend(_: int, qkv: jax.Array) -> jax.Array:
+        def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
+            form, table = config.attention(index), rope[config.rope_index(index)]
             q, k, v = split_heads(qkv, config.num_key_value_heads, config.head_dim)
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            if own.q_norm is not None and own.k_norm is not None:
+                q, k = rms_norm(q, own.q_norm, form.norm_eps), rms_norm(k, own.k_norm, form.norm_eps)
+            q, k = apply_rope(q, table), apply_rope(k, table)
             groups = q.shape[1] // k.shape[1]
             k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))  # [N, H, Dh]
-            scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * q.shape[-1] ** -0.5
-            weight = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+            scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * form.scale
+            if form.softcap is not None:
+                scores = form.softcap * jnp.tanh(scores / form.softcap)
+            seen = (key <= key[:, None]) & (key > key[:, None] - (form.window or count))
+            scores = jnp.where(seen, scores, -jnp.inf)
+            if own.sinks is not None:
+                sinks = jnp.broadcast_to(own.sinks[:, None, None], (*scores.shape[:2], 1))
+                scores = jnp.concatenate([scores, sinks], axis=-1)
+            weight = jax.nn.softmax(scores, axis=-1)[..., :count]
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
         return model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)

@@ -19,8 +19,8 @@ import numpy as np
 from graphs.attention import KVCache
 from graphs.config import ModelConfig
 from graphs.inventory import GraphReport, Inventory
-from graphs.layers import rope_table
 from graphs.model import ModelSpec
+from graphs.rope import rope_tables
 from graphs.rows import Rows, Tables, make_rows
 from scheduler import Chunk, Plan, Row, StepResult
 from xla_engine import memory
@@ -71,7 +71,8 @@ class Runner:
         self.compiles = CompileCounter()
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
-        attention = choose_attention(config.attention_backend)
+        model = model.within(self.context_length)
+        attention = choose_attention(config.attention_backend, model)
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
@@ -83,7 +84,7 @@ class Runner:
         memory.check_memory(memory.plan_memory(self._spec, config, self.context_length, free))
         began = time.perf_counter()
         self._weights = self._place(weights, load_progress)
-        self._rope = jax.device_put(rope_table(model, self.context_length))
+        self._rope = jax.device_put(rope_tables(model, self.context_length))
         self._cache = self._empty_cache()
         self._rows = self._idle_rows()
         self._host_tables = HostTables(config.device_rows, model.vocab_size)

@@ -10,11 +10,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from graphs.config import ModelConfig
+from graphs.model import parameter_shapes
+from graphs.rope import rotary_order
 from xla_engine.errors import CheckpointError, CheckpointWarning
+from xla_engine.families import Source
 from xla_engine.safetensors_index import WeightFiles
 
 Array = np.ndarray[Any, Any]
-Source = tuple[str, tuple[int, ...]]  # name and shape of a tensor in the checkpoint
+Sources = Mapping[str, tuple[Source, ...]]  # by leaf
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -27,18 +31,20 @@ class StoredWeights(Mapping[str, Array]):
     """Leaf name to array. Each access reads its tensors block by block into a new array, which nothing else holds: the
     memory taken is that of the leaves the caller keeps.
 
-    Matrices come in `dtype`, rounded to nearest even; vectors in float32. Tensors with NaN or infinite values give a
-    CheckpointWarning that names them.
+    Matrices come in `dtype`, rounded to nearest even; vectors in float32; rows of queries and keys in the engine's
+    rotary order. Tensors with NaN or infinite values give a CheckpointWarning that names them.
     """
 
-    def __init__(self, files: WeightFiles, sources: Mapping[str, tuple[Source, ...]], dtype: str) -> None:
+    def __init__(self, files: WeightFiles, sources: Sources, config: ModelConfig, dtype: str) -> None:
         self._files = files
         self._sources = sources
+        self._shapes = parameter_shapes(config)
+        self._order = rotary_order(config)
         self._dtype = dtype
 
     def __getitem__(self, leaf: str) -> Array:
         sources = self._sources[leaf]
-        shape = stacked_shape(sources)
+        shape = self._shapes[leaf]
         dtype = DTYPES[self._dtype] if len(shape) > 1 else np.dtype(np.float32)
         try:
             array = _aligned(shape, dtype)
@@ -47,18 +53,25 @@ class StoredWeights(Mapping[str, Array]):
                 f"{self._files.names}: no memory for {leaf}, {prod(shape) * dtype.itemsize / 1e9:.1f} GB of the "
                 f"{self.nbytes / 1e9:.1f} GB that the model needs as {self._dtype}. Use bfloat16 or a smaller model"
             ) from error
+        rows = array.reshape(-1, *sources[0].shape[1:])
         row = 0
-        for name, _ in sources:
-            finite = True
-            for block in self._files.blocks(name):
-                part = array[row : row + len(block)]
+        for source in sources:
+            finite, first = True, row
+            for block in self._files.blocks(source.name):
+                part = rows[row : row + len(block)]
                 part[...] = block
                 finite = finite and all_finite(part)
                 row += len(block)
+            if source.rotary_heads:
+                heads = np.arange(source.rotary_heads)[:, None] * len(self._order)
+                turned = (heads + self._order).reshape(-1)
+                rows[first : first + len(turned)] = rows[first + turned]
+            if source.offset:
+                rows[first:row] += np.float32(source.offset)
             if not finite:
                 warnings.warn(
-                    f"{self._files.tensors[name].file}: tensor {name} holds NaN or infinite values, so the model will "
-                    "produce no usable logits. Download the file again",
+                    f"{self._files.tensors[source.name].file}: tensor {source.name} holds NaN or infinite values, so "
+                    "the model will produce no usable logits. Download the file again",
                     CheckpointWarning,
                     stacklevel=2,
                 )
@@ -73,13 +86,8 @@ class StoredWeights(Mapping[str, Array]):
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
-        shapes = map(stacked_shape, self._sources.values())
+        shapes = self._shapes.values()
         return sum(prod(shape) * (DTYPES[self._dtype].itemsize if len(shape) > 1 else 4) for shape in shapes)
-
-
-def stacked_shape(sources: tuple[Source, ...]) -> tuple[int, ...]:
-    """Shape of tensors stacked by rows."""
-    return (sum(shape[0] for _, shape in sources), *sources[0][1][1:])
 
 
 def all_finite(array: Array) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -13,9 +12,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from graphs.config import ModelConfig, RopeScaling
-from xla_engine.checkpoint import random_weights, tensor_sources
+from xla_engine.checkpoint import random_weights
 from xla_engine.config import embedded_model_directory
 from xla_engine.errors import ConfigError
+from xla_engine.families import LLAMA, tensor_sources
 
 SMOLLM2_135M = ModelConfig(
     vocab_size=49152,
@@ -42,12 +42,22 @@ LLAMA_3_2_1B = ModelConfig(
     rms_norm_eps=1e-5,
     rope_theta=500000.0,
     rope_scaling=RopeScaling(
-        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        rope_type="llama3",
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     ),
     tie_word_embeddings=True,
 )
 SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3.2-1b": LLAMA_3_2_1B}
 NOT_YET = {"qwen3-0.6b": "its query and key norms are not in the decoder yet"}
+_WRITTEN = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
+    "tie_word_embeddings",
+)
+_LLAMA3 = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _RECIPE = 1  # of `decisive_weights`; part of the directory's name
 
 Weights = dict[str, np.ndarray]
@@ -104,14 +114,15 @@ def decisive_weights(config: ModelConfig, *, seed: int = 0, tail: float = 0.5) -
 def write_checkpoint(config: ModelConfig, weights: Weights, directory: Path) -> None:
     """Write `directory`, all bfloat16, for `load_checkpoint` and every peer; no eos id, no tokenizer."""
     tensors = {}
-    for leaf, stacked in tensor_sources(config).items():
+    for leaf, stacked in tensor_sources(config, LLAMA).items():
         row = 0
-        for name, shape in stacked:
-            tensors[name] = weights[leaf][row : row + shape[0]].astype(ml_dtypes.bfloat16)
-            row += shape[0]
+        for source in stacked:
+            rows = source.shape[0]
+            tensors[source.name] = weights[leaf][row : row + rows].astype(ml_dtypes.bfloat16)
+            row += rows
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    fields = asdict(config) | {
+    fields = {name: getattr(config, name) for name in _WRITTEN} | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -122,5 +133,5 @@ def write_checkpoint(config: ModelConfig, weights: Weights, directory: Path) -> 
         "eos_token_id": None,
     }
     if config.rope_scaling is not None:
-        fields["rope_scaling"] = {"rope_type": "llama3", **asdict(config.rope_scaling)}
+        fields["rope_scaling"] = {name: getattr(config.rope_scaling, name) for name in _LLAMA3}
     (directory / "config.json").write_text(json.dumps(fields, indent=2))

@@ -1,0 +1,92 @@
+"""What a model family is: how its config.json becomes flags, and which checkpoint tensors make up which leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphs.config import ModelConfig
+from graphs.model import parameter_shapes
+from xla_engine.checkpoint_json import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint tensor as a part of a leaf: its rows come behind those of the parts before it.
+
+    shape: in the file. rotary_heads: its first rows are so many heads, each put in the engine's rotary order
+    (`graphs.rope.rotary_order`). offset: added in float32 (Gemma stores norm weights less one).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rotary_heads: int = 0
+    offset: float = 0.0
+
+
+def no_flags(_: Fields) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture of transformers, as data.
+
+    architecture, model_type: their names in config.json.
+    defaults: values of fields that real files leave out. rope_theta: likewise.
+    reads: fields that `flags` knows; every other one that would change the computation is refused by name.
+    flags: fields of `ModelConfig` beside the sizes that all families share.
+    tensors: the tensors of each leaf of a layer, below `layer`; of the leaves beside the layers, whole names.
+    norm_offset: added to every norm weight.
+    """
+
+    architecture: str
+    model_type: str
+    tensors: Mapping[str, tuple[str, ...]]
+    flags: Callable[[Fields], dict[str, Any]] = no_flags
+    reads: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rope_theta: float = 10000.0
+    norm_offset: float = 0.0
+    layer: str = "model.layers.{index}."
+
+
+def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Source, ...]]:
+    """Leaf name to the checkpoint tensors stacked in it, top rows first, for every leaf of `config`."""
+    sources = {}
+    for leaf, shape in parameter_shapes(config).items():
+        prefix, kind = "", leaf
+        if leaf.startswith("layers."):
+            _, index, kind = leaf.split(".", 2)
+            prefix = family.layer.format(index=index)
+        names = family.tensors[kind]
+        rotary = config.rope_interleaved or config.rotary_dim != config.head_dim
+        parts = zip(names, _rows(config, kind, shape, len(names)), strict=True)
+        sources[leaf] = tuple(
+            Source(
+                name=prefix + name,
+                shape=(rows, *shape[1:]),
+                rotary_heads=_rotary_heads(config, kind, name, rows) if rotary else 0,
+                offset=family.norm_offset if kind.endswith("norm") else 0.0,
+            )
+            for name, rows in parts
+        )
+    return sources
+
+
+def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """Rows that each of the tensors of a leaf has."""
+    if parts == 1:
+        return (shape[0],)
+    if kind.startswith("qkv"):
+        keys = config.num_key_value_heads * config.head_dim
+        return (shape[0] - 2 * keys, keys, keys)
+    return (shape[0] // parts,) * parts
+
+
+def _rotary_heads(config: ModelConfig, kind: str, name: str, rows: int) -> int:
+    """How many heads of queries and keys a tensor begins with."""
+    if not kind.startswith(("qkv", "q_norm", "k_norm")) or ".v_proj" in name:
+        return 0
+    return min(rows // config.head_dim, config.num_attention_heads + config.num_key_value_heads)
