@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-import xla_engine.safetensors_index as safetensors_index
+import xla_engine.tensor_files as tensor_files
 from graphs.config import ModelConfig, RopeScaling
 from graphs.model import parameter_shapes
 from xla_engine.checkpoint import load_checkpoint, random_weights, read_config
@@ -801,8 +801,8 @@ def test_fingerprint_follows_content_not_place(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     if not whole:  # hash blocks only, as for large files
-        monkeypatch.setattr(safetensors_index, "_HASH_WHOLE", 0)
-        monkeypatch.setattr(safetensors_index, "_HASH_BLOCK", 64)
+        monkeypatch.setattr(tensor_files, "_HASH_WHOLE", 0)
+        monkeypatch.setattr(tensor_files, "_HASH_BLOCK", 64)
     directory = make_model("one")
     first = load_checkpoint(directory).fingerprint
     assert len(first) == 64

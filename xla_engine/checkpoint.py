@@ -19,13 +19,12 @@ from graphs.model import parameter_shapes
 from xla_engine.checkpoint_config import model_directory, read_config, read_model, read_special_tokens
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.families import tensor_sources
-from xla_engine.safetensors_index import WeightFiles, open_weight_files
+from xla_engine.safetensors_index import open_weight_files
 from xla_engine.weights import DTYPES, Array, Sources, StoredWeights
 
 __all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config"]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
-_STORED_DTYPES = ("F32", "F16", "BF16")
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # buffers of old checkpoints; the config says the same
 
 
@@ -110,7 +109,7 @@ def _dtype_word(dtype: str) -> str:
     return _DTYPE_WORDS[dtype]
 
 
-def _check_tensors(files: WeightFiles, sources: Sources, config: ModelConfig) -> None:
+def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig) -> None:
     """Every expected tensor is there, with its shape and a float dtype, and no other is."""
     expected = {source.name: source.shape for stacked in sources.values() for source in stacked}
     for name, shape in expected.items():
@@ -120,10 +119,10 @@ def _check_tensors(files: WeightFiles, sources: Sources, config: ModelConfig) ->
                 remedy = "Download them again, or set tie_word_embeddings if the embedding is the head"
             raise CheckpointError(f"{files.names}: tensor {name} is missing. {remedy}")
         info = files.tensors[name]
-        if info.dtype not in _STORED_DTYPES:
+        if info.dtype not in files.dtypes:
             raise CheckpointError(
                 f"{info.file}: tensor {name} is stored as {info.dtype}, not as one of "
-                f"{', '.join(_STORED_DTYPES)}. Save an unquantised copy, in bfloat16 for example"
+                f"{', '.join(files.dtypes)}. Save an unquantised copy, in bfloat16 for example"
             )
         if info.shape != shape:
             raise CheckpointError(
@@ -140,7 +139,7 @@ def _check_tensors(files: WeightFiles, sources: Sources, config: ModelConfig) ->
             )
 
 
-def _check_tied_head(files: WeightFiles) -> None:
+def _check_tied_head(files: TensorFiles) -> None:
     names = ("lm_head.weight", "model.embed_tokens.weight")
     head, embedding = (files.tensors[name] for name in names)
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
@@ -154,6 +153,6 @@ def _check_tied_head(files: WeightFiles) -> None:
         )
 
 
-def _stored_dtype(files: WeightFiles, sources: Sources) -> str:
+def _stored_dtype(files: TensorFiles, sources: Sources) -> str:
     matrices = (source.name for stacked in sources.values() for source in stacked if len(source.shape) > 1)
     return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"

@@ -2,29 +2,24 @@
 
 `model.safetensors`, or shards named by `model.safetensors.index.json`; the single file wins where both exist,
 as in transformers. The safetensors library verifies each header (lengths, overlaps, holes, overflow) against
-the file. Tensors are then seen through a memory map of our own, whose pages can be given back behind the reader; a
-file must not be shortened while it is mapped.
+the file. Tensors are then read through maps of our own (`xla_engine.tensor_files`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from safetensors import safe_open
 
 from xla_engine.checkpoint_json import parse_json, read_json
 from xla_engine.errors import CheckpointError
+from xla_engine.tensor_files import TensorFiles, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,79 +30,9 @@ _SHARD_NAME = re.compile(
 )  # no separators, drives or parents
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
-_BLOCK = 4 << 20  # bytes read at a time: a small part of any model, and it fits a cache
-_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-_HASH_WHOLE = 64 << 20  # files up to this size are hashed whole
-_HASH_BLOCKS, _HASH_BLOCK = 256, 4096  # larger ones at this many evenly spaced blocks of this many bytes
 
 
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """One tensor as its file's header describes it.
-
-    dtype: safetensors' word ("BF16", "F32", ...). start: its first byte in the file.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-
-class WeightFiles:
-    """Mapped weight files of one directory: `tensors` is all that the headers promise."""
-
-    def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
-        self.tensors = tensors
-        self._maps = maps
-
-    @property
-    def names(self) -> str:
-        """The files, for messages."""
-        first, *others = sorted(self._maps)
-        return f"{first} (and {len(others)} more)" if others else str(first)
-
-    def read(self, name: str) -> Array:
-        """The tensor `name` in its stored shape and dtype (F16, BF16 or F32): a view of the file, read-only."""
-        info = self.tensors[name]
-        flat = np.frombuffer(self._maps[info.file], _DTYPES[info.dtype], prod(info.shape), info.start)
-        return flat.reshape(info.shape)
-
-    def blocks(self, name: str) -> Iterator[Array]:
-        """The tensor in blocks of rows, a few MB each; a block's memory is given back when the next is asked for."""
-        tensor, info = self.read(name), self.tensors[name]
-        row_bytes = max(1, tensor.nbytes // max(1, len(tensor)))
-        rows = max(1, _BLOCK // row_bytes)
-        for first in range(0, len(tensor), rows):
-            yield tensor[first : first + rows]
-            _forget(self._maps[info.file], info.start + first * row_bytes, rows * row_bytes)
-
-    def fingerprint(self) -> str:
-        """Hex sha256 over names, sizes, headers and contents; of large files, over blocks throughout."""
-        digest = hashlib.sha256()
-        for file in sorted(self._maps):
-            with _named(file, "fingerprint"), file.open("rb") as stream:
-                size = file.stat().st_size
-                digest.update(f"{file.name}\0{size}\0".encode())
-                if size <= _HASH_WHOLE:
-                    digest.update(stream.read())
-                    continue
-                (header_length,) = struct.unpack("<Q", stream.read(8))
-                digest.update(stream.read(header_length))
-                for block in range(_HASH_BLOCKS):
-                    stream.seek((size - _HASH_BLOCK) * block // (_HASH_BLOCKS - 1))
-                    digest.update(stream.read(_HASH_BLOCK))
-        return digest.hexdigest()
-
-
-def open_weight_files(directory: Path) -> WeightFiles:
+def open_weight_files(directory: Path) -> TensorFiles:
     """Check and map the weight files of `directory`; they stay mapped as long as somebody holds the result.
 
     Raises CheckpointError for pickled or missing weights, an unusable index or header, and duplicate tensors.
@@ -121,14 +46,7 @@ def open_weight_files(directory: Path) -> WeightFiles:
             _open_shards(directory, maps, tensors)
         else:
             raise CheckpointError(_why_no_weights(directory))
-    return WeightFiles(maps, tensors)
-
-
-def _forget(mapped: mmap.mmap, start: int, length: int) -> None:
-    """Drop whole pages of a range from this process's memory; the system keeps them cached while it has room."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, first, min(start + length, len(mapped)) - first)
+    return TensorFiles(maps, tensors)
 
 
 def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:

@@ -15,9 +15,8 @@ from graphs.model import parameter_shapes
 from graphs.rope import rotary_order
 from xla_engine.errors import CheckpointError, CheckpointWarning
 from xla_engine.families import Source
-from xla_engine.safetensors_index import WeightFiles
+from xla_engine.tensor_files import Array, TensorFiles
 
-Array = np.ndarray[Any, Any]
 Sources = Mapping[str, tuple[Source, ...]]  # by leaf
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -35,7 +34,7 @@ class StoredWeights(Mapping[str, Array]):
     rotary order. Tensors with NaN or infinite values give a CheckpointWarning that names them.
     """
 
-    def __init__(self, files: WeightFiles, sources: Sources, config: ModelConfig, dtype: str) -> None:
+    def __init__(self, files: TensorFiles, sources: Sources, config: ModelConfig, dtype: str) -> None:
         self._files = files
         self._sources = sources
         self._shapes = parameter_shapes(config)

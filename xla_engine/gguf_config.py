@@ -1,0 +1,226 @@
+"""GGUF metadata in the words of config.json, so that one reader checks both; and the names of tensors.
+
+Keys are those of ggml's `docs/gguf.md`. A key of the architecture that is not listed here is refused by name, like an
+unknown field of config.json that would change the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xla_engine.checkpoint_json import Fields
+from xla_engine.errors import CheckpointError
+from xla_engine.gguf_file import GgufFile, library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Architecture:
+    """An architecture of llama.cpp in transformers' words.
+
+    interleaved: its files have rotary pairs side by side, where transformers has them half a head apart.
+    fields: of config.json, where the metadata does not say.
+    """
+
+    architecture: str
+    model_type: str
+    interleaved: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+_ARCHITECTURES = {
+    "llama": _Architecture(architecture="LlamaForCausalLM", model_type="llama", interleaved=True),
+    "qwen2": _Architecture(architecture="Qwen2ForCausalLM", model_type="qwen2"),
+    "qwen3": _Architecture(architecture="Qwen3ForCausalLM", model_type="qwen3"),
+    "gemma2": _Architecture(architecture="Gemma2ForCausalLM", model_type="gemma2", fields=_GEMMA),
+    "gemma3": _Architecture(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        fields={**_GEMMA, "rope_local_base_freq": 10000.0, "rope_theta": 1e6},
+    ),
+    "phi3": _Architecture(architecture="Phi3ForCausalLM", model_type="phi3"),
+    "olmo2": _Architecture(architecture="Olmo2ForCausalLM", model_type="olmo2"),
+    "granite": _Architecture(
+        architecture="GraniteForCausalLM", model_type="granite", interleaved=True, fields={"rope_theta": 1e4}
+    ),
+}
+_FIELDS = {
+    "{arch}.context_length": "max_position_embeddings",
+    "{arch}.embedding_length": "hidden_size",
+    "{arch}.block_count": "num_hidden_layers",
+    "{arch}.feed_forward_length": "intermediate_size",
+    "{arch}.attention.head_count": "num_attention_heads",
+    "{arch}.attention.head_count_kv": "num_key_value_heads",
+    "{arch}.attention.key_length": "head_dim",
+    "{arch}.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "{arch}.attention.sliding_window": "sliding_window",
+    "{arch}.attention.scale": "attention_multiplier",
+    "{arch}.attn_logit_softcapping": "attn_logit_softcapping",
+    "{arch}.final_logit_softcapping": "final_logit_softcapping",
+    "{arch}.rope.freq_base": "rope_theta",
+    "{arch}.rope.freq_base_swa": "rope_local_base_freq",
+    "{arch}.embedding_scale": "embedding_multiplier",
+    "{arch}.residual_scale": "residual_multiplier",
+    "{arch}.logit_scale": "logits_scaling",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+}
+_ROPE = "{arch}.rope.scaling."
+_HANDLED = {  # below
+    "{arch}.vocab_size",
+    "{arch}.attention.value_length",
+    "{arch}.rope.dimension_count",
+    *(_ROPE + name for name in ("type", "factor", "original_context_length", "finetuned", "attn_factor")),
+    *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
+    "{arch}.tensor_data_layout",
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def architecture(file: GgufFile) -> _Architecture:
+    """The architecture of a file; CheckpointError for those that have no counterpart here."""
+    name = file.get("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: general.architecture = {name!r}: not supported. Use a file of: {', '.join(_ARCHITECTURES)}"
+        )
+    return _ARCHITECTURES[name]
+
+
+def config_fields(file: GgufFile) -> Fields:
+    """The metadata as config.json would say it. Raises CheckpointError naming the key that is not supported."""
+    kind = architecture(file)
+    prefix = f"{file.get('general.architecture')}."
+    known = {key.replace("{arch}.", prefix) for key in (*_FIELDS, *_HANDLED)}
+    for key, value in file.metadata.items():
+        if key.startswith(prefix) and key not in known and value not in (0, False, [], ""):
+            raise CheckpointError(
+                f"{file.path}: {key} = {value!r}: not supported. Use another file of the model"
+            )
+    values: dict[str, Any] = {
+        **kind.fields,
+        "architectures": [kind.architecture],
+        "model_type": kind.model_type,
+        "vocab_size": _vocabulary(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    values |= {field: _uniform(file, key) for key, field in _FIELDS.items() if file.get(key) is not None}
+    if (scaling := _rope_scaling(file, values)) is not None:
+        values["rope_scaling"] = scaling
+    _check_heads(file, values)
+    if kind.architecture.startswith("Gemma"):
+        values["query_pre_attn_scalar"] = _gemma_scale(values)
+    return Fields(file.path, values)
+
+
+def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str, str]:
+    """The file's names of tensors to the `wanted` ones of transformers."""
+    gguf = library(file.path)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
+    found = ((names.get_name(name, try_suffixes=(".weight", ".bias")), name) for name in wanted)
+    return {theirs: ours for theirs, ours in found if theirs is not None}
+
+
+def _vocabulary(file: GgufFile) -> int | None:
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding is not None else file.get("{arch}.vocab_size")
+
+
+def _uniform(file: GgufFile, key: str) -> Any:
+    """A value; where layers have values of their own, the one they share."""
+    value = file.get(key)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise CheckpointError(
+                f"{file.path}: {key} = {value}: layers that differ in it are not supported. Use another model"
+            )
+        return value[0]
+    return value
+
+
+def _check_heads(file: GgufFile, values: Mapping[str, Any]) -> None:
+    """Value heads and rotary parts as wide as key heads."""
+    if not isinstance(values.get("hidden_size"), int) or not values.get("num_attention_heads"):
+        return  # told by the reader of the fields
+    width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    for key in ("{arch}.attention.value_length", "{arch}.rope.dimension_count"):
+        if file.get(key) not in (None, width):
+            raise CheckpointError(
+                f"{file.path}: {key.replace('{arch}', str(file.get('general.architecture')))} = {file.get(key)}: not "
+                f"supported beside heads of {width}. Use a safetensors copy of the model"
+            )
+
+
+def _gemma_scale(values: Mapping[str, Any]) -> Any:
+    """The metadata has no scale of scores: llama.cpp takes that of the largest model by its number of layers."""
+    largest = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}[values["architectures"][0]]
+    if values.get("num_hidden_layers") == largest:
+        return values["hidden_size"] // values["num_attention_heads"]
+    return values.get("head_dim")
+
+
+def _rope_scaling(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _from_divisors(file, values)
+    kind = file.get(_ROPE + "type")
+    if kind in (None, "none"):
+        factors = {
+            f"{length}_factor": file.tensors.get(f"rope_factors_{length}.weight")
+            for length in ("short", "long")
+        }
+        if None in factors.values():
+            return None
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
+            "attention_factor": file.get(_ROPE + "attn_factor"),
+            **{name: _vector(file, f"rope_factors_{name.split('_')[0]}.weight") for name in factors},
+        }
+    scaling = {
+        "rope_type": kind,
+        "factor": file.get(_ROPE + "factor"),
+        "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
+    }
+    if kind == "yarn":
+        names = {
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+            "attention_factor": "attn_factor",
+        }
+        scaling |= {ours: file.get(_ROPE + theirs) for ours, theirs in names.items()}
+    elif kind == "linear":
+        del scaling["original_max_position_embeddings"]
+    return scaling
+
+
+def _from_divisors(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp stores what Llama 3's scaling makes of each frequency. Where Llama 3's usual numbers give the same
+    divisors these numbers are taken, so that the table has the bits of the original; else the divisors themselves."""
+    divisors = np.array(_vector(file, "rope_freqs.weight"))
+    scaling = {"factor": float(divisors.max(initial=0)), **_LLAMA3}
+    base, count = float(values.get("rope_theta") or 10000.0), max(1, len(divisors))
+    turns = scaling["original_max_position_embeddings"] / (2 * np.pi * base ** (np.arange(count) / count))
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    if np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4):
+        return {"rope_type": "llama3", **scaling}
+    context = values.get("max_position_embeddings")
+    factors = divisors.tolist()
+    return {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": context,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+
+
+def _vector(file: GgufFile, name: str) -> list[float]:
+    vector: list[float] = file.weight_files({}).read(name).astype(np.float64).reshape(-1).tolist()
+    return vector

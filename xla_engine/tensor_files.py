@@ -1,0 +1,102 @@
+"""Named tensors in memory-mapped files, read block by block, so that a reader's memory stays small.
+
+The pages of a map count as a process's memory while they are mapped in, therefore they are given back behind the
+reader; the system keeps them cached as long as it has room. A file must not be shortened while it is mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+_BLOCK = 4 << 20  # bytes read at a time: a small part of any model, and it fits a cache
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_HASH_WHOLE = 64 << 20  # files up to this size are hashed whole
+_HASH_BLOCKS, _HASH_BLOCK = 256, 4096  # larger ones at this many evenly spaced blocks of this many bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor as its file's header describes it.
+
+    dtype: safetensors' word ("BF16", "F32", ...). start: its first byte in the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFiles:
+    """Mapped files: `tensors` is all that their headers promise, checked by whoever made this."""
+
+    dtypes: tuple[str, ...] = tuple(_DTYPES)  # what can be read; other tensors may be there
+
+    def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
+        self.tensors = tensors
+        self._maps = maps
+
+    @property
+    def names(self) -> str:
+        """The files, for messages."""
+        first, *others = sorted(self._maps)
+        return f"{first} (and {len(others)} more)" if others else str(first)
+
+    def read(self, name: str) -> Array:
+        """The whole tensor in its stored shape and dtype: a read-only view of the file."""
+        info = self.tensors[name]
+        flat = np.frombuffer(self._maps[info.file], _DTYPES[info.dtype], prod(info.shape), info.start)
+        return flat.reshape(info.shape)
+
+    def blocks(self, name: str) -> Iterator[Array]:
+        """The tensor in blocks of rows, a few MB each; a block's memory is given back when the next is asked for."""
+        tensor = self.read(name)
+        for part in self._parts(self.tensors[name], tensor):
+            yield tensor[part]
+
+    def fingerprint(self) -> str:
+        """Hex sha256 over names, sizes, headers and contents; of large files, over blocks throughout."""
+        digest = hashlib.sha256()
+        for file in sorted(self._maps):
+            data = self._maps[file]
+            digest.update(f"{file.name}\0{len(data)}\0".encode())
+            if len(data) <= _HASH_WHOLE:
+                digest.update(data)
+                continue
+            first = min((info.start for info in self.tensors.values() if info.file == file), default=0)
+            digest.update(memoryview(data)[:first])
+            for block in range(_HASH_BLOCKS):
+                at = (len(data) - _HASH_BLOCK) * block // (_HASH_BLOCKS - 1)
+                digest.update(memoryview(data)[at : at + _HASH_BLOCK])
+            _forget(data, 0, len(data))
+        return digest.hexdigest()
+
+    def _parts(self, info: TensorInfo, stored: Array) -> Iterator[slice]:
+        """Ranges of rows of `stored`, the tensor's bytes in the file; the file's pages are forgotten behind each."""
+        row_bytes = max(1, stored.nbytes // max(1, len(stored)))
+        rows = max(1, _BLOCK // row_bytes)
+        for first in range(0, len(stored), rows):
+            yield slice(first, first + rows)
+            _forget(self._maps[info.file], info.start + first * row_bytes, rows * row_bytes)
+
+
+def _forget(mapped: mmap.mmap, start: int, length: int) -> None:
+    """Drop the pages of a range from this process's memory."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, first, min(start + length, len(mapped)) - first)
