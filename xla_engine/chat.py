@@ -20,9 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xla_engine.checkpoint_config import model_directory
 from xla_engine.checkpoint_json import read_json
 from xla_engine.errors import ChatTemplateError, CheckpointError, InvalidRequestError
+from xla_engine.gguf_file import GgufFile, is_gguf, open_gguf
+from xla_engine.model_path import model_path
 
 Message = Mapping[str, Any]
 
@@ -49,12 +50,14 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> ChatTemplate | None:
-        """The templates of a Hugging Face directory, None where it has none. Raises CheckpointError.
+        """The templates of a Hugging Face directory or GGUF file, None where it has none. Raises CheckpointError.
 
         `chat_template.jinja` and `additional_chat_templates/*.jinja` go before tokenizer_config.json, as in
         transformers.
         """
-        directory = model_directory(path)
+        directory = model_path(path)
+        if is_gguf(directory):
+            return cls._from_gguf(open_gguf(directory))
         config, tokens = (
             read_json(file) if (file := directory / name).is_file() else {}
             for name in ("tokenizer_config.json", "special_tokens_map.json")
@@ -63,6 +66,23 @@ class ChatTemplate:
         if not sources:
             return None
         return cls(sources=sources, special_tokens=_special_tokens(tokens | config))
+
+    @classmethod
+    def _from_gguf(cls, file: GgufFile) -> ChatTemplate | None:
+        prefix = "tokenizer.chat_template"
+        sources = {
+            key.removeprefix(prefix).removeprefix(".") or "default": source
+            for key, source in file.metadata.items()
+            if (key == prefix or key.startswith(prefix + ".")) and isinstance(source, str)
+        }
+        tokens = file.get("tokenizer.ggml.tokens") or []
+        ids = {f"{name}_token": file.get(f"tokenizer.ggml.{name}_token_id") for name in _SPECIAL_TOKENS}
+        special = {
+            name: str(tokens[number])
+            for name, number in ids.items()
+            if isinstance(number, int) and number < len(tokens)
+        }
+        return cls(sources=sources, special_tokens=special) if sources else None
 
     def source(self, *, with_tools: bool) -> str:
         """The template to use. Raises ChatTemplateError where only named ones exist."""

@@ -1,4 +1,4 @@
-"""A Hugging Face directory becomes named leaves in one dtype, read when they are asked for; or random leaves do.
+"""A model becomes named leaves in one dtype, read from its files when they are asked for; or random leaves do.
 
 Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; vectors (norms, biases) are always float32.
 """
@@ -16,23 +16,28 @@ import numpy as np
 
 from graphs.config import ModelConfig
 from graphs.model import parameter_shapes
-from xla_engine.checkpoint_config import model_directory, read_config, read_model, read_special_tokens
+from xla_engine.checkpoint_config import read_config, read_model, read_special_tokens
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.families import tensor_sources
+from xla_engine.gguf_config import tensor_names
+from xla_engine.gguf_file import is_gguf, open_gguf
+from xla_engine.model_path import model_path
 from xla_engine.safetensors_index import open_weight_files
-from xla_engine.weights import DTYPES, Array, Sources, StoredWeights
+from xla_engine.tensor_files import Array, TensorFiles
+from xla_engine.weights import DTYPES, Sources, StoredWeights
 
 __all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config"]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
-_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # buffers of old checkpoints; the config says the same
+# Buffers of old checkpoints, and of GGUF files: the configuration says the same.
+_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(long|short))\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A loaded model.
 
-    path: the directory it came from.
+    path: the directory or file it came from.
     config: its shape.
     weights: leaf name (of `graphs.model.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
         Each access to a loaded checkpoint's reads the files anew and holds nothing (`StoredWeights`).
@@ -53,7 +58,7 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
-    """Load the model directory `path` of one of `xla_engine.families`. It may lack a tokenizer.
+    """Load the model directory, hub id or GGUF file `path` (`model_path`), of one of `xla_engine.families`.
 
     dtype: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so, otherwise
     bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask for
@@ -64,16 +69,16 @@ def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
     the embedding, or else config and weights contradict. Raises CheckpointError naming file, tensor and remedy.
     """
     wanted = _dtype_word(dtype)
-    directory = model_directory(path)
-    config, family = read_model(directory)
-    special = read_special_tokens(directory, config)
+    place = model_path(path)
+    config, family = read_model(place)
+    special = read_special_tokens(place, config)
     sources = tensor_sources(config, family)
-    files = open_weight_files(directory)
+    files = _weight_files(place, sources, config)
     _check_tensors(files, sources, config)
     target = _stored_dtype(files, sources) if wanted == "auto" else wanted
     identity = repr((asdict(config), asdict(special), files.fingerprint()))
     return Checkpoint(
-        path=directory,
+        path=place,
         config=config,
         weights=StoredWeights(files, sources, config, target),
         eos_token_ids=special.eos_token_ids,
@@ -109,6 +114,14 @@ def _dtype_word(dtype: str) -> str:
     return _DTYPE_WORDS[dtype]
 
 
+def _weight_files(path: Path, sources: Sources, config: ModelConfig) -> TensorFiles:
+    if not is_gguf(path):
+        return open_weight_files(path)
+    file = open_gguf(path)
+    wanted = [source.name for stacked in sources.values() for source in stacked]
+    return file.weight_files(tensor_names(file, wanted, config.num_hidden_layers))
+
+
 def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig) -> None:
     """Every expected tensor is there, with its shape and a float dtype, and no other is."""
     expected = {source.name: source.shape for stacked in sources.values() for source in stacked}
@@ -126,7 +139,7 @@ def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig) ->
             )
         if info.shape != shape:
             raise CheckpointError(
-                f"{info.file}: tensor {name} has shape {list(info.shape)}, but {list(shape)} by config.json. "
+                f"{info.file}: tensor {name} has shape {list(info.shape)}, but {list(shape)} by the configuration. "
                 "Correct config.json, or download both again"
             )
     for name, info in files.tensors.items():
@@ -134,7 +147,7 @@ def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig) ->
             _check_tied_head(files)
         elif name not in expected and not _IGNORED.fullmatch(name):
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} is not part of the model that config.json describes. "
+                f"{info.file}: tensor {name!r} is not part of the model that the configuration describes. "
                 "Correct config.json, or save the weights without it"
             )
 

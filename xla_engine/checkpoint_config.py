@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphs.config import ModelConfig
+from xla_engine import gguf_config
 from xla_engine.checkpoint_json import Fields
 from xla_engine.checkpoint_rope import read_rope
 from xla_engine.errors import CheckpointError
 from xla_engine.families import FAMILIES, Family
+from xla_engine.gguf_file import is_gguf, open_gguf
+from xla_engine.model_path import model_path
 
 # Ceilings far above any real model: with them products of sizes stay below 2**63 and every table is small.
 _CEILINGS = {
@@ -63,24 +66,8 @@ class SpecialTokens:
     bos_token_id: int | None
 
 
-def model_directory(path: Path | str) -> Path:
-    """`path` as a directory that exists, or a CheckpointError."""
-    try:
-        directory = Path(path).expanduser()
-        if directory.is_dir():
-            return directory
-        found = directory.exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path!r} is not a usable path ({error}). Name a model directory") from error
-    if found:
-        raise CheckpointError(f"{directory}: not a directory. Name the directory that holds config.json")
-    raise CheckpointError(
-        f"{directory}: no such directory. Name a local model directory; nothing is downloaded"
-    )
-
-
 def read_config(path: Path | str) -> ModelConfig:
-    """The ModelConfig of the model directory `path`; weights and tokenizer need not be there.
+    """The ModelConfig of the model directory or GGUF file `path`; weights and tokenizer need not be there.
 
     Fields that real files leave out take transformers' defaults: head_dim, num_key_value_heads, rms_norm_eps,
     max_position_embeddings, tie_word_embeddings, and those of the family. The others are required.
@@ -91,7 +78,8 @@ def read_config(path: Path | str) -> ModelConfig:
 
 def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
     """`read_config`, and the family that names the tensors."""
-    fields = Fields.of_file(model_directory(path) / "config.json")
+    place = model_path(path)
+    fields = _config_fields(place)
     family = _family(fields)
     given = {name: value for name, value in fields.values.items() if value is not None}
     fields = Fields(fields.file, {**fields.values, **family.defaults, **given})
@@ -113,7 +101,7 @@ def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
         "max_position_embeddings": max(longest, rope.limit or 0),
     }
     try:
-        return ModelConfig(
+        config = ModelConfig(
             **{
                 "hidden_size": hidden_size,
                 "num_attention_heads": heads,
@@ -126,23 +114,30 @@ def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
                 **sizes,
                 **family.flags(fields),
             }
-        ), family
+        )
     except ValueError as error:
         raise CheckpointError(f"{fields.file}: {error}. Correct the file or download it again") from error
+    return gguf_config.as_stored(open_gguf(place), config, family) if is_gguf(place) else (config, family)
 
 
 def read_special_tokens(path: Path | str, config: ModelConfig) -> SpecialTokens:
     """Ids that end and begin a text: generation_config.json where it names them, else config.json."""
-    directory = model_directory(path)
-    files = [directory / "generation_config.json", directory / "config.json"]
+    place = model_path(path)
+    generation = place / "generation_config.json"
     eos: tuple[int, ...] = ()
     bos: tuple[int, ...] = ()
-    for fields in (Fields.of_file(file) for file in files if file.exists()):
+    for fields in (*([Fields.of_file(generation)] if generation.exists() else []), _config_fields(place)):
         eos = eos or fields.token_ids("eos_token_id", config.vocab_size)
         bos = bos or fields.token_ids("bos_token_id", config.vocab_size)
         if len(bos) > 1:
             fields.fail("bos_token_id", "more than one id. Keep the one that begins a text")
     return SpecialTokens(eos_token_ids=eos, bos_token_id=bos[0] if bos else None)
+
+
+def _config_fields(path: Path) -> Fields:
+    return (
+        gguf_config.config_fields(open_gguf(path)) if is_gguf(path) else Fields.of_file(path / "config.json")
+    )
 
 
 def _size(fields: Fields, name: str, default: int | None = None) -> int:

@@ -14,6 +14,7 @@ from xla_engine.batch_lines import Line, LineReader
 from xla_engine.chat import ChatTemplate, render_chat
 from xla_engine.checkpoint_config import read_config, read_special_tokens
 from xla_engine.config import EngineConfig
+from xla_engine.model_path import model_path
 from xla_engine.tokenizer import Tokenizer
 
 
@@ -46,17 +47,17 @@ class DryReport:
 
 
 class DryRun:
-    """The checks of one model directory under one configuration. Raises CheckpointError and ConfigError."""
+    """The checks of one model under one configuration. Raises CheckpointError and ConfigError."""
 
-    def __init__(self, directory: Path, config: EngineConfig) -> None:
-        model = read_config(directory)
-        has_tokenizer = (directory / "tokenizer.json").exists()
-        self._template = ChatTemplate.from_directory(directory)
+    def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
+        place = model_path(model_name)
+        model = read_config(place)
+        self._template = ChatTemplate.from_directory(place)
         self._admission = Admission(
             vocab_size=model.vocab_size,
-            eos_token_ids=read_special_tokens(directory, model).eos_token_ids,
+            eos_token_ids=read_special_tokens(place, model).eos_token_ids,
             max_model_len=config.context_length(model.max_position_embeddings),
-            tokenizer=Tokenizer.from_directory(directory) if has_tokenizer else None,
+            tokenizer=Tokenizer.of_model(place),
         )
 
     def run(

@@ -39,6 +39,7 @@ from xla_engine.in_flight import InFlight
 from xla_engine.inbox import Inbox
 from xla_engine.live import LiveRequest
 from xla_engine.metrics import EngineStats
+from xla_engine.model_path import model_path
 from xla_engine.outputs import RequestOutput
 from xla_engine.request_book import RequestBook
 from xla_engine.runner import Runner
@@ -130,25 +131,22 @@ class XlaBatchEngine:
         progress: Callable[[str], None] | None = None,
         load_progress: Callable[[int, int], None] | None = None,
     ) -> XlaBatchEngine:
-        """Load a Hugging Face directory (None: the embedded model) and compile. Raises CheckpointError.
+        """Load a Hugging Face directory, an id of its hub or a GGUF file (None: the embedded model) and compile.
 
-        The callbacks are those of the constructor.
+        Raises CheckpointError. The callbacks are those of the constructor.
         """
         config = config or EngineConfig()
-        directory = embedded_model_directory() if model is None else Path(model)
-        checkpoint = load_checkpoint(directory, dtype=config.dtype)
-        tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
-        chat_template = ChatTemplate.from_directory(directory)
+        place = model_path(embedded_model_directory() if model is None else model)
         engine = cls(
-            checkpoint,
-            tokenizer,
+            load_checkpoint(place, dtype=config.dtype),
+            Tokenizer.of_model(place),
             config,
-            chat_template=chat_template,
+            chat_template=ChatTemplate.from_directory(place),
             progress=progress,
             load_progress=load_progress,
         )
         if config.generation_config == "model":
-            engine.default_params = SamplingParams.from_mapping(sampling_defaults(directory))
+            engine.default_params = SamplingParams.from_mapping(sampling_defaults(place))
         return engine
 
     # -- requests ---------------------------------------------------------------------------------------------

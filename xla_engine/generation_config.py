@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xla_engine.checkpoint_config import model_directory
 from xla_engine.checkpoint_json import Fields
 from xla_engine.errors import CheckpointError, InvalidRequestError
+from xla_engine.model_path import model_path
 from xla_engine.sampling_params import SamplingParams
 
 # Their name to ours: the fields that vLLM takes, too. `do_sample` is not among them, as it is not there.
@@ -26,7 +26,7 @@ def sampling_defaults(path: Path | str) -> dict[str, Any]:
 
     Raises CheckpointError naming file, field and remedy.
     """
-    file = model_directory(path) / "generation_config.json"
+    file = model_path(path) / "generation_config.json"
     if not file.exists():
         return {}
     values = Fields.of_file(file).values

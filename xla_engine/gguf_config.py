@@ -7,13 +7,15 @@ unknown field of config.json that would change the computation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from graphs.config import ModelConfig
 from xla_engine.checkpoint_json import Fields
 from xla_engine.errors import CheckpointError
+from xla_engine.families import Family
 from xla_engine.gguf_file import GgufFile, library
 
 
@@ -115,6 +117,12 @@ def config_fields(file: GgufFile) -> Fields:
     if kind.architecture.startswith("Gemma"):
         values["query_pre_attn_scalar"] = _gemma_scale(values)
     return Fields(file.path, values)
+
+
+def as_stored(file: GgufFile, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
+    """What differs in how a GGUF file stores the model: rotary pairs may be neighbours, norms have their offset."""
+    interleaved = architecture(file).interleaved or config.rope_interleaved
+    return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
 
 
 def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str, str]:

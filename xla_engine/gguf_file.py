@@ -57,6 +57,8 @@ class GgufFile:
             with path.open("rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             self.metadata, self.tensors = _Header(self._map, path, library(path)).read()
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:  # ValueError: an empty file, bad UTF-8
             raise CheckpointError(f"{path}: is not readable ({error}). Download the file again") from error
 
@@ -188,7 +190,9 @@ class _Header:
         if kind not in _SCALARS:
             self._fail(f"has a value of type {kind}, which is unknown")
         dtype = np.dtype(_SCALARS[kind])
-        return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+        value = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
+        # The shortest decimal of a float32 is the number that somebody once wrote: 1e-05, not 9.99999974737875e-06.
+        return float(str(value)) if dtype == np.float32 else value.item()
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")

@@ -67,9 +67,9 @@ class _Vocabulary:
         if len(self.ids) != count:
             raise _inexact(file, "some of its tokens are spelled alike")
         self.added = [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
             for token, kind in zip(self.tokens, self.types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED) and token
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
         ]
         self.unknown = next(
             (token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _UNKNOWN), None

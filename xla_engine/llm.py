@@ -23,7 +23,8 @@ class LLM:
     """A model ready to generate.
 
     Arguments:
-        model: a Hugging Face model directory; None is the small model that ships with the package.
+        model: a Hugging Face model directory, a .gguf file or a hub id; None is the small model that ships with the
+            package.
         max_num_seqs: requests decoded together.
         max_model_len: prompt plus generated tokens at most; None takes the model's limit, 2048 at most.
         dtype: "auto", "bfloat16" or "float32".

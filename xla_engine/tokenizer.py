@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library and a model directory's tokenizer.json alone."""
+"""Text to token ids and back, over the `tokenizers` library: tokenizer.json, or the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import tokenizers
 
-from xla_engine.checkpoint_config import model_directory
 from xla_engine.detokenizer import DecodingRules, IncrementalDetokenizer, raising
 from xla_engine.errors import CheckpointError, InvalidRequestError
+from xla_engine.gguf_file import is_gguf, open_gguf
+from xla_engine.gguf_tokenizer import tokenizer_of
+from xla_engine.model_path import model_path
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
@@ -35,9 +37,26 @@ class Tokenizer:
         self._rules = DecodingRules(backend)
 
     @classmethod
+    def of_model(cls, path: Path | str) -> Tokenizer | None:
+        """The tokenizer of a model directory or GGUF file, None where it has none.
+
+        That of a GGUF file is a tokenizer.json beside it, if there is one, else what its metadata holds. Raises
+        CheckpointError for a broken one, and for metadata that do not make an exact tokenizer.
+        """
+        place = model_path(path)
+        directory = place.parent if is_gguf(place) else place
+        if (directory / "tokenizer.json").exists():
+            return cls.from_directory(directory)
+        if directory is place:
+            return None
+        with raising(CheckpointError, f"{place}: not a usable tokenizer. Download the file again"):
+            backend = tokenizer_of(open_gguf(place))
+            return None if backend is None else cls(backend)
+
+    @classmethod
     def from_directory(cls, path: Path | str) -> Tokenizer:
         """The tokenizer of the model directory `path`; CheckpointError if the file is absent or broken."""
-        directory = model_directory(path)
+        directory = model_path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(

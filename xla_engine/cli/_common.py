@@ -29,7 +29,9 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command that loads a model: the directory and `EngineConfig` fields."""
     options = (
         click.option(
-            "--model", metavar="DIR", help="Hugging Face model directory.  [default: embedded model]"
+            "--model",
+            metavar="MODEL",
+            help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME).  [default: embedded model]",
         ),
         click.option("--max-num-seqs", type=click.IntRange(1), default=16, help="Requests decoded together."),
         click.option(

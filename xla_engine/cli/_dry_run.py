@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,8 +19,7 @@ def dry_run(source: str, defaults: dict[str, Any], max_line_bytes: int, options:
         from xla_engine.dry_run import DryRun
 
         fields = {name: value for name, value in options.items() if name != "model"}
-        directory = embedded_model_directory() if options["model"] is None else Path(options["model"])
-        checks = DryRun(directory, EngineConfig(**fields))
+        checks = DryRun(options["model"] or embedded_model_directory(), EngineConfig(**fields))
         with _files.open_input(source) as file:
             report = checks.run(read_lines(file, max_line_bytes), defaults=defaults, on_error=_print)
     for text in report.lines():

@@ -1,0 +1,97 @@
+"""GGUF files for the tests, written by the gguf library from Hugging Face directories, as llama.cpp does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file
+
+Kind = gguf.GGMLQuantizationType
+
+
+def write_gguf(
+    model: Path,
+    path: Path,
+    *,
+    kind: Kind = Kind.F32,
+    arch: str = "llama",
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write `path` from the directory `model`: matrices in `kind`, vectors in float32."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    keys = config.get("num_key_value_heads") or heads
+    writer = gguf.GGUFWriter(str(path), arch)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(keys)
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    writer.add_rope_freq_base(base)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for name, value in (extra or {}).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{name}", value)
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        tokenizer(writer)
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _divisors(rope, base, width))
+    kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
+    tensors = {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
+    for name, tensor in tensors.items():
+        values = tensor.astype(np.float32)
+        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = _side_by_side(values, heads if "q_proj" in name else keys)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        target = names.get_name(name, (".weight", ".bias"))
+        assert target is not None, name
+        if values.ndim == 1 or kind == Kind.F32:
+            writer.add_tensor(target, values)
+        elif kind == Kind.BF16:
+            writer.add_tensor(target, values.astype(ml_dtypes.bfloat16).view(np.uint8), raw_dtype=kind)
+        elif kind == Kind.F16:
+            writer.add_tensor(target, values.astype(np.float16))
+        else:
+            writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rotary pairs (i, i + half) of every head as neighbours (2i, 2i + 1)."""
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))
+
+
+def _divisors(rope: Mapping[str, Any], base: float, width: int) -> np.ndarray:
+    """What Llama 3's scaling divides each rotary frequency by."""
+    found = []
+    for pair in range(width // 2):
+        wavelength = 2 * math.pi * base ** (2 * pair / width)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / (kept + (1 - kept) / rope["factor"]))
+    return np.array(found, np.float32)
