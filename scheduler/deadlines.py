@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 
 from scheduler.request import FinishReason, Status
@@ -23,6 +24,11 @@ class Deadlines:
         ):
             if time is not None:
                 heapq.heappush(self._heap, (time, state.arrival, reason, state))
+
+    @property
+    def next_time(self) -> float:
+        """The earliest deadline there is, perhaps of a request that has ended; infinity where there is none."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
         """Take out what is due at `now`, earliest first. The caller ends each before it asks for the next."""

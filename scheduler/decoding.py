@@ -88,6 +88,16 @@ class Decoding:
         # TokenEvent(...) without its Python frame.
         return list(map(tuple.__new__, repeat(TokenEvent), zip(request_ids, flat, repeat(None))))
 
+    def steady_steps(self, next_step: int) -> int:
+        """Steps from `next_step` on before the first in which a row plans its last token."""
+        return min(self._due) - next_step if self._due else 0
+
+    def credit_steps(self, steps: int) -> int:
+        """Credit everybody `steps` tokens; returns how many that are."""
+        for state in self._states.values():
+            state.credited += steps
+        return steps * len(self._states)
+
     def check(self, next_step: int) -> None:
         """Raise AssertionError unless rows, requests and calendar agree."""
         dated = {}

@@ -32,7 +32,7 @@ class Chunk:
     slot: Slot
     request_id: str
     start: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     is_last: bool
 
 

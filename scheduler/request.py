@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PRIORITIES = range(-10, 11)
@@ -33,7 +34,7 @@ class Request:
     """One prompt to continue. Raises ValueError, naming the field, for one that cannot be.
 
     request_id: unique among live requests; free again once the request has ended.
-    prompt_token_ids: at least one token.
+    prompt_token_ids: at least one token; never changed.
     max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
     stop_token_ids: sampling one of these ends the request.
     lockstep: each token is planned only after the one before it was committed.
@@ -43,7 +44,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     lockstep: bool = False

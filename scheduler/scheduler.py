@@ -167,6 +167,36 @@ class Scheduler:
         self._tokens_credited += len(decoded)
         return events + decoded
 
+    @property
+    def next_deadline(self) -> float:
+        """Before this time, on the clock of the deadlines, `expire` finds nobody."""
+        return self._deadlines.next_time
+
+    def steady_steps(self, rows: tuple[Row, ...]) -> int:
+        """How many of the next plans only decode `rows`, if no request comes or ends meanwhile.
+
+        rows: those of an earlier plan, the very tuple; zero where they are not the same any more.
+        """
+        if (
+            rows is not self._decoding.rows
+            or self._prefilling
+            or self._lockstep
+            or (self._waiting and self._slots.num_free)
+        ):
+            return 0
+        return self._decoding.steady_steps(self._next_step)
+
+    def skip(self, steps: int) -> None:
+        """Count `steps` more steps as planned and as many as committed, each row a token richer by every one.
+
+        The same as so many turns of `plan` and `commit`, at the cost of one, where steps have no content: for a
+        simulator. At most `steady_steps`, while every plan in flight has the rows of the next one and nothing else,
+        and no row samples a stop token; the plans in flight then stand for steps that are `steps` later.
+        """
+        self._next_step += steps
+        self._committed += steps
+        self._tokens_credited += self._decoding.credit_steps(steps)
+
     def _admit(self, decisions: list[Decision]) -> tuple[str, ...]:
         admitted = []
         while self._waiting and self._slots.num_free:

@@ -44,8 +44,8 @@ def test_log_holds_every_request_step_and_token(tiny: XlaBatchEngine, log_path: 
     assert tiny.on_step is tiny.on_submit is tiny.on_end is None
     log = read_step_log(log_path)
     assert [each.name for each in log.requests] == [*(f"r{index}" for index in range(20)), "s"]
-    assert log.requests[19].end == "abort" and log.requests[19].ended_before == 1
-    assert log.requests[20].before_step == 1
+    assert log.requests[19].end == "abort" and log.requests[19].taken_back == (1, 0)
+    assert log.requests[20].came == (1, 0)
     for index, each in enumerate(log.requests[:19]):
         assert (each.end, each.tokens) == ("length", each.max_tokens), each.name
         written = sum(length for step in log.steps for who, _, _, length in step.chunks if who == index)

@@ -59,3 +59,9 @@ class EngineClosedError(XlaEngineError, RuntimeError):
 
 class CheckpointWarning(UserWarning):
     """A checkpoint loads, but its weights are suspicious; the message names the tensor."""
+
+
+class RecordError(XlaEngineError, ValueError):
+    """A file is not a record, step log or trace this version can read; the message says where and why."""
+
+    code: ClassVar[str] = "invalid_record"

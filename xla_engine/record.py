@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import RecordError as RecordError
 from xla_engine.fingerprint import EngineIdentity, logprob_bits
 from xla_engine.outputs import CompletionOutput
 from xla_engine.schedule import Schedule
-
-
-class RecordError(XlaEngineError, ValueError):
-    """A file is not a record this version can read; the message says where and why."""
-
-    code = "invalid_record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from xla_engine.fingerprint import EngineIdentity
 from xla_engine.record import Record, RecordError, Step, Trace
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.schedule import Action, Case, Schedule
+from xla_engine.step_log import delta
 
 FORMAT, VERSION = "xla-engine record", 1
 
@@ -66,7 +67,7 @@ def to_json(record: Record) -> str:
     steps: list[dict[str, Any]] = []
     decode: tuple[int, ...] = ()
     for step in record.steps:
-        leave, join = _delta(decode, step.decode)
+        leave, join = delta(decode, step.decode)
         decode = step.decode
         row = {
             "turn": step.turn,
@@ -192,18 +193,6 @@ def _steps(rows: Sequence[Any], names: Sequence[str]) -> tuple[Step, ...]:
 def _rows(rows: Any, names: Sequence[str]) -> list[tuple[Any, ...]]:
     numbers = [_numbers(row) for row in _kind(rows, list, "a step")]
     return [(names[index], *rest) for index, *rest in numbers]
-
-
-def _delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(leave, join): drop the slots of `leave` from `before` and append those of `join` to get `after`."""
-    kept = 0
-    leave = []
-    for slot in before:
-        if kept < len(after) and after[kept] == slot:
-            kept += 1
-        else:
-            leave.append(slot)
-    return leave, list(after[kept:])
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:

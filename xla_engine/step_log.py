@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from scheduler import FinishReason, Plan, Request, TokenEvent
-from xla_engine.record import RecordError
+from xla_engine.errors import RecordError
 
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine
@@ -24,13 +24,20 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "xla-engine step log", 1
 
 
+class Moment(NamedTuple):
+    """How many steps had been started, and how many read."""
+
+    started: int
+    read: int
+
+
 @dataclass(slots=True, kw_only=True)
 class LoggedRequest:
-    """One request. Times in seconds since the log began; steps are indices into `StepLog.steps`.
+    """One request. Times in seconds since the log began.
 
-    before_step: the step whose plan was the first to see it.
-    end: why it ended, None if it did not. ended_before: the first step whose plan saw that, where the caller ended it
-        and no token did. tokens: new tokens it had then.
+    came: when it was submitted.
+    end: why it ended, None if it did not. taken_back: when the caller, or its time, ended it; None where a token did.
+        tokens: new tokens it had then.
     """
 
     name: str
@@ -39,10 +46,10 @@ class LoggedRequest:
     priority: int
     lockstep: bool
     submitted: float
-    before_step: int
+    came: Moment
     end: str | None = None
     ended: float | None = None
-    ended_before: int | None = None
+    taken_back: Moment | None = None
     tokens: int = 0
 
 
@@ -106,9 +113,9 @@ class StepLogWriter:
     def started(self, plan: Plan, now: float) -> None:
         """A step was dispatched."""
         if plan.decode is not self._decode:
-            self._decode, before = plan.decode, set(self._slots)
+            self._decode, before = plan.decode, self._slots
             self._slots = tuple(row.slot.index for row in plan.decode)
-            leave, join = sorted(before.difference(self._slots)), sorted(set(self._slots) - before)
+            leave, join = delta(before, self._slots)
         else:
             leave, join = [], []
         self._first = plan.step if self._first is None else self._first
@@ -211,6 +218,7 @@ def _read(file: TextIO) -> StepLog:
             f"format {head['format']!r} version {head['version']}; this version reads {FORMAT!r} {VERSION}"
         )
     log = StepLog(scheduler=dict(head["scheduler"]), engine=dict(head["engine"]))
+    reads = 0
     decode: dict[int, None] = {}  # slots, in the order of joining
     for number, text in enumerate(file, 2):
         if not text.endswith("\n"):
@@ -232,7 +240,7 @@ def _read(file: TextIO) -> StepLog:
                     priority=int(line.get("priority", 0)),
                     lockstep=bool(line.get("lockstep", False)),
                     submitted=at,
-                    before_step=len(log.steps),
+                    came=Moment(len(log.steps), reads),
                 )
             )
         elif "step" in line:
@@ -246,11 +254,12 @@ def _read(file: TextIO) -> StepLog:
             if "read" in line:
                 step = log.steps[line["read"]]
                 step.read, step.read_after = at, len(log.steps)
+                reads += 1
             for index, reason, tokens in line.get("end", ()):
                 request = log.requests[index]
                 request.end, request.ended, request.tokens = str(reason), at, int(tokens)
                 if "read" not in line:
-                    request.ended_before = len(log.steps)
+                    request.taken_back = Moment(len(log.steps), reads)
     return log
 
 
@@ -263,3 +272,15 @@ def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: Step
     for request in (*admitted, *(chunk[0] for chunk in chunks)):
         log.requests[request]  # raises IndexError for one that was never submitted
     return LoggedStep(started=at, admitted=admitted, chunks=chunks, decode=decode)
+
+
+def delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(leave, join): drop the slots of `leave` from `before` and append those of `join` to get `after`."""
+    kept = 0
+    leave = []
+    for slot in before:
+        if kept < len(after) and after[kept] == slot:
+            kept += 1
+        else:
+            leave.append(slot)
+    return leave, list(after[kept:])

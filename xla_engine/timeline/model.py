@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from xla_engine.record import Record
-from xla_engine.record_json import read_record
 from xla_engine.step_log import StepLog, is_step_log, read_step_log
+
+if TYPE_CHECKING:
+    from xla_engine.record import Record
 
 KINDS = ("prefill", "decode", "held", "cached", "parked")  # idle is where there is no segment
 
@@ -129,6 +130,8 @@ def read_timeline(path: Path | str) -> Timeline:
     """The timeline of a step log, or of a record of `verify`. Raises RecordError and OSError."""
     if is_step_log(path):
         return of_step_log(read_step_log(path))
+    from xla_engine.record_json import read_record
+
     return of_record(read_record(path))
 
 
@@ -154,8 +157,12 @@ def of_step_log(log: StepLog) -> Timeline:
         times=tuple(times),
         waiting=_waiting(
             steps,
-            [each.before_step for each in log.requests],
-            {index: each.ended_before for index, each in enumerate(log.requests)},
+            [each.came.started for each in log.requests],
+            {
+                index: each.taken_back.started
+                for index, each in enumerate(log.requests)
+                if each.taken_back is not None
+            },
         ),
     )
 
@@ -194,9 +201,7 @@ def of_record(record: Record) -> Timeline:
     )
 
 
-def _waiting(
-    steps: Sequence[_Step], submitted: Sequence[int], ended: Mapping[int, int | None]
-) -> tuple[int, ...]:
+def _waiting(steps: Sequence[_Step], submitted: Sequence[int], ended: Mapping[int, int]) -> tuple[int, ...]:
     """Requests in the queue in each step, from the step before which each came, or was ended."""
     change = [0] * (len(steps) + 1)
     admitted = {request: at for at, step in reversed([*enumerate(steps)]) for request in step.admitted}

@@ -1,0 +1,289 @@
+"""The simulator: the same schedule as the engine's, the same figures whether steps are skipped or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler import SchedulerConfig
+from xla_engine import SamplingParams
+from xla_engine.cli import main
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import RecordError
+from xla_engine.simulator.compare import compare
+from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work, least_squares
+from xla_engine.simulator.fit import fit
+from xla_engine.simulator.quantiles import WIDTH, Quantiles
+from xla_engine.simulator.simulate import Clock, Report, Simulation
+from xla_engine.simulator.trace import Arrival, heavy_tailed, read_csv
+from xla_engine.step_log import StepLogWriter, logging_steps, read_step_log
+
+COST = CostModel(
+    call={2: 8e-4, 8: 2e-3},
+    prefill_key=3e-7,
+    decode=9e-4,
+    row=3e-5,
+    key=2e-7,
+    turn=2e-4,
+    token=5e-6,
+    end=2e-5,
+    chunk=1e-5,
+    submit=3e-5,
+)
+MACHINE = Machine(lanes=(2, 8), key_buckets=(512,), rows=8)
+
+
+def record(engine: XlaBatchEngine, path: Path, *, seed: int, lag: int = 1) -> None:
+    """A run of every kind of end: caps, stop ids, stop strings, aborts; priorities; arrivals in the middle."""
+    draw = random.Random(seed)
+    engine.lag = lag
+    vocabulary = engine.checkpoint.config.vocab_size
+    with logging_steps(engine, path):
+        for index in range(60):
+            stops = [draw.randrange(vocabulary) for _ in range(6)] if index % 3 == 0 else []
+            engine.submit(
+                [draw.randrange(vocabulary) for _ in range(draw.choice((1, 3, 20, 70, 200)))],
+                SamplingParams(
+                    temperature=1.0,
+                    seed=index,
+                    max_tokens=draw.choice((1, 2, 3, 9, 40)),
+                    stop_token_ids=stops,
+                    stop=["e"] if index % 7 == 1 and engine.tokenizer is not None else [],
+                ),
+                request_id=f"r{index}",
+                priority=draw.choice((-1, 0, 0, 0, 2)),
+            )
+            for _ in range(draw.choice((0, 0, 1, 3))):
+                engine.step()
+            if index % 9 == 4:
+                engine.abort(f"r{draw.randrange(index)}")
+        engine.drain()
+    engine.lag = engine.config.lag
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_simulated_schedule_is_the_real_one_step_for_step(
+    embedded: XlaBatchEngine, tmp_path: Path, lag: int
+) -> None:
+    record(embedded, tmp_path / "steps.jsonl", seed=lag, lag=lag)
+    log = read_step_log(tmp_path / "steps.jsonl")
+    assert {each.end for each in log.requests} >= {"length", "stop", "abort"}
+    found = compare(log, COST)
+    assert found.first_difference is None, f"of {found.steps} steps, {found.first_difference} differs"
+    tokens = sum(each.tokens for each in log.requests)
+    assert found.measured.new_tokens == found.predicted.new_tokens == tokens
+
+    # And a schedule that is not the real one is seen.
+    other = replace(log.requests[5], max_tokens=log.requests[5].max_tokens + 1)
+    log.requests[5] = other
+    assert other.end != "length" or compare(log, COST).first_difference is not None
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.sampled_from((0.0, 0.0, 0.001, 0.02, 0.3)),  # after the one before
+        st.integers(1, 90),
+        st.integers(1, 120),
+        st.sampled_from((0, 0, 5)),  # asked for beyond what it gets
+        st.sampled_from((None, None, None, 0.05)),
+        st.sampled_from((False, False, False, False, True)),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def as_trace(rows: list[tuple[float, int, int, int, float | None, bool]]) -> Iterator[Arrival]:
+    time = 0.0
+    for index, (gap, prompt, new, more, deadline, lockstep) in enumerate(rows):
+        time += gap
+        yield Arrival(
+            name=str(index),
+            time=time,
+            prompt_tokens=prompt,
+            new_tokens=new,
+            max_tokens=new + more,
+            deadline=deadline,
+            lockstep=lockstep,
+        )
+
+
+def simulate(trace: Iterator[Arrival], *, slots: int, lag: int, machine: Machine, skip: bool) -> Report:
+    config = SchedulerConfig(max_num_seqs=slots, chunk_size=16, max_num_batched_tokens=slots + 64)
+    simulation = Simulation(config, machine, Clock(COST), lag=lag)
+    simulation.plans = None if skip else []
+    report = simulation.run(trace)
+    simulation._scheduler.check()
+    kept = (simulation._live, simulation._base, simulation._in_flight)
+    assert not any(kept), f"left behind: {kept}"
+    return report
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals, st.sampled_from((1, 2, 5)), st.sampled_from((0, 1, 2)), st.sampled_from(((512,), (32, 96, 512)))
+)
+def test_skipping_steps_changes_no_figure(
+    rows: list[tuple[float, int, int, int, float | None, bool]],
+    slots: int,
+    lag: int,
+    buckets: tuple[int, ...],
+) -> None:
+    machine = Machine(lanes=(2, 8), key_buckets=buckets, rows=slots)
+    quick = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=True)
+    slow = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=False)
+    assert slow.skipped == 0
+    for name in ("steps", "decode_steps", "row_steps", "requests", "prompt_tokens", "new_tokens", "finished"):
+        assert getattr(quick, name) == getattr(slow, name), name
+    assert quick.most_waiting == slow.most_waiting
+    assert quick.wall == pytest.approx(slow.wall, rel=1e-9)
+    for name in ("queued", "first_token", "inter_token", "whole"):
+        fast, full = getattr(quick, name), getattr(slow, name)
+        assert fast.count == full.count, name
+        assert fast.total == pytest.approx(full.total, rel=1e-9, abs=1e-12), name
+        assert fast.largest == pytest.approx(full.largest, rel=1e-9), name
+
+
+def test_most_steps_of_a_calm_trace_are_skipped() -> None:
+    report = simulate(heavy_tailed(200, 2.0, 0), slots=8, lag=1, machine=MACHINE, skip=True)
+    assert report.skipped > 0.9 * report.steps
+    assert report.finished == {"length": 200}
+
+
+def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
+    """One slot, no lag: each step is a turn of the host and what the device takes."""
+    trace = [
+        Arrival(name="a", time=0.0, prompt_tokens=16, new_tokens=3, max_tokens=3),
+        Arrival(name="b", time=0.0, prompt_tokens=16, new_tokens=1, max_tokens=1),
+    ]
+    report = simulate(iter(trace), slots=1, lag=0, machine=MACHINE, skip=True)
+    first = COST.host(HostWork(0, 0, 1, 2)) + COST.device(Work((2,), 16, 1, 17))
+    second = COST.host(HostWork(2, 0, 0, 0)) + COST.device(Work((), 0, 1, 18))
+    third = COST.host(HostWork(1, 1, 1, 0)) + COST.device(Work((2,), 16, 0, 0))
+    assert report.steps == 3
+    assert report.wall == pytest.approx(first + second + third)
+    assert report.first_token.total == pytest.approx(first + (first + second + third))
+    # The second token comes out of the first step too.
+    assert (report.inter_token.count, report.inter_token.total) == (2, pytest.approx(second))
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.sampled_from((0.0, 0.5, 0.9, 0.99, 1.0)))
+def test_quantiles_are_right_to_within_a_bucket(values: list[float], share: float) -> None:
+    found = Quantiles()
+    for value in values:
+        found.add(value)
+    exact = sorted(values)[min(int(share * len(values)), len(values) - 1)]
+    assert found.at(share) == pytest.approx(exact, rel=WIDTH)
+    assert (found.largest, found.count) == (max(values), len(values))
+
+
+def test_least_squares_finds_planted_costs_and_none_below_zero() -> None:
+    draw = random.Random(0)
+    rows = [[1.0, draw.random(), draw.random() * 100, 0.0] for _ in range(300)]
+    found, residual = least_squares(rows, [2.0 + 3.0 * row[1] + 0.01 * row[2] for row in rows])
+    assert found == pytest.approx([2.0, 3.0, 0.01, 0.0]) and residual < 1e-9
+    found, residual = least_squares(rows, [5.0 - row[1] for row in rows])
+    assert min(found) == 0.0 and found[1] == 0.0 and residual > 0.01
+
+
+def test_public_trace_layouts_are_read(tmp_path: Path) -> None:
+    azure = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    burst = (
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
+        "45,ChatGPT,1087,0,1087,Conversation log\n118,GPT-4,417,276,693,API log\n"
+    )
+    ours = "arrival,prompt_tokens,new_tokens,priority,deadline\n0,5,6,,\n0.5,7,8,-2,1.5\n"
+    (tmp_path / "azure.csv").write_text(azure)
+    with gzip.open(tmp_path / "burst.csv.gz", "wt") as file:
+        file.write(burst)
+    (tmp_path / "ours.csv").write_text(ours)
+    found = list(read_csv(tmp_path / "azure.csv"))
+    assert [(each.prompt_tokens, each.new_tokens) for each in found] == [(374, 44), (396, 109)]
+    assert found[1].time == pytest.approx(4.314579)
+    found = list(read_csv(tmp_path / "burst.csv.gz"))
+    assert [(each.time, each.prompt_tokens, each.new_tokens) for each in found] == [
+        (0.0, 472, 18),
+        (113.0, 417, 276),
+    ]
+    found = list(read_csv(tmp_path / "ours.csv"))
+    assert (found[1].priority, found[1].deadline, found[0].deadline) == (-2, 1.5, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a,b\n1,2\n", "columns of one of"),
+        ("arrival,prompt_tokens,new_tokens\n0,1,1\nx,1,1\n", "line 3"),
+        ("arrival,prompt_tokens,new_tokens\n5,1,1\n4,1,1\n", "sort by time"),
+        ("", "columns of one of"),
+    ],
+)
+def test_bad_trace_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(RecordError, match=why):
+        list(read_csv(tmp_path / "t.csv"))
+
+
+@pytest.fixture
+def simulated(tmp_path: Path) -> Path:
+    """The log of a simulation, whose costs are known."""
+    path = tmp_path / "steps.jsonl"
+    config = SchedulerConfig(max_num_seqs=8, chunk_size=16, max_num_batched_tokens=8 + 128)
+    engine = {"lag": 1, "prefill_lanes": [2, 8], "key_buckets": [512], "model": "none"}
+    with open(path, "w") as file:
+        log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
+        Simulation(config, MACHINE, Clock(COST), log=log).run(heavy_tailed(60, 30.0, 0))
+    return path
+
+
+def test_costs_that_a_record_was_made_with_are_found_again(simulated: Path) -> None:
+    log = read_step_log(simulated)
+    found = fit(log)
+    for name in ("decode", "row", "key", "prefill_key", "turn", "chunk", "submit"):
+        assert getattr(found, name) == pytest.approx(getattr(COST, name), rel=0.05), name
+    assert found.call == pytest.approx(COST.call, rel=0.02)
+    assert found.residual < 0.01 and found.host_residual < 0.05
+    same = compare(log, found)
+    assert same.first_difference is None
+    assert same.predicted.wall == pytest.approx(same.measured.wall, rel=0.01)
+    assert same.predicted.first_token.at(0.5) == pytest.approx(same.measured.first_token.at(0.5), rel=0.03)
+
+
+def test_short_record_gives_no_model(simulated: Path) -> None:
+    log = read_step_log(simulated)
+    del log.steps[15:]
+    with pytest.raises(RecordError, match="too short"):
+        fit(log)
+
+
+def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) -> None:
+    figures, again = tmp_path / "f.json", tmp_path / "again.jsonl"
+    ran = CliRunner().invoke(main, ["simulate", str(simulated)])
+    assert ran.exit_code == 0, ran.output
+    assert "steps as recorded" in ran.output and "residual" in ran.output
+    made = ["simulate", "heavy-tailed", "--cost", str(simulated), "--rate", "30", "--requests", "60"]
+    ran = CliRunner().invoke(
+        main, [*made, "--max-num-seqs", "2", "--max-num-seqs", "32", "--json", str(figures)]
+    )
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(figures.read_text())["simulations"]
+    assert found["2 slots"]["wall"] > found["32 slots"]["wall"]
+    assert found["2 slots"]["new_tokens"] == found["32 slots"]["new_tokens"]
+    ran = CliRunner().invoke(main, [*made, "--record", str(again)])
+    assert ran.exit_code == 0, ran.output
+    log = read_step_log(again)
+    assert len(log.requests) == 60 and all(each.end == "length" for each in log.requests)
+    for wrong in (["simulate", "uniform", "--rate", "1"], made[:4], [*made, "--speed", "0"]):
+        assert CliRunner().invoke(main, wrong).exit_code == 2

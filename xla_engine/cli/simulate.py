@@ -1,0 +1,174 @@
+"""`xla-engine simulate`: what a schedule would take, without a device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.cli import _common
+
+if TYPE_CHECKING:
+    from scheduler import SchedulerConfig
+    from xla_engine.simulator.simulate import Report
+    from xla_engine.simulator.trace import Arrival
+    from xla_engine.step_log import StepLog
+
+
+@click.command(short_help="Run a trace through the scheduler alone.", context_settings={"show_default": True})
+@click.argument("trace")
+@click.option(
+    "--cost",
+    "cost_path",
+    metavar="RECORD",
+    help="Run that says what steps cost.  [default: TRACE, if it is a record]",
+)
+@click.option(
+    "--max-num-seqs",
+    "widths",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Slots; several to compare.  [default: as recorded]",
+)
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of a step.")
+@click.option(
+    "--requests", type=click.IntRange(1), help="The first so many of TRACE.  [default: all; 10000 if made]"
+)
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals per second of a made trace.")
+@click.option(
+    "--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Arrivals come so much faster."
+)
+@click.option("--seed", type=int, default=0, help="Which made trace.")
+@click.option("--plot", "plot_path", metavar="FILE", help="Draw the distributions (extra `plot`).")
+@click.option(
+    "--record", "record_path", metavar="FILE", help="Write the steps, for `timeline`; one simulation only."
+)
+@click.option("--json", "json_path", metavar="FILE", help="Write the figures, and the cost model.")
+def simulate(
+    trace: str,
+    cost_path: str | None,
+    widths: tuple[int, ...],
+    max_num_batched_tokens: int | None,
+    requests: int | None,
+    rate: float | None,
+    speed: float,
+    seed: int,
+    plot_path: str | None,
+    record_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Run TRACE through the engine's own scheduler on a clock that a recorded run has set.
+
+    TRACE is a file of `run --record`, a CSV file with a header (arrival, prompt_tokens, new_tokens; or the columns of
+    the Azure LLM inference traces; or of BurstGPT; packed if named .gz), or one that is made: heavy-tailed, uniform.
+
+    The cost model is linear in what a step holds and fitted by least squares. A record as TRACE is simulated as it ran
+    first, and held against its own times.
+
+    \b
+    Example:
+      xla-engine run examples/requests.jsonl -o out.jsonl --record steps.jsonl
+      xla-engine simulate steps.jsonl
+      xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --max-num-seqs 8 --max-num-seqs 32
+    """
+    from xla_engine.simulator.fit import fit
+    from xla_engine.simulator.report import plot, table, to_json
+    from xla_engine.step_log import is_step_log, read_step_log
+
+    made = _made(trace)
+    with _common.starting():
+        recorded = None if made or not is_step_log(trace) else read_step_log(trace)
+        source = recorded if cost_path is None else read_step_log(cost_path)
+        if source is None:
+            raise _common.NotStarted("--cost RECORD is needed: a file of `xla-engine run --record`")
+        cost = fit(source)
+    click.echo("\n".join(cost.lines()))
+    found: dict[str, Any] = {"cost": cost.to_json()}
+    if recorded is not None:
+        from xla_engine.simulator.compare import compare
+
+        click.echo("\n" + "\n".join(compare(recorded, cost).lines()))
+    configs = _configs(source, widths, max_num_batched_tokens)
+    if record_path is not None and len(configs) > 1:
+        raise _common.NotStarted("--record takes the steps of one simulation; ask for one")
+    if made and rate is None:
+        raise _common.NotStarted("--rate is needed: how many requests of a made trace come per second")
+    reports: dict[str, Report] = {}
+    for name, config in configs.items():
+        arrivals = _arrivals(trace, recorded, requests, rate, speed, seed)
+        with _common.starting():
+            began = time.monotonic()
+            reports[name] = report = _simulate(config, source, cost, arrivals, record_path)
+        took = time.monotonic() - began
+        click.echo(f"{name}: {report.requests} requests, {report.steps} steps in {took:.1f} s", err=True)
+    click.echo("\n" + "\n".join(table(reports)))
+    with _common.starting():
+        if plot_path is not None:
+            plot(reports, plot_path, f"{Path(trace).name}, {source.engine.get('model', '')}")
+        if json_path is not None:
+            found["simulations"] = {name: to_json(report) for name, report in reports.items()}
+            Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _made(trace: str) -> bool:
+    from xla_engine.simulator.trace import SYNTHETIC
+
+    return trace in SYNTHETIC
+
+
+def _configs(
+    source: StepLog, widths: tuple[int, ...], max_num_batched_tokens: int | None
+) -> dict[str, SchedulerConfig]:
+    """What to simulate, by the name it has in the table."""
+    from scheduler import SchedulerConfig
+
+    recorded = SchedulerConfig(**source.scheduler)
+    spare = recorded.max_num_batched_tokens - recorded.max_num_seqs
+    found = {}
+    for width in widths or (recorded.max_num_seqs,):
+        budget = max_num_batched_tokens or max(width + spare, 1)
+        found[f"{width} slots"] = replace(recorded, max_num_seqs=width, max_num_batched_tokens=budget)
+    return found
+
+
+def _arrivals(
+    trace: str,
+    recorded: StepLog | None,
+    requests: int | None,
+    rate: float | None,
+    speed: float,
+    seed: int,
+) -> Iterator[Arrival]:
+    from xla_engine.simulator.trace import SYNTHETIC, of_step_log, read_csv
+
+    if trace in SYNTHETIC:
+        assert rate is not None
+        return SYNTHETIC[trace](requests or 10_000, rate * speed, seed)
+    found = read_csv(trace) if recorded is None else of_step_log(recorded, by_time=True)
+    if speed != 1.0:
+        found = (replace(arrival, time=arrival.time / speed) for arrival in found)
+    return itertools.islice(found, requests)
+
+
+def _simulate(
+    config: SchedulerConfig, source: StepLog, cost: Any, arrivals: Iterator[Arrival], record_path: str | None
+) -> Report:
+    from xla_engine.simulator.cost import machine_of
+    from xla_engine.simulator.simulate import Clock, Simulation
+    from xla_engine.step_log import StepLogWriter
+
+    with contextlib.ExitStack() as stack:
+        log = None
+        if record_path is not None:
+            file = stack.enter_context(open(record_path, "w", encoding="utf-8"))
+            engine = {**source.engine, "device": f"simulated {source.engine.get('device', '')}"}
+            log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
+        machine = replace(machine_of(source), rows=config.max_num_seqs)
+        return Simulation(config, machine, Clock(cost), lag=int(source.engine["lag"]), log=log).run(arrivals)

@@ -1,0 +1,112 @@
+"""A recorded run beside its simulation: the same schedule, and how far the times are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler import Plan, SchedulerConfig
+from xla_engine.simulator.cost import CostModel, HostWork, Work, machine_of
+from xla_engine.simulator.simulate import Clock, Report, Simulation
+from xla_engine.simulator.trace import of_step_log
+from xla_engine.step_log import StepLog
+
+
+class RecordedClock(Clock):
+    """The times of a recorded run, whatever a model would say."""
+
+    def __init__(self, cost: CostModel, log: StepLog) -> None:
+        super().__init__(cost)
+        self._started = iter([step.started for step in log.steps])
+        self._read = iter([0.0 if step.read is None else step.read for step in log.steps])
+
+    def start(self, host: HostWork, device: Work) -> None:
+        self.now = next(self._started, self.now)
+
+    def read(self) -> float:
+        self.now = next(self._read, self.now)
+        return self.now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """measured, predicted: the same figures from the recorded times and from the cost model.
+
+    first_difference: the first step that was planned, or read, in another way than recorded; None if there is none.
+    """
+
+    steps: int
+    first_difference: int | None
+    measured: Report
+    predicted: Report
+
+    def lines(self) -> list[str]:
+        """For people: each figure measured, predicted, and the difference."""
+        same = f"all {self.steps} steps as recorded"
+        if self.first_difference is not None:
+            same = f"step {self.first_difference} is the first that is not as recorded"
+        found = [f"schedule             {same}", f"{'':<20} {'measured':>12} {'predicted':>12} {'':>8}"]
+        for name, scale, unit in FIGURES:
+            was, said = (scale * figure(report, name) for report in (self.measured, self.predicted))
+            apart = f"{100 * (said / was - 1):+.1f} %" if was else ""
+            found.append(f"{name:<20} {was:>9.2f} {unit:<2} {said:>9.2f} {unit:<2} {apart:>8}")
+        return found
+
+
+FIGURES = (
+    ("wall time", 1.0, "s"),
+    ("first token p50", 1e3, "ms"),
+    ("first token p99", 1e3, "ms"),
+    ("inter-token p50", 1e3, "ms"),
+    ("inter-token p99", 1e3, "ms"),
+)
+
+
+def figure(report: Report, name: str) -> float:
+    """One of `FIGURES`, in seconds."""
+    if name == "wall time":
+        return report.wall
+    what, _, share = name.rpartition(" p")
+    found = report.first_token if what == "first token" else report.inter_token
+    return found.at(int(share) / 100)
+
+
+def compare(log: StepLog, cost: CostModel) -> Comparison:
+    """Simulate the requests of a recorded run as they came, with its own times and with those of the model."""
+    config = SchedulerConfig(**log.scheduler)
+    reports = []
+    difference: int | None = None
+    for clock in (RecordedClock(cost, log), Clock(cost)):
+        simulation = Simulation(config, machine_of(log), clock, lag=int(log.engine["lag"]))
+        simulation.plans = []
+        reports.append(simulation.run(of_step_log(log, by_time=False)))
+        difference = first_difference(log, simulation.plans, simulation.reads)
+    return Comparison(
+        steps=len(log.steps), first_difference=difference, measured=reports[0], predicted=reports[1]
+    )
+
+
+def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int | None:
+    """The first step that differs from the record in who was admitted, which chunks ran in which slots, which slots
+    decoded, or after how many steps it was read."""
+    names = [request.name for request in log.requests]
+    for number, step in enumerate(log.steps):
+        if number >= len(plans):
+            return number
+        plan = plans[number]
+        planned = (
+            plan.admitted,
+            tuple(
+                (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens)) for chunk in plan.chunks
+            ),
+            tuple(row.slot.index for row in plan.decode),
+            reads[number] if number < len(reads) else 0,
+        )
+        recorded = (
+            tuple(names[index] for index in step.admitted),
+            tuple((names[index], *rest) for index, *rest in step.chunks),
+            step.decode,
+            step.read_after,
+        )
+        if planned != recorded:
+            return number
+    return len(log.steps) if len(plans) > len(log.steps) else None

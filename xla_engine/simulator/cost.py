@@ -1,0 +1,170 @@
+"""What a step costs: a linear model of what its plan holds, fitted to a recorded run by least squares.
+
+Two clocks tick. The device works through the steps in order; a step costs it
+
+    sum over prefill calls (call of that many lanes + keys its chunks read) + decode + rows + keys the rows read
+
+The host, between reading one step and having started the next, takes
+
+    turn + tokens read + requests that ended + chunks started + requests submitted
+
+Where attention has one program for each of several key lengths, every lane or row reads that many keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from xla_engine.step_log import StepLog
+
+
+class Work(NamedTuple):
+    """What a step asks of the device. calls: lanes of each prefill call. prefill_keys, keys: as in `Machine`."""
+
+    calls: tuple[int, ...] = ()
+    prefill_keys: int = 0
+    rows: int = 0
+    keys: int = 0
+
+
+class HostWork(NamedTuple):
+    """What the host does between reading a step and having started the next."""
+
+    tokens: int = 0
+    ended: int = 0
+    chunks: int = 0
+    submitted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The programs an engine has: lanes of its prefill calls and key lengths of its attention, ascending.
+
+    rows: rows of the decode program.
+    """
+
+    lanes: tuple[int, ...]
+    key_buckets: tuple[int, ...]
+    rows: int
+
+    def calls(self, chunks: int) -> tuple[int, ...]:
+        """Lanes of the calls that run so many chunks: the largest program as often as it is full, then one that
+        holds the rest."""
+        full, rest = divmod(chunks, self.lanes[-1])
+        last = () if not rest else (next(lanes for lanes in self.lanes if lanes >= rest),)
+        return (self.lanes[-1],) * full + last
+
+    def prefill_keys(self, ends: Sequence[int]) -> int:
+        """Keys the calls read for chunks that end at these positions, in lane order."""
+        if len(self.key_buckets) == 1:
+            return sum(ends)
+        total, at = 0, 0
+        for lanes in self.calls(len(ends)):
+            total += lanes * self._bucket(max(ends[at : at + lanes]))
+            at += self.lanes[-1]
+        return total
+
+    def decode_keys(self, total: int, longest: int) -> int:
+        """Keys a decode step reads for rows that hold `total` of them, the longest `longest`."""
+        return total if len(self.key_buckets) == 1 else self.rows * self._bucket(longest)
+
+    def steps_alike(self, longest: int) -> int:
+        """Decode steps, from one whose longest row holds `longest` keys on, that read a number of keys which grows
+        evenly."""
+        if len(self.key_buckets) == 1:
+            return 1 << 30
+        return self._bucket(longest) - longest
+
+    def _bucket(self, longest: int) -> int:
+        return next((size for size in self.key_buckets if size >= longest), self.key_buckets[-1])
+
+
+def machine_of(log: StepLog) -> Machine:
+    """The programs of the engine that was recorded."""
+    return Machine(
+        lanes=tuple(log.engine["prefill_lanes"]),
+        key_buckets=tuple(log.engine["key_buckets"]),
+        rows=int(log.scheduler["max_num_seqs"]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of each part. call: by lanes, a prefill call without its keys.
+
+    residual: root of the mean squared error of a step's device time, as a share of the mean step; host_residual the
+    same of the host's part. steps: how many it was fitted to.
+    """
+
+    call: Mapping[int, float]
+    prefill_key: float
+    decode: float
+    row: float
+    key: float
+    turn: float
+    token: float
+    end: float
+    chunk: float
+    submit: float
+    residual: float = 0.0
+    host_residual: float = 0.0
+    steps: int = 0
+
+    def device(self, work: Work) -> float:
+        """Seconds a step keeps the device busy."""
+        seconds = self.prefill_key * work.prefill_keys + self.row * work.rows + self.key * work.keys
+        if work.rows:
+            seconds += self.decode
+        for lanes in work.calls:
+            seconds += self.call[lanes]
+        return seconds
+
+    def host(self, work: HostWork) -> float:
+        """Seconds of a turn of the host's."""
+        return (
+            self.turn
+            + self.token * work.tokens
+            + self.end * work.ended
+            + self.chunk * work.chunks
+            + self.submit * work.submitted
+        )
+
+    def lines(self) -> list[str]:
+        """For people."""
+        us = 1e6
+        calls = ", ".join(f"{lanes} lanes {us * seconds:.0f}" for lanes, seconds in sorted(self.call.items()))
+        return [
+            f"device, us           prefill call of {calls}; key {us * self.prefill_key:.4f}",
+            f"                     decode {us * self.decode:.0f}, row {us * self.row:.2f}, key {us * self.key:.4f}",
+            f"host, us             turn {us * self.turn:.0f}, token {us * self.token:.2f}, end {us * self.end:.0f}, "
+            f"chunk {us * self.chunk:.1f}, submit {us * self.submit:.0f}",
+            f"fitted to            {self.steps} steps; root mean square residual {100 * self.residual:.1f} % of a "
+            f"step on the device, {100 * self.host_residual:.1f} % of a turn on the host",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "call": {str(lanes): seconds for lanes, seconds in self.call.items()}}
+
+
+def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[list[float], float]:
+    """Coefficients, none below zero, and the root mean squared error as a share of the mean value.
+
+    A coefficient that comes out below zero is left out and the rest fitted again; one that no row needs is zero.
+    """
+    import numpy as np
+
+    matrix, wanted = np.array(rows, float), np.array(values, float)
+    kept = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
+    found = np.zeros(matrix.shape[1])
+    while kept:
+        scale = np.linalg.norm(matrix[:, kept], axis=0)
+        solved = np.linalg.lstsq(matrix[:, kept] / scale, wanted, rcond=None)[0]
+        if (solved >= 0).all():
+            found[kept] = solved / scale
+            break
+        kept.pop(int(solved.argmin()))
+    error = matrix @ found - wanted
+    return found.tolist(), math.sqrt(float((error**2).mean())) / float(wanted.mean())

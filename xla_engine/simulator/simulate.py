@@ -1,0 +1,388 @@
+"""The engine's loop around the real scheduler, with a cost model in place of a device.
+
+A turn is the engine's: `plan -> start -> read the step before -> commit`. Nothing is sampled; each request gets the
+number of tokens its trace says. Memory is bounded by the requests that are live at one time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from scheduler import (
+    FinishReason,
+    Plan,
+    Request,
+    Row,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+    TokenEvent,
+)
+from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work
+from xla_engine.simulator.quantiles import Quantiles
+from xla_engine.simulator.trace import Arrival
+from xla_engine.step_log import Moment, StepLogWriter
+
+TOKEN, STOP = Sample(0), Sample(1)
+STOPS = frozenset({STOP.token_id})
+SPREAD = 1 << 24  # token ids of one prompt; no two prompts share a prefix
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a simulation found. Times in seconds.
+
+    wall: from the first arrival to the last token. steps, skipped: all of them, and those passed over in bulk.
+    row_steps: rows scheduled in all decode steps. most_waiting: the longest queue.
+    queued, first_token, inter_token, whole: to the slot, to the first token, between two tokens, to the last one.
+    """
+
+    config: SchedulerConfig
+    wall: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    most_waiting: int = 0
+    queued: Quantiles = field(default_factory=Quantiles)
+    first_token: Quantiles = field(default_factory=Quantiles)
+    inter_token: Quantiles = field(default_factory=Quantiles)
+    whole: Quantiles = field(default_factory=Quantiles)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.wall if self.wall else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the decode steps' rows that were scheduled."""
+        slots = self.decode_steps * self.config.max_num_seqs
+        return self.row_steps / slots if slots else 0.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A live request. number: of its arrival. last_token: when its latest one came; kept of those only that do not get
+    one in every step."""
+
+    number: int
+    arrival: Arrival
+    came: float
+    had_token: bool = False
+    last_token: float = 0.0
+
+
+class Clock:
+    """Host and device time by a cost model. A device runs its steps in order; a read waits for its step."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self.now = 0.0
+        self._free = 0.0
+        self._done: deque[float] = deque()
+
+    def start(self, host: HostWork, device: Work) -> None:
+        self.now += self.cost.host(host)
+        self._free = max(self._free, self.now) + self.cost.device(device)
+        self._done.append(self._free)
+
+    def steady(
+        self, steps: int, until: float, *, first_host: float, host: float, device: float, growth: float
+    ) -> list[float]:
+        """The times at which steps are read that go on as before, at most `steps` and none started from `until` on.
+
+        Seconds: first_host of the host before the first of them, host before each later one; device of the first step,
+        by growth more of each later one.
+        """
+        now, free, done = self.now, self._free, self._done
+        reads: list[float] = []
+        while len(reads) < steps and now < until:
+            now += host if reads else first_host
+            free = (now if now > free else free) + device
+            device += growth
+            done.append(free)
+            over = done.popleft()
+            if over > now:
+                now = over
+            reads.append(now)
+        self.now, self._free = now, free
+        return reads
+
+    def read(self) -> float:
+        """The oldest step not yet read is over."""
+        self.now = max(self.now, self._done.popleft())
+        return self.now
+
+
+class Simulation:
+    """One run of a trace.
+
+    machine: the programs steps are made of. lag: as in `EngineConfig`. log: takes every step, at the cost of skipping
+    none. on_plan sees every plan that is started.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        machine: Machine,
+        clock: Clock,
+        *,
+        lag: int = 1,
+        log: StepLogWriter | None = None,
+    ) -> None:
+        self.report = Report(config=config)
+        self.plans: list[Plan] | None = None  # set to a list to keep them
+        self.reads: list[int] = []  # with `plans`: how many steps were started when each was read
+        self._scheduler = Scheduler(config)
+        self._machine = machine
+        self._clock = clock
+        self._lag = lag
+        self._log = log
+        self._live: dict[str, _Live] = {}
+        self._in_flight: deque[Plan] = deque()
+        self._irregular = 0  # live requests that do not get a token in every step
+        self._stops: list[tuple[int, int, str]] = []  # heap of (step, number, request): stop tokens to come
+        self._gives_up: list[tuple[Moment, str, str]] = []  # heap of (when, request, reason)
+        self._next_step = 0
+        self._last_read = 0.0
+        # Keys: a row holds `base + step` in a step. Of the rows of the latest decode tuple:
+        self._base: dict[str, int] = {}  # by request
+        self._rows: tuple[Row, ...] = ()
+        self._total_base = self._longest_base = 0
+        # Host work since the latest step was started.
+        self._tokens = self._ended = self._submitted = 0
+
+    def run(self, arrivals: Iterable[Arrival]) -> Report:
+        """Run until every request has ended. Raises ValueError for a request that cannot be."""
+        coming = iter(arrivals)
+        ahead = next(coming, None)
+        while ahead is not None or self._scheduler.has_unfinished or self._in_flight:
+            idle = not (self._scheduler.has_unfinished or self._in_flight)
+            while ahead is not None and self._is_due(ahead, idle):
+                self._submit(ahead)
+                idle, ahead = False, next(coming, None)
+            if not self._skip(ahead):
+                self._turn()
+        self.report.wall = self._last_read
+        self.report.steps = self._next_step
+        return self.report
+
+    def _is_due(self, arrival: Arrival, idle: bool) -> bool:
+        clock = self._clock
+        if idle:
+            clock.now = max(clock.now, arrival.time)
+            return True
+        if arrival.moment is None:
+            return arrival.time <= clock.now
+        return self._is_over(arrival.moment)
+
+    def _is_over(self, moment: Moment) -> bool:
+        return moment.started <= self._next_step and moment.read <= self._next_step - len(self._in_flight)
+
+    def _submit(self, arrival: Arrival) -> None:
+        self.report.requests += 1
+        first = self.report.requests * SPREAD
+        # Recorded arrivals come when the loop gets to them; timed ones have waited since their time.
+        came = self._clock.now if arrival.moment is not None else arrival.time
+        request = Request(
+            request_id=arrival.name,
+            prompt_token_ids=range(first, first + arrival.prompt_tokens),
+            max_tokens=arrival.max_tokens,
+            stop_token_ids=STOPS,
+            lockstep=arrival.lockstep,
+            priority=arrival.priority,
+            deadline=None if arrival.deadline is None else came + arrival.deadline,
+        )
+        self._scheduler.submit(request)
+        self._live[arrival.name] = _Live(self.report.requests, arrival, came)
+        self._irregular += arrival.lockstep
+        self._submitted += 1
+        if arrival.gives_up is not None:
+            heapq.heappush(self._gives_up, (arrival.gives_up[0], arrival.name, arrival.gives_up[1]))
+        if self._log is not None:
+            self._log.submitted(request, self._clock.now)
+
+    def _turn(self) -> None:
+        scheduler = self._scheduler
+        for name, reason in scheduler.expire(self._clock.now):
+            self._end(name, reason)
+        while self._gives_up and self._is_over(self._gives_up[0][0]):
+            _, name, given = heapq.heappop(self._gives_up)
+            if scheduler.finish(name, FinishReason(given)):
+                self._end(name, FinishReason(given))
+        plan = scheduler.plan()
+        self.report.most_waiting = max(self.report.most_waiting, scheduler.num_waiting)
+        started = not plan.is_empty
+        if started:
+            self._start(plan)
+        while len(self._in_flight) > (self._lag if started else 0):
+            self._read()
+            started = True
+
+    def _start(self, plan: Plan) -> None:
+        report, clock = self.report, self._clock
+        for name in plan.admitted:
+            report.queued.add(clock.now - self._live[name].came)
+        ends = []
+        for chunk in plan.chunks:
+            end = chunk.start + len(chunk.tokens)
+            ends.append(end)
+            if chunk.is_last:
+                self._begin(chunk.request_id, end, plan.step)
+        report.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+        if plan.decode is not self._rows:
+            self._rows = plan.decode
+            bases = [self._base[row.request_id] for row in plan.decode]
+            self._total_base, self._longest_base = sum(bases), max(bases, default=0)
+        rows = len(plan.decode)
+        report.decode_steps += rows > 0
+        report.row_steps += rows
+        work = Work(
+            calls=self._machine.calls(len(ends)) if ends else (),
+            prefill_keys=self._machine.prefill_keys(ends) if ends else 0,
+            rows=rows,
+            keys=self._keys(plan.step) if rows else 0,
+        )
+        clock.start(self._take_host_work(len(ends)), work)
+        self._in_flight.append(plan)
+        self._next_step = plan.step + 1
+        if self._log is not None:
+            self._log.started(plan, clock.now)
+        if self.plans is not None:
+            self.plans.append(plan)
+
+    def _begin(self, name: str, end: int, step: int) -> None:
+        """The whole prompt of a request is planned."""
+        live = self._live[name]
+        self._base[name] = end + 1 - step
+        new = live.arrival.new_tokens
+        if new < live.arrival.max_tokens:
+            heapq.heappush(self._stops, (step + max(new - 2, 0), live.number, name))
+
+    def _keys(self, step: int) -> int:
+        rows = len(self._rows)
+        return self._machine.decode_keys(self._total_base + rows * step, self._longest_base + step)
+
+    def _take_host_work(self, chunks: int) -> HostWork:
+        work = HostWork(self._tokens, self._ended, chunks, self._submitted)
+        self._tokens = self._ended = self._submitted = 0
+        return work
+
+    def _read(self) -> None:
+        plan = self._in_flight.popleft()
+        now = self._clock.read()
+        if self.plans is not None:
+            self.reads.append(self._next_step)
+        events = self._scheduler.commit(plan, self._result(plan))
+        if self._log is not None:
+            self._log.read(plan, events, now)
+        self._credit(plan, events, now)
+        self._last_read = now
+
+    def _result(self, plan: Plan) -> StepResult:
+        stopping = set()
+        while self._stops and self._stops[0][0] <= plan.step:
+            _, number, name = heapq.heappop(self._stops)
+            if name in self._live and self._live[name].number == number:
+                stopping.add(name)
+        first = [TOKEN] * len(plan.first_rows)
+        decode: list[tuple[Sample]] = [(TOKEN,)] * len(plan.decode)
+        if stopping:
+            for at, chunk in enumerate(plan.first_rows):
+                if chunk.request_id in stopping and self._live[chunk.request_id].arrival.new_tokens == 1:
+                    first[at] = STOP
+            for at, row in enumerate(plan.decode):
+                if row.request_id in stopping:
+                    decode[at] = (STOP,)
+        return StepResult(first=first, decode=decode)
+
+    def _credit(self, plan: Plan, events: list[TokenEvent], now: float) -> None:
+        """Count the intervals between tokens. A row's first token and second come out of the same step."""
+        report = self.report
+        apart = len(events)  # tokens that came one read after the one before
+        if plan.chunks or self._irregular:
+            fresh = {chunk.request_id for chunk in plan.first_rows}
+            for name, _, _ in events:
+                live = self._live[name]
+                if not live.had_token:
+                    live.had_token = True
+                    report.first_token.add(now - live.came)
+                elif name in fresh or live.arrival.lockstep:
+                    report.inter_token.add(now - live.last_token)
+                else:
+                    continue
+                live.last_token = now
+                apart -= 1
+        if apart:
+            report.inter_token.add(now - self._last_read, apart)
+        report.new_tokens += len(events)
+        self._tokens += len(events)
+        for name, _, reason in events:
+            if reason is not None:
+                self._end(name, reason)
+
+    def _skip(self, ahead: Arrival | None) -> bool:
+        """Pass over turns that only decode the rows of the one before, exactly as if they were taken one by one.
+
+        Whether there were any.
+        """
+        rows, step = self._rows, self._next_step
+        if self._log is not None or self.plans is not None or len(self._in_flight) != self._lag or not rows:
+            return False
+        if any(plan.chunks or plan.decode is not rows for plan in self._in_flight):
+            return False
+        steps = self._scheduler.steady_steps(rows)
+        until = self._scheduler.next_deadline
+        if self._stops:
+            steps = min(steps, self._stops[0][0] - (step - self._lag))
+        if self._gives_up:
+            steps = min(steps, self._gives_up[0][0].started - step)
+        if ahead is not None and ahead.moment is not None:
+            steps = min(steps, ahead.moment.started - step)
+        elif ahead is not None:
+            until = min(until, ahead.time)
+        steps = min(steps, self._machine.steps_alike(self._longest_base + step))
+        if steps < 2 or self._clock.now >= until:
+            return False
+        cost, keys = self._clock.cost, self._keys(step)
+        reads = self._clock.steady(
+            steps,
+            until,
+            first_host=cost.host(self._take_host_work(0)),
+            host=cost.host(HostWork(tokens=len(rows))),
+            device=cost.device(Work(rows=len(rows), keys=keys)),
+            growth=cost.key * (self._keys(step + 1) - keys),
+        )
+        for now in reads:
+            self.report.inter_token.add(now - self._last_read, len(rows))
+            self._last_read = now
+        taken, report = len(reads), self.report
+        self._scheduler.skip(taken)
+        self._next_step += taken
+        self._in_flight = deque(replace(plan, step=plan.step + taken) for plan in self._in_flight)
+        self._tokens = len(rows)
+        report.most_waiting = max(report.most_waiting, self._scheduler.num_waiting)
+        report.skipped += taken
+        report.decode_steps += taken
+        report.row_steps += taken * len(rows)
+        report.new_tokens += taken * len(rows)
+        return True
+
+    def _end(self, name: str, reason: FinishReason) -> None:
+        live = self._live.pop(name)
+        self._irregular -= live.arrival.lockstep
+        self._base.pop(name, None)
+        self.report.finished[str(reason)] = self.report.finished.get(str(reason), 0) + 1
+        self._ended += 1
+        if live.had_token:
+            self.report.whole.add(self._clock.now - live.came)
+        if self._log is not None:
+            self._log.ended(name, reason, self._clock.now)

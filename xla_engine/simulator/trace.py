@@ -1,0 +1,160 @@
+"""Workloads to simulate: when requests come and how many tokens they bring and get.
+
+Traces are read one line at a time. Files are CSV with a header, packed if named .gz, in one of these layouts:
+
+- ours: `arrival` (seconds), `prompt_tokens`, `new_tokens`, and if wanted `max_tokens`, `priority`, `deadline` (seconds
+  after the arrival);
+- the Azure LLM inference traces (Patel et al., "Splitwise", 2024): `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`;
+- BurstGPT (Wang et al., 2024): `Timestamp`, `Model`, `Request tokens`, `Response tokens`, `Total tokens`, `Log Type`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from xla_engine.errors import RecordError
+from xla_engine.step_log import Moment, StepLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request to come.
+
+    time: seconds since the first one. new_tokens: how many it gets; max_tokens: how many it asks for, at least that.
+    moment: when it comes in steps of the loop, in place of the time; None in traces that do not say.
+    gives_up: when its caller ends it, and the reason.
+    deadline: seconds after its arrival.
+    """
+
+    name: str
+    time: float
+    prompt_tokens: int
+    new_tokens: int
+    max_tokens: int
+    priority: int = 0
+    lockstep: bool = False
+    moment: Moment | None = None
+    gives_up: tuple[Moment, str] | None = None
+    deadline: float | None = None
+
+
+def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
+    """The requests of a recorded run, arriving before the steps they came before, or at the times they came."""
+    for each in log.requests:
+        stopped = each.end in ("stop", "error")
+        gives_up = None
+        if each.taken_back is not None and not stopped and not by_time:
+            gives_up = each.taken_back, str(each.end)
+        yield Arrival(
+            name=each.name,
+            time=each.submitted,
+            prompt_tokens=each.prompt_tokens,
+            new_tokens=each.tokens if stopped else each.max_tokens,
+            max_tokens=each.max_tokens,
+            priority=each.priority,
+            lockstep=each.lockstep,
+            moment=None if by_time else each.came,
+            gives_up=gives_up,
+        )
+
+
+def read_csv(path: Path | str) -> Iterator[Arrival]:
+    """The requests of a CSV file, as read. Rows without a prompt or without an answer are left out.
+
+    Raises RecordError, naming the line, for what is not a trace or not in order of time, and OSError.
+    """
+    with gzip.open(path, "rt", newline="") if str(path).endswith(".gz") else open(path, newline="") as file:
+        rows = csv.DictReader(file)
+        names = {name.strip() for name in rows.fieldnames or ()}
+        layout = next((read for needed, read in LAYOUTS if needed <= names), None)
+        if layout is None:
+            wanted = "; ".join(", ".join(sorted(needed)) for needed, _ in LAYOUTS)
+            raise RecordError(
+                f"{path}: a trace has the columns of one of: {wanted}; this has {sorted(names)}"
+            )
+        first: float | None = None
+        last = -math.inf
+        for row in rows:
+            try:
+                time, prompt, new, more = layout(row)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise RecordError(f"{path}, line {rows.line_num}: {error}") from error
+            if prompt < 1 or new < 1:
+                continue
+            first = time if first is None else first
+            if time < last:
+                raise RecordError(
+                    f"{path}, line {rows.line_num}: it comes before the line above; sort by time"
+                )
+            last = time
+            yield Arrival(
+                name=str(rows.line_num),
+                time=time - first,
+                prompt_tokens=prompt,
+                new_tokens=new,
+                max_tokens=max(new, int(more.get("max_tokens") or 0)),
+                priority=int(more.get("priority") or 0),
+                deadline=float(more["deadline"]) if more.get("deadline") else None,
+            )
+
+
+Row = Mapping[str, str]
+Found = tuple[float, int, int, Row]
+
+
+def _ours(row: Row) -> Found:
+    return float(row["arrival"]), int(row["prompt_tokens"]), int(row["new_tokens"]), row
+
+
+def _azure(row: Row) -> Found:
+    moment = datetime.fromisoformat(row["TIMESTAMP"].strip())
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), {}
+
+
+def _burst_gpt(row: Row) -> Found:
+    return float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]), {}
+
+
+LAYOUTS: tuple[tuple[frozenset[str], Callable[[Row], Found]], ...] = (
+    (frozenset({"arrival", "prompt_tokens", "new_tokens"}), _ours),
+    (frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}), _azure),
+    (frozenset({"Timestamp", "Request tokens", "Response tokens"}), _burst_gpt),
+)
+
+
+def heavy_tailed(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
+    """Poisson arrivals, `rate` a second, of log-normal lengths as in the benchmark's `ragged` workload.
+
+    Medians 64 in and 48 out, deviation 1 in the logarithm, cut off at 4..512 and 4..384.
+    """
+    draw = random.Random(f"heavy-tailed/{seed}")
+    time = 0.0
+    for index in range(requests):
+        prompt = min(max(round(draw.lognormvariate(math.log(64), 1.0)), 4), 512)
+        new = min(max(round(draw.lognormvariate(math.log(48), 1.0)), 4), 384)
+        yield Arrival(name=str(index), time=time, prompt_tokens=prompt, new_tokens=new, max_tokens=new)
+        time += draw.expovariate(rate)
+
+
+def uniform(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
+    """Poisson arrivals, `rate` a second, all of 128 tokens in and 128 out."""
+    draw = random.Random(f"uniform/{seed}")
+    time = 0.0
+    for index in range(requests):
+        yield Arrival(name=str(index), time=time, prompt_tokens=128, new_tokens=128, max_tokens=128)
+        time += draw.expovariate(rate)
+
+
+SYNTHETIC: dict[str, Callable[[int, float, int], Iterator[Arrival]]] = {
+    "heavy-tailed": heavy_tailed,
+    "uniform": uniform,
+}
