@@ -46,7 +46,8 @@ def snapshot(name: str) -> Path:
     except errors.LocalEntryNotFoundError:
         pass
     try:
-        return fetch()
+        if _complete(fetched := fetch()):
+            return fetched
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{name}: the repository is gated. Accept its terms at https://huggingface.co/{repository}, then log in: "
@@ -68,6 +69,10 @@ def snapshot(name: str) -> Path:
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise CheckpointError(f"{name}: cannot be downloaded ({error}). Try again later") from error
+    raise CheckpointError(
+        f"{fetched}: not all of {name}: either the repository has no complete safetensors weights (others are not "
+        f"loaded), or the hub cannot be reached or HF_HUB_OFFLINE is set. Download it once: hf download {repository}"
+    )
 
 
 def _complete(directory: Path) -> bool:
