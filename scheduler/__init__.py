@@ -10,10 +10,12 @@ from scheduler.plan import Chunk as Chunk
 from scheduler.plan import Decision as Decision
 from scheduler.plan import Plan as Plan
 from scheduler.plan import ResultMismatchError as ResultMismatchError
+from scheduler.plan import Reuse as Reuse
 from scheduler.plan import Row as Row
 from scheduler.plan import Sample as Sample
 from scheduler.plan import Slot as Slot
 from scheduler.plan import StepResult as StepResult
+from scheduler.plan import Swap as Swap
 from scheduler.plan import TokenEvent as TokenEvent
 from scheduler.request import PRIORITIES as PRIORITIES
 from scheduler.request import FinishReason as FinishReason

@@ -15,6 +15,16 @@ class SchedulerConfig:
         `chunk_size`. Every live row decodes and at least one chunk runs, even where that exceeds it.
     max_waiting: longest waiting queue, None for no bound.
     priority_aging: later arrivals that one class of priority is worth; see `scheduler.policy.place`.
+    enable_prefix_caching: slots keep what they hold for prompts that begin alike; see `scheduler.prefix_cache`.
+    block_size: tokens of one page of the prefix cache.
+    cache_key: what the keys of pages begin with; names the model.
+    prefill_equals_decode: prefill gives the bits of decode on this device, so that generated tokens may be reused and
+        recomputed.
+    cut_invariant: a prompt's last token has the same bits in a chunk of its own, so that nothing else of a prompt that
+        is wholly cached runs again.
+    preemption: a request that is before another in line takes its slot; see `Scheduler.preempt`.
+    swap_tokens: tokens of parked requests that the host has room for.
+    recompute_tokens: requests of up to so many tokens are recomputed and not parked, where that is exact.
     """
 
     max_num_seqs: int
@@ -22,9 +32,29 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_waiting: int | None = None
     priority_aging: int = 64
+    enable_prefix_caching: bool = False
+    block_size: int = 64
+    cache_key: str = ""
+    prefill_equals_decode: bool = False
+    cut_invariant: bool = False
+    preemption: bool = False
+    swap_tokens: int = 1 << 20
+    recompute_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "chunk_size", "max_num_batched_tokens", "max_waiting", "priority_aging"):
+        for name in (
+            "max_num_seqs",
+            "chunk_size",
+            "max_num_batched_tokens",
+            "max_waiting",
+            "priority_aging",
+            "block_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether generated tokens are of any use to the scheduler."""
+        return self.prefill_equals_decode and (self.enable_prefix_caching or self.preemption)

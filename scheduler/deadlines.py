@@ -49,5 +49,5 @@ class Deadlines:
 
 def _counts(state: RequestState, reason: FinishReason) -> bool:
     if reason is FinishReason.QUEUE_TIMEOUT:
-        return state.status is Status.WAITING
+        return state.status is Status.WAITING and state.request.queue_deadline is not None
     return state.status is not Status.FINISHED

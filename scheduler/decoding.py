@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
 
@@ -19,16 +20,21 @@ class Decoding:
     calendar of those steps, planning costs what comes and goes, not the size of the batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_tokens: bool = False) -> None:
+        self._keeps_tokens = keeps_tokens
         self._rows: dict[int, Row] = {}  # by slot index, in the order of joining
         self._states: dict[int, RequestState] = {}  # same keys, same order
         self._due: dict[int, dict[int, RequestState]] = {}  # last step -> slot index -> request
         # Derived from the membership; None until asked for.
         self._row_tuple: tuple[Row, ...] | None = None
         self._ids_and_stops: tuple[tuple[str, ...], frozenset[int]] | None = None
+        self._tokens: tuple[list[int], ...] = ()  # of the requests, made with the above
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -37,12 +43,12 @@ class Decoding:
             self._row_tuple = tuple(self._rows.values())
         return self._row_tuple
 
-    def join(self, state: RequestState, step: int) -> None:
-        """Take a request whose first token is planned in `step`. It decodes from that step on, if it may."""
-        index, max_tokens = state.slot.index, state.request.max_tokens
-        state.last_step = step + max(max_tokens - 2, 0)
+    def join(self, state: RequestState, step: int, *, sampled: int) -> None:
+        """Take a request that has `sampled` tokens before it decodes, from `step` on and if it may."""
+        index, left = state.slot.index, state.request.max_tokens - sampled
+        state.last_step = step + max(left - 1, 0)
         self._due.setdefault(state.last_step, {})[index] = state
-        if max_tokens > 1:
+        if left:
             self._rows[index] = Row(slot=state.slot, request_id=state.request_id)
             self._states[index] = state
             self._row_tuple = self._ids_and_stops = None
@@ -80,11 +86,14 @@ class Decoding:
         if self._ids_and_stops is None:
             stops = {state.request.stop_token_ids for state in self._states.values()}
             self._ids_and_stops = tuple(row.request_id for row in rows), frozenset({NO_CHOICE}).union(*stops)
+            self._tokens = tuple(state.generated for state in self._states.values())
         request_ids, ending = self._ids_and_stops
         if not ending.isdisjoint(map(_token_id, flat)):
             return None
         for state in self._states.values():
             state.credited += 1
+        if self._keeps_tokens:
+            deque(map(list.append, self._tokens, map(_token_id, flat)), maxlen=0)
         # TokenEvent(...) without its Python frame.
         return list(map(tuple.__new__, repeat(TokenEvent), zip(request_ids, flat, repeat(None))))
 
@@ -96,6 +105,8 @@ class Decoding:
         """Credit everybody `steps` tokens; returns how many that are."""
         for state in self._states.values():
             state.credited += steps
+            if self._keeps_tokens:
+                state.generated.extend([0] * steps)
         return steps * len(self._states)
 
     def check(self, next_step: int) -> None:

@@ -24,6 +24,7 @@ def check(
     lockstep: Lockstep,
     counters: Counters,
     chunk_size: int,
+    parked_tokens: int,
 ) -> None:
     """Raise AssertionError, saying what is wrong, on any broken invariant."""
     next_step, ended = counters.steps_planned, sum(counters.finished.values())
@@ -42,7 +43,14 @@ def check(
 
     holders = [state for state in states.values() if state.holds_slot]
     running = [state for state in holders if state.status is Status.RUNNING]
-    _require(same(waiting, Status.WAITING), "the queue is not the requests that wait", states)
+    _require(
+        set(map(id, waiting))
+        == {id(state) for state in states.values() if state.status in (Status.WAITING, Status.PARKED)},
+        "the queue is not the requests that wait",
+        states,
+    )
+    parked = sum(state.parked for state in states.values())
+    _require(parked == parked_tokens, f"{parked_tokens} tokens are counted as parked, not {parked}", states)
     _require(same(prefilling, Status.PREFILLING), "the prompts are not the requests that prefill", states)
     _require(
         len(running) == len(decoding) + len(lockstep),
@@ -59,15 +67,19 @@ def check(
 def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> None:
     """Raise unless the numbers of one request agree with each other and with its status."""
     planned, cap = state.planned(next_step), state.request.max_tokens
-    whole_prompt = state.prefilled == state.prompt_tokens
+    whole_prompt = state.prefilled == state.context_tokens
+    parked = state.status is Status.PARKED
+    _require(parked == (state.parked > 0), "parked, or has state on the host, but not both", state)
     _require(0 <= state.credited <= planned <= cap, "credited, planned and cap are out of order", state)
     _require(state.credited < cap, "at its cap, but live", state)
     match state.status:
         case Status.WAITING:
-            _require(state.tenancy is None and not state.holds_slot, "waits with a slot", state)
-            _require(state.prefilled == planned == 0, "waits with work done", state)
+            _require(not state.holds_slot, "waits with a slot", state)
+            _require(state.last_step is None, "waits, but is in the calendar", state)
+        case Status.PARKED:
+            _require(not state.holds_slot and whole_prompt, "parked with a slot, or before its time", state)
         case Status.PREFILLING:
-            _require(state.holds_slot and planned == 0, "a prompt without a slot", state)
+            _require(state.holds_slot and planned == state.base, "a prompt without a slot", state)
             _require(not whole_prompt, "wholly planned, but still a prompt", state)
             _require(state.prefilled % chunk_size == 0, "cut off the chunk grid", state)
         case Status.RUNNING:

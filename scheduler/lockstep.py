@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from scheduler.plan import Row
 from scheduler.state import RequestState
 
@@ -18,9 +20,12 @@ class Lockstep:
     def __len__(self) -> int:
         return len(self._states)
 
-    def join(self, state: RequestState) -> None:
-        """Take a request whose first token is planned now."""
-        state.lockstep_planned = 1
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def join(self, state: RequestState, *, sampled: int) -> None:
+        """Take a request of which `sampled` tokens are planned, the last one perhaps just now."""
+        state.planned_before = sampled
         self._states[state.slot.index] = state
 
     def leave(self, state: RequestState) -> None:
@@ -32,22 +37,22 @@ class Lockstep:
         ready = [
             state
             for state in self._states.values()
-            if state.credited == state.lockstep_planned < state.request.max_tokens
+            if state.credited == state.planned_before < state.request.max_tokens
         ]
         for state in ready:
-            state.lockstep_planned += 1
+            state.planned_before += 1
         return tuple(Row(slot=state.slot, request_id=state.request_id) for state in ready)
 
     def done(self) -> tuple[RequestState, ...]:
         """The requests whose last token is planned."""
         return tuple(
-            state for state in self._states.values() if state.lockstep_planned == state.request.max_tokens
+            state for state in self._states.values() if state.planned_before == state.request.max_tokens
         )
 
     def check(self) -> None:
         """Raise AssertionError unless every request here is in its place and at most one token ahead."""
         for index, state in self._states.items():
-            ahead = state.lockstep_planned - state.credited
+            ahead = state.planned_before - state.credited
             if not state.holds_slot or state.slot.index != index or not state.request.lockstep:
                 raise AssertionError(f"in lockstep at slot {index}: {state}")
             if ahead not in (0, 1):

@@ -26,7 +26,11 @@ class Chunk:
     """A piece of a prompt for one prefill lane; `tokens` go to positions `start`, `start + 1`, ...
 
     Starts are multiples of the chunk size and only the last chunk may be shorter: the cut depends on the
-    prompt alone. The program that runs the last chunk also samples the request's first token.
+    prompt alone. (Where the device is known not to mind, the last token of a prompt that is cached otherwise is a
+    chunk of its own.) The program that runs the last chunk also samples the request's next token.
+
+    is_first: nothing behind `start` in the slot is the request's; what lies before comes from the prefix cache.
+    generated: how many of the tokens up to the prompt's end the request itself had sampled before it was preempted.
     """
 
     slot: Slot
@@ -34,6 +38,8 @@ class Chunk:
     start: int
     tokens: Sequence[int]
     is_last: bool
+    is_first: bool = False
+    generated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +51,30 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reuse:
+    """The first `length` positions of a request's slot come from slot `source`; nothing moves if that is its own."""
+
+    slot: Slot
+    request_id: str
+    source: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """The state of a request in `slot`, of which `length` positions are written, goes to the host or comes back."""
+
+    slot: Slot
+    request_id: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What the scheduler did with a request, and why in plain words.
 
     action: "admit" to a slot, "wait" for one, "prefill" chunks, "hold" (in a slot, no chunk in this step),
-        "hand over" the slot.
+        "hand over" the slot; "park", "recompute" or "replay": it lost its slot, and how it will go on; "resume".
     """
 
     request_id: str
@@ -62,6 +87,8 @@ class Plan:
     """Everything the device is asked to do in one step: the chunks in order, then one decode of the rows.
 
     step: counts non-empty plans from 0. Plans are started and committed in this order.
+    parks, resumes, reuses: what happens to slots before anything else in the step, in this order.
+    replays: ids of requests that lost their slot and will sample all their tokens anew.
     admitted: ids of the requests that left the queue for a slot, first in line first.
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
         a lane may read the KV that an earlier lane writes.
@@ -76,6 +103,10 @@ class Plan:
     chunks: tuple[Chunk, ...]
     decode: tuple[Row, ...]
     decisions: tuple[Decision, ...]
+    parks: tuple[Swap, ...] = ()
+    resumes: tuple[Swap, ...] = ()
+    reuses: tuple[Reuse, ...] = ()
+    replays: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -83,7 +114,7 @@ class Plan:
 
         Such a plan needs no start and no commit.
         """
-        return not self.chunks and not self.decode
+        return not (self.chunks or self.decode or self.parks or self.resumes)
 
     @property
     def first_rows(self) -> tuple[Chunk, ...]:

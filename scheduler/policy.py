@@ -73,3 +73,55 @@ def grant(chunks_left: int, budget: int, chunk_size: int, *, joins_decode: bool,
     if chunk_cost(chunks_left, chunk_size, joins_decode=joins_decode) <= budget:
         return chunks_left
     return max(min(budget // chunk_size, chunks_left - 1), int(first))
+
+
+def usable_prefix(cached: int, context_tokens: int, chunk_size: int, *, cut_invariant: bool) -> int:
+    """Of `cached` tokens, how many need not run again: whole chunks, so that the rest is cut as it is without a cache.
+
+    The last token always runs, because its logits are wanted. Where the device does not mind the cut
+    (`cut_invariant`), it runs alone if all else is cached.
+
+    >>> usable_prefix(9, 14, 4, cut_invariant=True), usable_prefix(14, 14, 4, cut_invariant=False)
+    (8, 12)
+    >>> usable_prefix(12, 12, 4, cut_invariant=False), usable_prefix(12, 12, 4, cut_invariant=True)
+    (8, 11)
+    """
+    if cut_invariant and cached >= context_tokens:
+        return context_tokens - 1
+    return min(cached, context_tokens - 1) // chunk_size * chunk_size
+
+
+def worth_keeping(used: int, kept: int) -> bool:
+    """Whether a slot that keeps `kept` tokens should be taken over by a request that uses the first `used` of them.
+
+    Otherwise these are copied to another slot, and the rest stays for others.
+
+    >>> worth_keeping(8, 12), worth_keeping(8, 64)
+    (False, True)
+    """
+    return 2 * used < kept
+
+
+def way_to_preempt(
+    tokens: int, parked: int, *, swap_tokens: int, recompute_tokens: int, prefill_equals_decode: bool
+) -> str:
+    """How a request of `tokens` KV entries loses its slot: the cheapest way that is exact and possible.
+
+    "recompute" prefills prompt and generated tokens again: exact where prefill gives the bits of decode, and cheaper
+    up to `recompute_tokens`. "park" takes its state to the host, which has room for `swap_tokens`, of which
+    `parked` are used. "replay" runs it from its beginning: always possible, and what it samples comes out the same.
+
+    >>> limits = {"swap_tokens": 100, "recompute_tokens": 16}
+    >>> way_to_preempt(16, 0, prefill_equals_decode=True, **limits)
+    'recompute'
+    >>> way_to_preempt(60, 0, prefill_equals_decode=True, **limits)
+    'park'
+    >>> way_to_preempt(60, 80, prefill_equals_decode=True, **limits)
+    'recompute'
+    >>> way_to_preempt(60, 80, prefill_equals_decode=False, **limits)
+    'replay'
+    """
+    fits = parked + tokens <= swap_tokens
+    if prefill_equals_decode and (tokens <= recompute_tokens or not fits):
+        return "recompute"
+    return "park" if fits else "replay"

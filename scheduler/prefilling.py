@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from scheduler import policy
-from scheduler.plan import Chunk, Decision
+from scheduler.config import SchedulerConfig
+from scheduler.plan import Chunk, Decision, Reuse
+from scheduler.prefix_cache import PrefixCache
 from scheduler.state import RequestState
+
+
+class _Start(NamedTuple):
+    """Where a prompt begins: `length` tokens of it are in slot `source`. wait: more of it is on its way."""
+
+    source: int
+    length: int
+    wait: bool
+
+
+class PrefillPlan(NamedTuple):
+    """This step's chunks in lane order, what they need of other slots, and the requests that have no more to come."""
+
+    chunks: tuple[Chunk, ...]
+    reuses: tuple[Reuse, ...]
+    complete: tuple[RequestState, ...]
 
 
 class Prefilling:
     """Prompts in order of admission: the oldest is served first, and no other before it has all it needs.
 
-    chunk_size, max_num_batched_tokens: as in `SchedulerConfig`.
+    One exception: a prompt that begins as an older one does, which runs in this very step, waits for it instead of
+    computing the same again, and others may pass it meanwhile. Each older prompt can hold it once.
     """
 
-    def __init__(self, chunk_size: int, max_num_batched_tokens: int) -> None:
-        self._chunk_size = chunk_size
-        self._limit = max_num_batched_tokens
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache | None) -> None:
+        self._config = config
+        self._chunk_size = config.chunk_size
+        self._limit = config.max_num_batched_tokens
+        self._cache = cache
         self._states: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
@@ -34,50 +56,99 @@ class Prefilling:
         """Take a request out. Raises KeyError when it is not here."""
         del self._states[state.request_id]
 
-    def plan(
-        self, decode_rows: int, decisions: list[Decision]
-    ) -> tuple[tuple[Chunk, ...], list[RequestState]]:
+    def plan(self, decode_rows: int, decisions: list[Decision]) -> PrefillPlan:
         """Grant this step's chunks beside `decode_rows`.
 
-        Returns the chunks in lane order and the requests whose prompt is wholly planned now; these have
-        left. Appends the decisions, ending with the first prompt that did not get all it needs.
+        Requests whose context is wholly planned now have left. Appends the decisions, ending with the first prompt
+        that did not get all it needs.
         """
         chunks: list[Chunk] = []
+        reuses: list[Reuse] = []
+        served: list[RequestState] = []
         complete: list[RequestState] = []
+        coming: set[bytes] = set()  # pages that older prompts write in this step
         budget = policy.prompt_budget(self._limit, decode_rows)
         for state in self:
-            left = policy.num_chunks(state.prompt_tokens - state.prefilled, self._chunk_size)
-            joins = state.request.max_tokens > 1
+            start = self._start(state, coming)
+            if start.wait:
+                decisions.append(state.decide("hold", "an older prompt that begins alike is in this step"))
+                continue
+            left = policy.num_chunks(state.context_tokens - start.length, self._chunk_size)
+            joins = state.request.max_tokens - state.base > 1
             granted = policy.grant(left, budget, self._chunk_size, joins_decode=joins, first=not chunks)
-            chunks.extend(self._cut(state, granted))
+            if granted:
+                served.append(state)
+                begins = not state.prefilled
+                if begins:
+                    reuses.extend(self._begin(state, start))
+                chunks.extend(self._cut(state, granted, is_first=begins))
+                if self._cache is not None:
+                    coming.update(self._cache.page_keys(state)[: state.prefilled // self._cache.page])
             budget -= policy.chunk_cost(granted, self._chunk_size, joins_decode=joins and granted == left)
-            reason = f"{granted} of the {left} chunks left; "
-            if granted and budget < 0:
-                reason += f"one runs in every step, here beyond the token budget {self._limit}"
-            elif granted == left:
-                reason += f"within the token budget {self._limit}"
-            else:
-                reason += (
-                    f"token budget {self._limit} used up by {decode_rows} decode rows and {len(chunks)} "
-                    f"chunks of {self._chunk_size}"
-                )
-            decisions.append(state.decide("prefill" if granted else "hold", reason))
+            decisions.append(self._explain(state, granted, left, budget, decode_rows, len(chunks)))
             if granted < left:
                 break
             complete.append(state)
         for state in complete:
             self.leave(state)
-        return tuple(chunks), complete
+        if self._cache is not None:
+            for state in served:
+                self._cache.extend(state, state.prefilled)
+        return PrefillPlan(tuple(chunks), tuple(reuses), tuple(complete))
 
-    def _cut(self, state: RequestState, count: int) -> Iterator[Chunk]:
-        """The next `count` chunks of a prompt; they count as planned."""
-        prompt = state.request.prompt_token_ids
-        for start, stop in policy.next_cuts(state.prefilled, len(prompt), self._chunk_size, count):
+    def _start(self, state: RequestState, coming: set[bytes]) -> _Start:
+        """Where a prompt goes on, or where it would begin."""
+        if state.prefilled or self._cache is None or not state.request.reads_prefix_cache:
+            return _Start(-1, state.prefilled, wait=False)
+        source, held = self._cache.match(state, own=state.slot.index)
+        length = self._usable(state, held)
+        if not coming:
+            return _Start(source, length, wait=False)
+        soon = self._cache.pages_known(self._cache.page_keys(state), coming) * self._cache.page
+        return _Start(source, length, wait=self._usable(state, soon) > length)
+
+    def _usable(self, state: RequestState, cached: int) -> int:
+        return policy.usable_prefix(
+            cached, state.context_tokens, self._chunk_size, cut_invariant=self._config.cut_invariant
+        )
+
+    def _begin(self, state: RequestState, start: _Start) -> Iterator[Reuse]:
+        """Take the slot over, with what is there or elsewhere of the context."""
+        state.prefilled = start.length
+        if self._cache is not None:
+            self._cache.begin(state, start.length)
+        if start.length:
+            yield Reuse(
+                slot=state.slot, request_id=state.request_id, source=start.source, length=start.length
+            )
+
+    def _explain(
+        self, state: RequestState, granted: int, left: int, budget: int, decode_rows: int, chunks: int
+    ) -> Decision:
+        reason = f"{granted} of the {left} chunks left; "
+        if granted and budget < 0:
+            reason += f"one runs in every step, here beyond the token budget {self._limit}"
+        elif granted == left:
+            reason += f"within the token budget {self._limit}"
+        else:
+            reason += (
+                f"token budget {self._limit} used up by {decode_rows} decode rows and {chunks} chunks of "
+                f"{self._chunk_size}"
+            )
+        return state.decide("prefill" if granted else "hold", reason)
+
+    def _cut(self, state: RequestState, count: int, *, is_first: bool) -> Iterator[Chunk]:
+        """The next `count` chunks of a context; they count as planned."""
+        context = state.context
+        for start, stop in policy.next_cuts(state.prefilled, len(context), self._chunk_size, count):
             state.prefilled = stop
             yield Chunk(
                 slot=state.slot,
                 request_id=state.request_id,
                 start=start,
-                tokens=prompt[start:stop],
-                is_last=stop == len(prompt),
+                tokens=context[start:stop],
+                is_last=stop == len(context),
+                is_first=is_first,
+                generated=state.base,
             )
+            is_first = False

@@ -21,9 +21,10 @@ class FinishReason(enum.StrEnum):
 
 
 class Status(enum.StrEnum):
-    """Where a request stands. It only ever moves down this list."""
+    """Where a request stands. It moves down this list, but for preemption, which puts it back in the queue."""
 
     WAITING = "waiting"  # in the queue, no slot
+    PARKED = "parked"  # in the queue, no slot, its state on the host
     PREFILLING = "prefilling"  # in a slot, prompt tokens left to plan
     RUNNING = "running"  # whole prompt planned, new tokens left to plan or in flight
     FINISHED = "finished"
@@ -38,6 +39,8 @@ class Request:
     max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
     stop_token_ids: sampling one of these ends the request.
     lockstep: each token is planned only after the one before it was committed.
+    cache_salt: requests share cached prefixes only with those of the same salt.
+    reads_prefix_cache: false for one that needs every position of its prompt computed.
     priority: from -10 to 10, the lower the sooner; see `scheduler.policy.place`.
     deadline, queue_deadline: times on the caller's clock. From the first on, `expire` ends the request wherever it
         is; from the second on, if it still waits.
@@ -48,6 +51,8 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     lockstep: bool = False
+    cache_salt: str = ""
+    reads_prefix_cache: bool = True
     priority: int = 0
     deadline: float | None = None
     queue_deadline: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler import integrity, snapshot
+from scheduler import integrity, policy, snapshot
 from scheduler.config import SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.decoding import Decoding
@@ -18,15 +18,20 @@ from scheduler.plan import (
     ResultMismatchError,
     Row,
     Sample,
+    Slot,
     StepResult,
+    Swap,
     TokenEvent,
 )
-from scheduler.prefilling import Prefilling
+from scheduler.prefilling import Prefilling, PrefillPlan
+from scheduler.prefix_cache import PrefixCache
 from scheduler.request import FinishReason, Request, Status
 from scheduler.slots import Slots
 from scheduler.snapshot import Counters, Snapshot
 from scheduler.state import RequestState
 from scheduler.waiting import WaitingQueue
+
+NO_PREFILL = PrefillPlan((), (), ())
 
 
 class Scheduler:
@@ -49,9 +54,19 @@ class Scheduler:
         self._slots = Slots(config.max_num_seqs)
         self._waiting = WaitingQueue(config.max_waiting, config.priority_aging)
         self._deadlines = Deadlines()
-        self._prefilling = Prefilling(config.chunk_size, config.max_num_batched_tokens)
-        self._decoding = Decoding()
+        self._cache: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self._cache = PrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
+        self._prefilling = Prefilling(config, self._cache)
+        self._decoding = Decoding(keeps_tokens=config.keeps_tokens)
         self._lockstep = Lockstep()
+        self._parks: list[tuple[RequestState, Swap]] = []  # since the last plan
+        self._replays: list[RequestState] = []
+        self._parked_tokens = 0
+        self._spared: RequestState | None = None  # was head of the line and found nobody to preempt
+        self._turns = 0
+        self._preemptions = 0
+        self._cached_tokens = 0
         self._next_step = 0
         self._committed = 0
         self._submitted = 0
@@ -63,7 +78,7 @@ class Scheduler:
         """Queue a request. Raises ValueError for an id in use and QueueFullError; nothing changes then."""
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
-        self._queue(RequestState(request=request, arrival=self._submitted))
+        self._queue(RequestState(request=request, arrival=self._submitted, turn=self._next_turn()))
         self._submitted += 1
 
     def abort(self, request_id: str) -> bool:
@@ -103,6 +118,11 @@ class Scheduler:
         fresh = Scheduler(self.config)
         fresh._submitted, fresh._finished = self._submitted, dict(self._finished)
         fresh._next_step = fresh._committed = self._next_step
+        fresh._turns, fresh._preemptions, fresh._cached_tokens = (
+            self._turns,
+            self._preemptions,
+            self._cached_tokens,
+        )
         lost = sum(state.credited for state in self._states.values())
         fresh._tokens_credited = self._tokens_credited - lost
         fresh._tokens_dropped = self._tokens_dropped + lost
@@ -111,7 +131,7 @@ class Scheduler:
             request = state.request
             if state.status is not Status.WAITING:
                 request = replace(request, queue_deadline=None)
-            fresh._queue(RequestState(request=request, arrival=state.arrival))
+            fresh._queue(RequestState(request=request, arrival=state.arrival, turn=state.turn))
         fresh._waiting.max_waiting = self.config.max_waiting
         return fresh
 
@@ -122,16 +142,12 @@ class Scheduler:
         that leaves of the token budget.
         """
         decisions: list[Decision] = []
-        admitted = self._admit(decisions)
-        chunks: tuple[Chunk, ...] = ()
+        admitted, resumes = self._admit(decisions)
+        work = NO_PREFILL
         if self._prefilling:
-            chunks, complete = self._prefilling.plan(len(self._decoding) + len(self._lockstep), decisions)
-            for state in complete:
-                state.status = Status.RUNNING
-                if state.request.lockstep:
-                    self._lockstep.join(state)
-                else:
-                    self._decoding.join(state, self._next_step)
+            work = self._prefilling.plan(len(self._decoding) + len(self._lockstep), decisions)
+            for state in work.complete:
+                self._run(state, sampled=state.base + 1)
         decode = self._decoding.rows
         planned = self._decoding.due(self._next_step)
         if self._lockstep:
@@ -139,10 +155,76 @@ class Scheduler:
             planned += self._lockstep.done()
         decisions.extend(self._hand_over(state) for state in planned)
         plan = Plan(
-            step=self._next_step, admitted=admitted, chunks=chunks, decode=decode, decisions=tuple(decisions)
+            step=self._next_step,
+            admitted=admitted,
+            chunks=work.chunks,
+            decode=decode,
+            decisions=tuple(decisions),
+            parks=self._take_parks(),
+            resumes=resumes,
+            reuses=work.reuses,
+            replays=self._take_replays(),
         )
+        for reuse in plan.reuses:
+            self._cached_tokens += reuse.length
+            self._slots.revalue(reuse.source, self._use())
         self._next_step += not plan.is_empty
         return plan
+
+    def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> str | None:
+        """Take a request's slot away, to be given to others by the next plan; it waits in line to go on later.
+
+        how: "park", "recompute" or "replay" as in `policy.way_to_preempt`, which chooses where None; a prompt that is
+            not wholly planned is always recomputed. "recompute" of generated tokens needs `prefill_equals_decode`.
+        to_back: as if it had come last, else at the place in line it always had.
+
+        Returns how it was done; None, with nothing done, for a request that holds no slot. Its stream is the same as
+        without: tokens in flight are credited, or sampled again by a replay. It gets a slot again when all tokens
+        that were planned for it are read, so callers that go on planning without reading gain nothing.
+        """
+        state = self._states.get(request_id)
+        if state is None or not state.holds_slot:
+            return None
+        length = state.position(self._next_step)
+        if state.status is Status.PREFILLING:
+            how = "recompute"
+        elif how == "recompute" and not self.config.keeps_tokens:
+            raise ValueError(
+                "no generated tokens are kept to recompute: set prefill_equals_decode and preemption, park or replay"
+            )
+        how = how or policy.way_to_preempt(
+            length,
+            self._parked_tokens,
+            swap_tokens=self.config.swap_tokens,
+            recompute_tokens=self.config.recompute_tokens,
+            prefill_equals_decode=self.config.keeps_tokens,
+        )
+        state.decide(how, f"slot {state.slot.index} was taken away")
+        self._part_of(state).leave(state)
+        self._retain(state)
+        self._release(state)
+        state.planned_before, state.last_step = state.planned(self._next_step), None
+        if how == "park":
+            state.parked = length
+            self._parked_tokens += length
+            self._parks.append((state, Swap(slot=state.slot, request_id=request_id, length=length)))
+        elif how == "replay":
+            self._tokens_credited -= state.credited
+            self._tokens_dropped += state.credited
+            state.start_over()
+            self._replays.append(state)
+        state.status = Status.PARKED if how == "park" else Status.WAITING
+        state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
+        if to_back:
+            state.turn = self._next_turn()
+        self._waiting.put_back(state)
+        self._preemptions += 1
+        return how
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the slots hold: nothing is reused until it has been computed anew."""
+        if self._cache is not None:
+            self._cache.clear()
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
@@ -197,23 +279,95 @@ class Scheduler:
         self._committed += steps
         self._tokens_credited += self._decoding.credit_steps(steps)
 
-    def _admit(self, decisions: list[Decision]) -> tuple[str, ...]:
-        admitted = []
-        while self._waiting and self._slots.num_free:
-            state = self._waiting.pop()
-            state.tenancy, state.holds_slot = self._slots.acquire(), True
-            state.status = Status.PREFILLING
-            self._prefilling.join(state)
+    def _admit(self, decisions: list[Decision]) -> tuple[tuple[str, ...], tuple[Swap, ...]]:
+        """Give slots to the head of the line; returns who got one, and whose state comes back from the host."""
+        admitted, resumes = [], []
+        while self._waiting:
+            state = self._waiting.head
+            if state.credited < state.planned_before:
+                decisions.append(state.decide("wait", "tokens of it are in flight"))
+                break
+            if not self._slots.num_free and not self._make_room(state, decisions):
+                decision = state.decision
+                if decision is None or decision.action != "wait":
+                    decision = state.decide(
+                        "wait", f"no free slot: {len(self._slots)} of {len(self._slots)} busy"
+                    )
+                decisions.append(decision)
+                break
+            self._waiting.pop()
+            self._spared = None
+            state.tenancy, state.holds_slot = self._choose_slot(state), True
             admitted.append(state.request_id)
-            decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
-        if self._waiting:
-            head, count = self._waiting.head, len(self._slots)
-            decisions.append(head.decision or head.decide("wait", f"no free slot: {count} of {count} busy"))
-        return tuple(admitted)
+            if state.status is Status.PARKED:
+                resumes.append(self._resume(state))
+                decisions.append(state.decide("resume", f"slot {state.slot.index} was free"))
+            else:
+                state.begin_prefill()
+                state.status = Status.PREFILLING
+                self._prefilling.join(state)
+                decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
+        return tuple(admitted), tuple(resumes)
+
+    def _make_room(self, head: RequestState, decisions: list[Decision]) -> bool:
+        """Preempt whoever is last in line of those that hold a slot, if `head` is before them.
+
+        A place in line never changes by itself, and nobody is preempted by a request of a later place: the first of
+        all that live never is, and each arrival preempts one other at most.
+        """
+        if not self.config.preemption or head is self._spared:
+            return False
+        holders = (*self._prefilling, *self._decoding, *self._lockstep)
+        last = max(holders, key=self._waiting.place)
+        if self._waiting.place(last) < self._waiting.place(head):
+            self._spared = head
+            return False
+        self.preempt(last.request_id)
+        assert last.decision is not None
+        decisions.append(last.decision)
+        return True
+
+    def _choose_slot(self, state: RequestState) -> Slot:
+        """The slot that holds most of the request's context, if it is free and not worth more to others; else any."""
+        if self._cache is not None and state.status is Status.WAITING and state.request.reads_prefix_cache:
+            index, held = self._cache.match(state)
+            spare = self._slots.num_free > 1 and policy.worth_keeping(held, self._cache.length(index))
+            if held and self._slots.is_free(index) and not spare:
+                return self._slots.acquire(index)
+        return self._slots.acquire()
+
+    def _resume(self, state: RequestState) -> Swap:
+        self._parked_tokens -= state.parked
+        state.parked = 0
+        if self._cache is not None:
+            self._cache.begin(state, state.context_tokens)
+        swap = Swap(slot=state.slot, request_id=state.request_id, length=state.position(self._next_step))
+        self._run(state, sampled=state.planned_before)
+        return swap
+
+    def _run(self, state: RequestState, *, sampled: int) -> None:
+        """Let a request decode that has `sampled` tokens before."""
+        state.status = Status.RUNNING
+        if state.request.lockstep:
+            self._lockstep.join(state, sampled=sampled)
+        else:
+            self._decoding.join(state, self._next_step, sampled=sampled)
+
+    def _take_parks(self) -> tuple[Swap, ...]:
+        parks, self._parks = self._parks, []
+        return tuple(swap for state, swap in parks if state.status is not Status.FINISHED)
+
+    def _take_replays(self) -> tuple[str, ...]:
+        replays, self._replays = self._replays, []
+        return tuple(state.request_id for state in replays if state.status is not Status.FINISHED)
+
+    def _next_turn(self) -> int:
+        self._turns += 1
+        return self._turns - 1
 
     def _hand_over(self, state: RequestState) -> Decision:
         """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
-        self._rows_of(state).leave(state)
+        self._part_of(state).leave(state)
         self._release(state)
         tokens, slot = state.request.max_tokens, state.slot.index
         return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
@@ -241,6 +395,8 @@ class Scheduler:
             request = state.request
             state.credited += 1
             self._tokens_credited += 1
+            if self.config.keeps_tokens:
+                state.generated.append(sample.token_id)
             if sample.token_id in request.stop_token_ids:
                 reason = FinishReason.STOP
             elif state.credited == request.max_tokens:
@@ -261,22 +417,39 @@ class Scheduler:
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         """Take a live request out of wherever it is."""
         del self._states[state.request_id]
-        if state.status is Status.WAITING:
+        if state.status in (Status.WAITING, Status.PARKED):
             self._waiting.remove(state)
-        elif state.holds_slot:
-            part = self._prefilling if state.status is Status.PREFILLING else self._rows_of(state)
-            part.leave(state)
+            self._parked_tokens -= state.parked
+        if reason is FinishReason.ERROR and self._cache is not None and state.tenancy is not None:
+            self._cache.discard(state)  # it may be no numbers
+        else:
+            self._retain(state)
+        if state.holds_slot:
+            self._part_of(state).leave(state)
             self._release(state)
         state.status, state.finish_reason = Status.FINISHED, reason
         self._finished[reason] += 1
         self._deadlines.forget_ended(len(self._states))
 
-    def _rows_of(self, state: RequestState) -> Decoding | Lockstep:
+    def _part_of(self, state: RequestState) -> Prefilling | Decoding | Lockstep:
+        """What plans for a request that holds a slot."""
+        if state.status is Status.PREFILLING:
+            return self._prefilling
         return self._lockstep if state.request.lockstep else self._decoding
 
+    def _retain(self, state: RequestState) -> None:
+        """Enter what a request has left in its slot, if it had one."""
+        if self._cache is not None and state.tenancy is not None:
+            self._cache.end(state)
+
     def _release(self, state: RequestState) -> None:
-        self._slots.release(state.slot)
+        kept = self._cache is not None and self._cache.length(state.slot.index) > 0
+        self._slots.release(state.slot, self._use() if kept else 0)
         state.holds_slot = False
+
+    def _use(self) -> int:
+        """What the content of a slot is worth that is used now: the longest unused is overwritten first."""
+        return self._next_step + 1
 
     @property
     def has_unfinished(self) -> bool:
@@ -293,7 +466,9 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Slots, queue and counters, with the reason of each live request's last decision."""
-        admitted = [state for state in self._states.values() if state.status is not Status.WAITING]
+        admitted = [
+            state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
+        ]
         return snapshot.take(self._slots, self._waiting, admitted, self._counters())
 
     def check(self) -> None:
@@ -307,7 +482,10 @@ class Scheduler:
             lockstep=self._lockstep,
             counters=self._counters(),
             chunk_size=self.config.chunk_size,
+            parked_tokens=self._parked_tokens,
         )
+        if self._cache is not None:
+            self._cache.check()
 
     def _counters(self) -> Counters:
         return Counters(
@@ -317,4 +495,6 @@ class Scheduler:
             finished=dict(self._finished),
             tokens_credited=self._tokens_credited,
             tokens_dropped=self._tokens_dropped,
+            preemptions=self._preemptions,
+            cached_tokens=self._cached_tokens,
         )

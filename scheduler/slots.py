@@ -12,7 +12,7 @@ class StaleSlotError(ValueError):
 
 
 class Slots:
-    """`count` slots, handed out lowest index first.
+    """`count` slots, of which the one of least use is handed out first, and among these that of lowest index.
 
     The epoch of an index grows by one at each release, so a `Slot` names one tenancy and no later one.
     """
@@ -21,8 +21,8 @@ class Slots:
         if count < 1:
             raise ValueError(f"{count} slots; at least 1 is needed")
         self._epochs = [0] * count
-        self._held = [False] * count
-        self._free = list(range(count))  # a heap
+        self._free = dict.fromkeys(range(count), 0)  # index to use
+        self._heap = [(0, index) for index in range(count)]  # (use, index) of each free slot, and of the past
 
     def __len__(self) -> int:
         return len(self._epochs)
@@ -31,33 +31,54 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def acquire(self) -> Slot:
-        """Take the free slot of lowest index. Raises IndexError when none is free."""
-        index = heapq.heappop(self._free)
-        self._held[index] = True
+    def is_free(self, index: int) -> bool:
+        return index in self._free
+
+    def acquire(self, index: int | None = None) -> Slot:
+        """Take the free slot of least use, or the one of this index. Raises IndexError when none is free."""
+        if index is None:
+            use, index = heapq.heappop(self._heap)
+            while self._free.get(index) != use:
+                use, index = heapq.heappop(self._heap)
+        del self._free[index]
         return self.current(index)
 
-    def release(self, slot: Slot) -> None:
-        """End a tenancy. Raises StaleSlotError, changing nothing, when it has ended before."""
+    def release(self, slot: Slot, use: int = 0) -> None:
+        """End a tenancy. Raises StaleSlotError, changing nothing, when it has ended before.
+
+        use: what the slot's content is worth beside that of other free slots.
+        """
         if not self.holds(slot):
             raise StaleSlotError(
                 f"slot {slot.index} is not held in epoch {slot.epoch} (it is in epoch "
                 f"{self._epochs[slot.index]}); release a tenancy once"
             )
         self._epochs[slot.index] += 1
-        self._held[slot.index] = False
-        heapq.heappush(self._free, slot.index)
+        self._free[slot.index] = use
+        self._push(slot.index)
+
+    def revalue(self, index: int, use: int) -> None:
+        """Give a free slot's content another use; of a slot that is held, nothing changes."""
+        if self._free.get(index, use) != use:
+            self._free[index] = use
+            self._push(index)
+
+    def _push(self, index: int) -> None:
+        heapq.heappush(self._heap, (self._free[index], index))
+        if len(self._heap) > 4 * len(self) + 64:
+            self._heap = [(use, index) for index, use in self._free.items()]
+            heapq.heapify(self._heap)
 
     def holds(self, slot: Slot) -> bool:
         """Whether the tenancy goes on."""
-        return self._held[slot.index] and self._epochs[slot.index] == slot.epoch
+        return slot.index not in self._free and self._epochs[slot.index] == slot.epoch
 
     def current(self, index: int) -> Slot:
         """The present tenancy of an index, or the next one if it is free."""
         return Slot(index=index, epoch=self._epochs[index])
 
     def check(self) -> None:
-        """Raise AssertionError unless every slot is either held or, once, in the heap of free ones."""
-        free = [index for index, held in enumerate(self._held) if not held]
-        if sorted(self._free) != free:
-            raise AssertionError(f"free slots are {free} but the heap has {sorted(self._free)}")
+        """Raise AssertionError unless every free slot is found by its use."""
+        missing = set(self._free.items()) - {(index, use) for use, index in self._heap}
+        if missing:
+            raise AssertionError(f"free slots and their use {missing} are not in the heap {self._heap}")

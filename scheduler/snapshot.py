@@ -52,6 +52,8 @@ class Counters:
     finished: Mapping[FinishReason, int]
     tokens_credited: int
     tokens_dropped: int  # sampled for a tenancy that had ended
+    preemptions: int = 0
+    cached_tokens: int = 0  # of prompts, not computed as a slot held them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from scheduler.plan import Decision, Slot
 from scheduler.request import FinishReason, Request, Status
@@ -12,26 +13,35 @@ from scheduler.request import FinishReason, Request, Status
 class RequestState:
     """One life of a request id; a later request under the same id has another state.
 
-    arrival: how many requests were submitted before it.
+    arrival: how many requests were submitted before it. turn: its number in line, the arrival unless it was sent back.
     tenancy: the slot the request was admitted to. It stays when the slot is handed over, because tokens
         still in flight are credited by it.
     holds_slot: whether the slot of `tenancy` is still this request's.
-    prefilled: prompt tokens planned.
-    last_step: the plan that plans this request's last token; known once the whole prompt is planned. None in lockstep.
-    lockstep_planned: new tokens planned, of a request in lockstep.
+    prefilled: tokens of its context planned by prefill, or taken from the prefix cache.
+    last_step: the plan that plans this request's last token; known while it decodes, and after. None in lockstep.
+    planned_before: new tokens planned, of a request in lockstep or one that was preempted.
     credited: tokens received by commits.
+    generated: these tokens, where the scheduler has a use for them. base: how many of them belong to the context, as
+        they are prefilled again.
+    page_keys: of the context, made when first needed.
+    parked: KV entries of it that are on the host.
     decision: the latest about it, None before the first.
     """
 
     request: Request
     arrival: int
+    turn: int
     status: Status = Status.WAITING
     tenancy: Slot | None = None
     holds_slot: bool = False
     prefilled: int = 0
     last_step: int | None = None
-    lockstep_planned: int = 0
+    planned_before: int = 0
     credited: int = 0
+    generated: list[int] = field(default_factory=list)
+    base: int = 0
+    page_keys: tuple[bytes, ...] | None = None
+    parked: int = 0
     finish_reason: FinishReason | None = None
     decision: Decision | None = None
 
@@ -42,6 +52,16 @@ class RequestState:
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def context(self) -> Sequence[int]:
+        """What is prefilled: the prompt, and what the request had sampled when it was preempted and not parked."""
+        prompt = self.request.prompt_token_ids
+        return (*prompt, *self.generated[: self.base]) if self.base else prompt
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + self.base
 
     @property
     def slot(self) -> Slot:
@@ -56,12 +76,24 @@ class RequestState:
         one), so the count follows from `last_step` and no step has to count.
         """
         if self.last_step is None:
-            return self.lockstep_planned
+            return self.planned_before
         return self.request.max_tokens - max(self.last_step + 1 - next_step, 0)
 
     def position(self, next_step: int) -> int:
         """KV entries written by the plans before `next_step`, which is the row's next write index."""
-        return self.prefilled + max(self.planned(next_step) - 1, 0)
+        return self.prefilled + max(self.planned(next_step) - self.base - 1, 0)
+
+    def begin_prefill(self) -> None:
+        """It got a slot: its context is all it has, prompt and tokens."""
+        self.prefilled = 0
+        if self.base != self.credited:
+            self.base, self.page_keys = self.credited, None
+
+    def start_over(self) -> None:
+        """Forget its tokens, which it will sample again; those in flight are nobody's."""
+        self.tenancy, self.page_keys = None, None
+        self.planned_before = self.credited = self.base = 0
+        self.generated.clear()
 
     def decide(self, action: str, reason: str) -> Decision:
         """Record a decision about this request, and return it."""

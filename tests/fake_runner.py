@@ -1,16 +1,17 @@
 """A stand-in for the device that samples by a pure function and refuses to run a wrong plan.
 
-It keeps per-row state as the device does: the KV a row holds (here the tokens themselves, by position), how
-many tokens the row may still sample, and its stop ids. It learns nothing from the scheduler but plans. `Loop`
-stands in for the engine and states the laws a caller may rely on.
+It keeps per-row state as the device does: the KV a row holds (here the tokens themselves, by position, and written
+otherwise by decode where prefill does not give its bits), how many tokens the row may still sample, and its stop ids.
+A free row keeps its KV, and a request may begin with what is in its row or in another. It learns nothing from the
+scheduler but plans. `Loop` stands in for the engine and states the laws a caller may rely on.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler import (
     NO_CHOICE,
@@ -18,6 +19,8 @@ from scheduler import (
     FinishReason,
     Plan,
     Request,
+    RequestView,
+    Reuse,
     Row,
     Sample,
     Scheduler,
@@ -25,10 +28,12 @@ from scheduler import (
     Slot,
     Status,
     StepResult,
+    Swap,
     TokenEvent,
 )
 
 VOCABULARY = 13
+PREEMPTED = ("park", "recompute", "replay")
 
 
 class PlanError(AssertionError):
@@ -90,14 +95,22 @@ class FakeRunner:
         self.config = config
         self.rows = [DeviceRow() for _ in range(config.max_num_seqs)]
         self.requests: dict[str, Request] = {}
+        self.host: dict[str, DeviceRow] = {}  # state of parked requests
         self.steps = 0
+        self.prefilled = 0  # tokens
 
     def lose_everything(self) -> None:
         """What the rows held is gone."""
         self.rows = [DeviceRow() for _ in self.rows]
+        self.host.clear()
 
     def release(self, request_id: str) -> None:
-        """The engine will not ask for this request again; its row, if it has one, may be reused."""
+        """The engine will not ask for this request again; what it has may be overwritten."""
+        self.vacate(request_id)
+        self.host.pop(request_id, None)
+
+    def vacate(self, request_id: str) -> None:
+        """The request has no row any more."""
         for row in self.rows:
             if row.request_id == request_id:
                 row.over = True
@@ -108,6 +121,12 @@ class FakeRunner:
         require(plan.step == self.steps, f"step {plan.step} was started as number {self.steps}")
         self.steps += 1
         self._check_budget(plan)
+        for swap in plan.parks:
+            self._park(swap)
+        for swap in plan.resumes:
+            self._resume(swap)
+        for reuse in plan.reuses:
+            self._reuse(reuse)
         first = [self._prefill(chunk) for chunk in plan.chunks]
         decode = [self._decode(row) for row in plan.decode]
         self._check_all_decode(plan)
@@ -118,29 +137,70 @@ class FakeRunner:
         within = tokens <= self.config.max_num_batched_tokens
         require(within or len(plan.chunks) <= 1, f"{tokens} tokens, beyond budget and floor: {plan}")
 
+    def _take_over(self, slot: Slot, request_id: str) -> DeviceRow:
+        """A blank row for a new tenancy."""
+        row = self.rows[slot.index]
+        require(row.over, f"{slot} of {request_id} would overwrite {row}")
+        newer = row.slot is None or slot.epoch > row.slot.epoch
+        require(newer, f"{slot} has the epoch of an earlier tenancy {row.slot}")
+        self.rows[slot.index] = DeviceRow(slot=slot, request_id=request_id, over=False)
+        return self.rows[slot.index]
+
+    def _park(self, swap: Swap) -> None:
+        row = self.rows[swap.slot.index]
+        require((row.slot, row.request_id) == (swap.slot, swap.request_id), f"{swap} is not for {row}")
+        require(row.token is not None, f"{swap} of a prompt that is not whole")
+        require(len(row.kv) <= swap.length, f"{swap} leaves part of {row}")
+        self.host[swap.request_id] = replace(row, kv=list(row.kv))
+        row.over = True
+
+    def _resume(self, swap: Swap) -> None:
+        self._take_over(swap.slot, swap.request_id)
+        require(swap.request_id in self.host, f"{swap}: nothing of it is on the host")
+        parked = self.host.pop(swap.request_id)
+        require(parked.remaining > 0, f"{swap} of a row that is done: {parked}")
+        require(len(parked.kv) == swap.length, f"{swap} is not {parked}")
+        self.rows[swap.slot.index] = replace(parked, slot=swap.slot, over=False)
+
+    def _reuse(self, reuse: Reuse) -> None:
+        """What the source holds is the very context of the request, as prefill writes it."""
+        found = self.rows[reuse.source].kv[: reuse.length]
+        context = self._context(reuse.request_id)[: reuse.length]
+        require(found == context, f"stale: {reuse} finds {found}, not {context}")
+        row = self._take_over(reuse.slot, reuse.request_id)
+        row.kv = found
+
+    def _context(self, request_id: str) -> list[int]:
+        """A request's prompt and all it will ever sample."""
+        request = self.requests[request_id]
+        return [*request.prompt_token_ids, *(found.token_id for found in expected(request)[0])]
+
     def _prefill(self, chunk: Chunk) -> Sample | None:
+        if chunk.is_first and chunk.start == 0:
+            self._take_over(chunk.slot, chunk.request_id)
         row = self.rows[chunk.slot.index]
-        if chunk.start == 0:
-            require(row.over, f"{chunk} would overwrite {row}")
-            newer = row.slot is None or chunk.slot.epoch > row.slot.epoch
-            require(newer, f"{chunk} has the epoch of an earlier tenancy {row.slot}")
+        if chunk.is_first:
             request = self.requests[chunk.request_id]
-            self.rows[chunk.slot.index] = row = DeviceRow(
-                slot=chunk.slot, request_id=chunk.request_id, prompt=request.prompt_token_ids, over=False
-            )
+            size = len(request.prompt_token_ids) + chunk.generated
+            row.prompt = tuple(self._context(chunk.request_id)[:size])
         require((row.slot, row.request_id) == (chunk.slot, chunk.request_id), f"{chunk} is not for {row}")
         end = chunk.start + len(chunk.tokens)
         require(chunk.start == len(row.kv), f"{chunk} leaves a gap or goes back in {row}")
-        require(chunk.start % self.config.chunk_size == 0, f"{chunk} is off the chunk grid")
+        alone = self.config.cut_invariant and chunk.is_first and end == len(row.prompt) == chunk.start + 1
+        require(chunk.start % self.config.chunk_size == 0 or alone, f"{chunk} is off the chunk grid")
         require(chunk.tokens == row.prompt[chunk.start : end], f"{chunk} is not the prompt of {row}")
         require(chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last")
         require(chunk.is_last or len(chunk.tokens) == self.config.chunk_size, f"{chunk} is short")
         row.kv.extend(chunk.tokens)
+        self.prefilled += len(chunk.tokens)
         if not chunk.is_last:
             return None
         request = self.requests[chunk.request_id]
-        row.remaining, row.stop_ids = request.max_tokens, request.stop_token_ids
-        return row.take(sample(row.kv))
+        row.remaining, row.stop_ids = request.max_tokens - chunk.generated, request.stop_token_ids
+        return row.take(self._sample(row))
+
+    def _sample(self, row: DeviceRow) -> Sample:
+        return sample([token if token >= 0 else ~token for token in row.kv])
 
     def _decode(self, asked: Row) -> tuple[Sample, ...]:
         row = self.rows[asked.slot.index]
@@ -151,8 +211,8 @@ class FakeRunner:
             require(ended, f"{asked} decodes beyond max_tokens: {row}")
             return ()
         assert row.token is not None
-        row.kv.append(row.token)
-        return (row.take(sample(row.kv)),)
+        row.kv.append(row.token if self.config.prefill_equals_decode else ~row.token)
+        return (row.take(self._sample(row)),)
 
     def _check_all_decode(self, plan: Plan) -> None:
         asked = [row.slot for row in plan.decode]
@@ -201,6 +261,7 @@ class Loop:
         self.ended: list[Life] = []
         self.plans: list[Plan] = []
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
+        self.preempted: Counter[str] = Counter()
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
@@ -241,15 +302,49 @@ class Loop:
             life.had_slot = life.had_slot or request_id not in self.queue
             self.queue[request_id] = life.place
 
+    def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> str | None:
+        """Take a request's slot away."""
+        how = self.scheduler.preempt(request_id, how=how, to_back=to_back)
+        if how is not None:
+            life = self.live[request_id]
+            if to_back:
+                life.place = self.place(life.request.priority)
+                self.arrivals += 1
+            self._lost_its_slot(request_id, how)
+        return how
+
+    def _lost_its_slot(self, request_id: str, how: str) -> None:
+        life = self.live[request_id]
+        self.queue[request_id] = life.place
+        life.had_slot = True
+        self.preempted[how] += 1
+        if how != "park":
+            self.runner.vacate(request_id)
+
     def plan(self) -> Plan:
         """Plan and start one step."""
-        free = sum(slot.request is None for slot in self.scheduler.snapshot().slots)
+        before = self.scheduler.snapshot()
+        free = sum(slot.request is None for slot in before.slots)
+        unread = [view.request_id for view in before.waiting if view.credited < view.planned]
+        oldest = min(self.live, key=lambda name: self.live[name].place, default=None)
         plan = self.scheduler.plan()
-        first_in_line = tuple(sorted(self.queue, key=self.queue.__getitem__))[:free]
-        require(plan.admitted == first_in_line, f"{free} free slots are for {first_in_line}: {plan}")
+        line = sorted(self.queue, key=self.queue.__getitem__)
+        ready = line[: min((line.index(name) for name in unread), default=len(line))]
+        by_preemption = [each for each in plan.decisions if each.action in PREEMPTED]
+        granted = min(free + len(by_preemption), len(ready))
+        require(plan.admitted == tuple(ready[:granted]), f"{free} free slots are for {ready}: {plan}")
+        require(self.scheduler.config.preemption or not by_preemption, f"preempted unasked: {plan}")
         for request_id in plan.admitted:
             del self.queue[request_id]
+        for lost in by_preemption:
+            require(lost.request_id != oldest, f"the first of all was preempted: {plan}")
+            later = max(self.live[name].place for name in plan.admitted)
+            require(self.live[lost.request_id].place > later, f"preempted by a later one: {plan}")
+            self._lost_its_slot(lost.request_id, lost.action)
+        for request_id in plan.replays:
+            self.live[request_id].samples.clear()  # they come again
         prompts = [slot.request for slot in self.scheduler.snapshot().slots if slot.request is not None]
+        self._check_nobody_is_passed_over(prompts)
         stuck = not plan.chunks and any(request.status is Status.PREFILLING for request in prompts)
         require(not stuck, f"prompts in slots, but none advances: {plan}")
         self.plans.append(plan)
@@ -258,14 +353,29 @@ class Loop:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
 
+    def _check_nobody_is_passed_over(self, held: list[RequestView]) -> None:
+        """Where places count, the first in line waits for requests of earlier places only, or for a read."""
+        waiting = self.scheduler.snapshot().waiting
+        if (
+            self.scheduler.config.preemption
+            and held
+            and waiting
+            and waiting[0].credited == waiting[0].planned
+        ):
+            last = max(self.live[view.request_id].place for view in held)
+            require(last < self.queue[waiting[0].request_id], f"{waiting[0]} waits for one behind it")
+
     def _check_lockstep(self, plan: Plan) -> None:
         """A row in lockstep decodes when no sample of its tenancy is in flight, and only then."""
         in_flight = {part.slot for old, _ in self.in_flight for part in (*old.first_rows, *old.decode)}
         in_flight |= {chunk.slot for chunk in plan.first_rows}
         asked = {row.slot for row in plan.decode if self.runner.requests[row.request_id].lockstep}
         require(not asked & in_flight, f"{asked & in_flight} decode before their last token was read")
+        leaving = {swap.slot for swap in plan.parks}
         for row in self.runner.rows:
             if row.request_id is None or row.slot is None or row.over or row.token is None:
+                continue
+            if row.slot in leaving:
                 continue
             if self.runner.requests[row.request_id].lockstep and row.slot not in in_flight:
                 require(row.slot in asked, f"{row} could decode, but does not")

@@ -158,18 +158,18 @@ def chunk_length_shows(self: Any, layer: Any, qkv: Any, *, count: Any, **rest: A
 
 
 def cut_shorter_under_load(
-    original: Callable[[Prefilling, RequestState, int], Iterator[Chunk]],
-) -> Callable[[Prefilling, RequestState, int], Iterator[Chunk]]:
+    original: Callable[..., Iterator[Chunk]],
+) -> Callable[..., Iterator[Chunk]]:
     """Chunks are halved while another prompt waits for lanes."""
 
-    def cut(self: Prefilling, state: RequestState, count: int) -> Iterator[Chunk]:
-        for chunk in original(self, state, count):
+    def cut(self: Prefilling, state: RequestState, count: int, *, is_first: bool) -> Iterator[Chunk]:
+        for chunk in original(self, state, count, is_first=is_first):
             half = self._chunk_size // 2
             if len(self) == 1 or len(chunk.tokens) <= half:
                 yield chunk
             else:
                 yield replace(chunk, tokens=chunk.tokens[:half], is_last=False)
-                yield replace(chunk, start=chunk.start + half, tokens=chunk.tokens[half:])
+                yield replace(chunk, start=chunk.start + half, tokens=chunk.tokens[half:], is_first=False)
 
     return cut
 

@@ -310,8 +310,8 @@ def storm(rng: random.Random, turns: int = 40) -> Loop:
 def epochs_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
     release = Slots.release
 
-    def stuck(self: Slots, slot: Slot) -> None:
-        release(self, slot)
+    def stuck(self: Slots, slot: Slot, use: int = 0) -> None:
+        release(self, slot, use)
         self._epochs[slot.index] -= 1
 
     monkeypatch.setattr(Slots, "release", stuck)
@@ -350,7 +350,7 @@ def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def busy_slot_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slots, "acquire", lambda self: self.current(0))
+    monkeypatch.setattr(Slots, "acquire", lambda self, index=None: self.current(0))
 
 
 def slot_is_handed_over_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +361,8 @@ def slot_is_handed_over_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def cap_is_one_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     join = Decoding.join
 
-    def late(self: Decoding, state: RequestState, step: int) -> None:
-        join(self, state, step + 1)
+    def late(self: Decoding, state: RequestState, step: int, *, sampled: int) -> None:
+        join(self, state, step + 1, sampled=sampled)
 
     monkeypatch.setattr(Decoding, "join", late)
 
