@@ -92,7 +92,7 @@ def test_what_fits_or_is_unknown_passes() -> None:
 
 def test_an_engine_that_cannot_fit_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 10**6)
-    with pytest.raises(ConfigError, match=r"does not fit: weights .* 1e\+03|of 1 MB available"):
+    with pytest.raises(ConfigError, match=r"does not fit: weights .* of 1 MB"):
         XlaBatchEngine(tiny_checkpoint(), None, replace(TINY_ENGINE, max_num_seqs=10**4))
 
 

@@ -7,10 +7,12 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 from graphs.attention import whole_blocks
 from xla_engine.errors import ConfigError
 
+AUTO: Final = "auto"
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
 GENERATION_CONFIGS = ("engine", "model")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -24,7 +26,9 @@ SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels w
 class EngineConfig:
     """Engine options; names follow vLLM where it has one.
 
-    max_num_seqs: requests decoded together, the B_max of every graph.
+    max_num_seqs: requests decoded together, the B_max of every graph; "auto" takes what the device has memory for, up
+        to what pays off there (`xla_engine.sizing`).
+    memory_utilization: share of the memory that is available at start-up that the engine may take.
     max_model_len: prompt plus generated tokens of one request at most; None takes the model's limit, 2048 at most.
     dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
     seed: mixed with the request id for requests that bring no seed of their own.
@@ -51,7 +55,8 @@ class EngineConfig:
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     """
 
-    max_num_seqs: int = 16
+    max_num_seqs: int | Literal["auto"] = 16
+    memory_utilization: float = 0.9
     max_model_len: int | None = None
     dtype: str = "auto"
     seed: int = 0
@@ -70,7 +75,12 @@ class EngineConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_num_seqs != AUTO:
+            _at_least("max_num_seqs", self.max_num_seqs, 1)
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError(
+                f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}"
+            )
         _at_least("lag", self.lag, 0)
         _at_least("priority_aging", self.priority_aging, 1)
         _at_least("chunk_size", self.chunk_size, 8)
@@ -98,9 +108,16 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be ascending positive sizes, not {sizes}")
 
     @property
+    def num_slots(self) -> int:
+        """`max_num_seqs` as a number. Raises ConfigError where it is still "auto"."""
+        if self.max_num_seqs == AUTO:
+            raise ConfigError('max_num_seqs "auto" is decided when an engine starts; give a number')
+        return self.max_num_seqs
+
+    @property
     def device_rows(self) -> int:
         """Rows of the decode graph; a very small batch is padded with rows that are never live."""
-        return max(self.max_num_seqs, SMALLEST_BATCH)
+        return max(self.num_slots, SMALLEST_BATCH)
 
     @property
     def head_rows(self) -> int:
@@ -112,7 +129,7 @@ class EngineConfig:
         """Rows of work per step."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return self.max_num_seqs + self.chunk_size * self.prefill_lanes[-1]
+        return self.num_slots + self.chunk_size * self.prefill_lanes[-1]
 
     def context_length(self, model_limit: int) -> int:
         """Positions per slot for a model that allows `model_limit`."""

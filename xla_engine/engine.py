@@ -91,12 +91,13 @@ class XlaBatchEngine:
             progress=progress,
             load_progress=load_progress,
         )
+        self.config = self.runner.config
         self.self_check: SelfCheck | None = None
         if self.config.self_check:
             self.self_check = run_self_check(self.runner, checkpoint.config.vocab_size)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs=self.config.max_num_seqs,
+                max_num_seqs=self.config.num_slots,
                 chunk_size=self.config.chunk_size,
                 max_num_batched_tokens=self.config.token_budget,
                 max_waiting=self.config.max_waiting,
@@ -464,7 +465,7 @@ class XlaBatchEngine:
 
     @property
     def max_num_seqs(self) -> int:
-        return self.config.max_num_seqs
+        return self.config.num_slots
 
     @property
     def max_model_len(self) -> int:
@@ -484,7 +485,7 @@ class XlaBatchEngine:
             finished={str(reason): count for reason, count in self._book.finished.items()},
             recoveries=self._faults.count,
             slot_steps_busy=self._slot_steps_busy,
-            slot_steps_total=self._decode_steps * self.config.max_num_seqs,
+            slot_steps_total=self._decode_steps * self.config.num_slots,
             compiles_warmup=self.runner.compiles.before,
             compiles_after_warmup=self.runner.compiles.after,
             load_seconds=self.runner.load_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from xla_engine.chat import Message
 from xla_engine.config import EngineConfig
@@ -25,7 +25,7 @@ class LLM:
     Arguments:
         model: a Hugging Face model directory, a .gguf file or a hub id; None is the small model that ships with the
             package.
-        max_num_seqs: requests decoded together.
+        max_num_seqs: requests decoded together; "auto" takes what the device has memory for.
         max_model_len: prompt plus generated tokens at most; None takes the model's limit, 2048 at most.
         dtype: "auto", "bfloat16" or "float32".
         seed: used for requests without a seed of their own.
@@ -44,7 +44,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        max_num_seqs: int = 16,
+        max_num_seqs: int | Literal["auto"] = 16,
         max_model_len: int | None = None,
         dtype: str = "auto",
         seed: int = 0,

@@ -39,6 +39,7 @@ from xla_engine.prefill_call import make_lanes, prompt_targets
 from xla_engine.programs import decode_name, make_programs, prefill_name, prompt_name
 from xla_engine.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+from xla_engine.sizing import sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,6 @@ class Runner:
     ) -> None:
         if config.compile_cache:
             use_compile_cache(compile_cache_directory())
-        self.config = config
         self.compiles = CompileCounter()
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
@@ -80,8 +80,7 @@ class Runner:
         self.bucket_choices = self.buckets
         products = choose_products(config.linear_backend, model, jnp.dtype(dtype))
         self._spec = ModelSpec(model, jnp.dtype(dtype), attention, products)
-        free = memory.available_bytes(jax.devices()[0])
-        memory.check_memory(memory.plan_memory(self._spec, config, self.context_length, free))
+        self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
         began = time.perf_counter()
         self._weights = self._place(weights, load_progress)
         self._rope = jax.device_put(rope_tables(model, self.context_length))

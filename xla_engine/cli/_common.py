@@ -25,6 +25,11 @@ class NotStarted(click.ClickException):
     exit_code = NOT_STARTED
 
 
+def _slots(context: click.Context, option: click.Parameter, value: str) -> int | str:
+    """A number of slots, or auto."""
+    return value if value == "auto" else click.IntRange(1)(value, option, context)
+
+
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command that loads a model: the directory and `EngineConfig` fields."""
     options = (
@@ -33,7 +38,19 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
             metavar="MODEL",
             help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME).  [default: embedded model]",
         ),
-        click.option("--max-num-seqs", type=click.IntRange(1), default=16, help="Requests decoded together."),
+        click.option(
+            "--max-num-seqs",
+            metavar="N|auto",
+            default="16",
+            callback=_slots,
+            help="Requests decoded together; auto takes what the device has memory for.",
+        ),
+        click.option(
+            "--memory-utilization",
+            type=click.FloatRange(0, 1, min_open=True),
+            default=0.9,
+            help="Share of the available memory to take at most.",
+        ),
         click.option(
             "--max-model-len",
             type=click.IntRange(2),

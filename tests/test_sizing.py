@@ -1,0 +1,103 @@
+"""max_num_seqs "auto" and the memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.model import ModelSpec
+from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from xla_engine import memory
+from xla_engine.backends import choose_attention
+from xla_engine.cli import main
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import ConfigError
+from xla_engine.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, sized
+
+SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla", TINY), None)
+AUTO = replace(TINY_ENGINE, max_num_seqs="auto")
+
+
+class Device:
+    """Says that it has so much memory."""
+
+    platform = "gpu"
+
+    def __init__(self, free: int | None) -> None:
+        self._free = free
+
+    def memory_stats(self) -> dict[str, int]:
+        return {} if self._free is None else {"bytes_limit": self._free, "bytes_in_use": 0}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(10**5, 10**8), st.floats(0.1, 1.0))
+def test_auto_fills_the_budget_and_does_not_exceed_it(free: int, share: float) -> None:
+    config, device = replace(AUTO, memory_utilization=share), Device(free)
+
+    def fits(slots: int) -> bool:
+        return memory.plan_memory(SPEC, replace(config, max_num_seqs=slots), 300, int(free * share)).fits
+
+    if not fits(8):
+        with pytest.raises(ConfigError, match="memory_utilization"):
+            sized(config, SPEC, 300, device)
+        return
+    slots = sized(config, SPEC, 300, device).num_slots
+    assert slots % 8 == 0 and fits(slots)
+    assert slots == MOST_ROWS_ELSEWHERE or not fits(slots + 8)
+
+
+def test_auto_is_modest_where_memory_is_unknown() -> None:
+    assert sized(AUTO, SPEC, 300, Device(None)).num_slots == 8
+
+
+def test_number_that_does_not_fit_the_share_fails_with_the_arithmetic() -> None:
+    config = replace(TINY_ENGINE, max_num_seqs=64)
+    needed = memory.plan_memory(SPEC, config, 300, None).needed
+    assert sized(config, SPEC, 300, Device(int(needed / 0.9) + 100)) is config
+    with pytest.raises(ConfigError, match=r"64 slots x .*memory_utilization 0.5 of"):
+        sized(replace(config, memory_utilization=0.5), SPEC, 300, Device(needed))
+
+
+def test_engine_runs_with_what_auto_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xla_engine.sizing.MOST_ROWS", {"cpu": 8})
+    assert MOST_ROWS["cpu"] > 8
+    with XlaBatchEngine(tiny_checkpoint(), None, AUTO) as engine:
+        assert engine.max_num_seqs == engine.config.max_num_seqs == engine.scheduler.config.max_num_seqs == 8
+        engine.submit([1, 2, 3], request_id="a")
+        (output,) = engine.drain()
+        assert output.finished
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"memory_utilization": 0.0}, {"memory_utilization": 1.1}, {"max_num_seqs": "most"}]
+)
+def test_wrong_sizes_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        EngineConfig(**wrong)
+
+
+def test_undecided_size_says_so() -> None:
+    with pytest.raises(ConfigError, match="decided when an engine starts"):
+        _ = AUTO.token_budget
+
+
+def test_over_asking_fails_at_start_on_the_command_line(tmp_path: Any) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    words = [
+        "run",
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+        "--max-num-seqs",
+        "100000000",
+    ]
+    ran = CliRunner().invoke(main, words)
+    assert ran.exit_code == 2 and "100000000 slots x" in ran.output, ran.output
