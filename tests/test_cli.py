@@ -136,6 +136,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
     assert engine.options == {  # type: ignore[attr-defined]
         "model": str(tmp_path / "mine"),
         "max_num_seqs": 3,
+        "memory_utilization": 0.9,
         "max_model_len": 99,
         "dtype": "float32",
         "lag": 0,
