@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,11 @@ from xla_engine.errors import ConfigError
 from xla_engine.native import NativeBuildError, register
 
 _log = logging.getLogger("xla_engine")
+
+
+def serving_device() -> Any:
+    """The jax device that an engine here would use."""
+    return jax.devices()[0]
 
 
 def choose_attention(name: str, model: ModelConfig) -> Attention:

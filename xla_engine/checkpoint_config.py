@@ -79,7 +79,7 @@ def read_config(path: Path | str) -> ModelConfig:
 def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
     """`read_config`, and the family that names the tensors."""
     place = model_path(path)
-    fields = _config_fields(place)
+    fields = config_fields(place)
     family = _family(fields)
     given = {name: value for name, value in fields.values.items() if value is not None}
     fields = Fields(fields.file, {**fields.values, **family.defaults, **given})
@@ -126,7 +126,7 @@ def read_special_tokens(path: Path | str, config: ModelConfig) -> SpecialTokens:
     generation = place / "generation_config.json"
     eos: tuple[int, ...] = ()
     bos: tuple[int, ...] = ()
-    for fields in (*([Fields.of_file(generation)] if generation.exists() else []), _config_fields(place)):
+    for fields in (*([Fields.of_file(generation)] if generation.exists() else []), config_fields(place)):
         eos = eos or fields.token_ids("eos_token_id", config.vocab_size)
         bos = bos or fields.token_ids("bos_token_id", config.vocab_size)
         if len(bos) > 1:
@@ -134,7 +134,8 @@ def read_special_tokens(path: Path | str, config: ModelConfig) -> SpecialTokens:
     return SpecialTokens(eos_token_ids=eos, bos_token_id=bos[0] if bos else None)
 
 
-def _config_fields(path: Path) -> Fields:
+def config_fields(path: Path) -> Fields:
+    """config.json of a directory, or what the metadata of a GGUF file say in its words."""
     return (
         gguf_config.config_fields(open_gguf(path)) if is_gguf(path) else Fields.of_file(path / "config.json")
     )

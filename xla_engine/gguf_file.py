@@ -172,9 +172,12 @@ class _Header:
         block, size = self._gguf.GGML_QUANT_SIZES[types[kind]]
         if shape[-1] % block or offset % 4:
             self._fail(f"has a tensor {name!r} of shape {list(shape)} at {offset}, not whole blocks")
-        if begin + offset + prod(shape) // block * size > len(self._data):
+        length = prod(shape) // block * size
+        if begin + offset + length > len(self._data):
             self._fail(f"ends before its tensor {name!r} of shape {list(shape)}")
-        return TensorInfo(file=self._path, dtype=types[kind].name, shape=shape, start=begin + offset)
+        return TensorInfo(
+            file=self._path, dtype=types[kind].name, shape=shape, start=begin + offset, size=length
+        )
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:

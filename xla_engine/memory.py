@@ -19,6 +19,7 @@ from xla_engine.config import SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
+_LONGEST = 1 << 20  # positions, above every window
 _GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the part of the use that is clean file cache
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -33,7 +34,7 @@ def weights_bytes(spec: ModelSpec) -> int:
 def kv_bytes_per_token(spec: ModelSpec) -> int:
     """What one more position of `max_model_len` costs one slot, once every window is full: layers that keep a window
     or a recurrent state add nothing."""
-    length = whole_blocks(spec.config.max_position_embeddings)
+    length = whole_blocks(min(spec.config.max_position_embeddings, _LONGEST))
     return (cache_bytes(spec, 1, 2 * length) - cache_bytes(spec, 1, length)) // length
 
 
@@ -43,13 +44,20 @@ def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
     return cache_bytes(spec, 1, max_model_len) + rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len) + tables
 
 
+def scratch_bytes(spec: ModelSpec) -> int:
+    """Scratch of one decode row, estimated from above: its logits in float32, thrice, and what a layer makes of it."""
+    return 12 * spec.config.vocab_size + _activations(spec)
+
+
 def workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Scratch memory of the largest graph, estimated from above: float32 logits of one call, thrice, and what a layer
-    makes of a prefill call's rows."""
+    """Scratch of the largest prefill graph, estimated likewise."""
+    rows = config.chunk_size * config.prefill_lanes[-1]
+    return 12 * spec.config.vocab_size * config.head_rows + rows * _activations(spec)
+
+
+def _activations(spec: ModelSpec) -> int:
     model = spec.config
-    rows = max(config.device_rows, config.chunk_size * config.prefill_lanes[-1])
-    widths = 4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size
-    return 4 * (3 * model.vocab_size * max(config.device_rows, config.head_rows) + rows * widths)
+    return 4 * (4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size)
 
 
 def available_bytes(device: Any) -> int | None:
@@ -69,17 +77,22 @@ def available_bytes(device: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What an engine takes. slot: per slot; workspace: scratch of the largest graph; available: None if unknown."""
+    """What an engine takes.
+
+    slot: state of one slot. scratch: of its row in a step. workspace: of the largest prefill graph. available: None if
+    unknown.
+    """
 
     weights: int
     slot: int
+    scratch: int
     slots: int
     workspace: int
     available: int | None
 
     @property
     def needed(self) -> int:
-        return self.weights + self.slots * self.slot + self.workspace
+        return self.weights + self.slots * (self.slot + self.scratch) + self.workspace
 
     @property
     def fits(self) -> bool:
@@ -90,13 +103,13 @@ class MemoryPlan:
         """Slots that fit, possibly none; None if nobody knows."""
         if self.available is None:
             return None
-        return max(0, (self.available - self.weights - self.workspace) // self.slot)
+        return max(0, (self.available - self.weights - self.workspace) // (self.slot + self.scratch))
 
     def arithmetic(self) -> str:
-        """The sum in words: `weights 2.5 GB + 16 slots x 67.1 MB + workspace 31.5 MB = 3.6 GB of 8.0 GB available`."""
+        """The sum, as in `weights 2.5 GB + 16 slots x (67 MB + 3 MB scratch) + workspace 31 MB = 3.6 GB`."""
         total = (
-            f"weights {size(self.weights)} + {self.slots} slots x {size(self.slot)} + workspace "
-            f"{size(self.workspace)} = {size(self.needed)}"
+            f"weights {size(self.weights)} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} scratch) "
+            f"+ workspace {size(self.workspace)} = {size(self.needed)}"
         )
         return total if self.available is None else f"{total} of {size(self.available)} available"
 
@@ -108,6 +121,7 @@ def plan_memory(
     return MemoryPlan(
         weights=weights_bytes(spec),
         slot=slot_bytes(spec, max_model_len),
+        scratch=scratch_bytes(spec),
         slots=config.device_rows,
         workspace=workspace_bytes(spec, config),
         available=available,

@@ -62,11 +62,13 @@ def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, Tenso
                 other = tensors[name].file.name
                 raise CheckpointError(f"{file}: tensor {name!r} is also in {other}. Remove the stray shard")
             entry = header[name]
+            begin, end = entry["data_offsets"]
             tensors[name] = TensorInfo(
                 file=file,
                 dtype=entry["dtype"],
                 shape=tuple(entry["shape"]),
-                start=8 + header_length + entry["data_offsets"][0],
+                start=8 + header_length + begin,
+                size=end - begin,
             )
         maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 

@@ -33,13 +33,14 @@ _HASH_BLOCKS, _HASH_BLOCK = 256, 4096  # larger ones at this many evenly spaced 
 class TensorInfo:
     """One tensor as its file's header describes it.
 
-    dtype: safetensors' word ("BF16", "F32", ...). start: its first byte in the file.
+    dtype: safetensors' word ("BF16", "F32", ...). start, size: its bytes in the file.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
+    size: int
 
 
 class TensorFiles:

@@ -31,13 +31,18 @@ def _slots(context: click.Context, option: click.Parameter, value: str) -> int |
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every command that loads a model: the directory and `EngineConfig` fields."""
+    """The options of every command that loads a model: which one, and `engine_options`."""
+    model = click.option(
+        "--model",
+        metavar="MODEL",
+        help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME).  [default: embedded model]",
+    )
+    return model(engine_options(command))
+
+
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Fields of `EngineConfig`."""
     options = (
-        click.option(
-            "--model",
-            metavar="MODEL",
-            help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME).  [default: embedded model]",
-        ),
         click.option(
             "--max-num-seqs",
             metavar="N|auto",

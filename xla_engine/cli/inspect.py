@@ -1,0 +1,40 @@
+"""`xla-engine inspect`: what a model is and whether it runs here, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from xla_engine.cli import _common
+
+
+@click.command(short_help="Tell what a model needs, and whether it runs here.")
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
+@_common.engine_options
+def inspect(model: str, as_json: bool, **options: Any) -> None:
+    """Tell what MODEL is and what it needs on this machine, without reading its weights.
+
+    MODEL is a Hugging Face directory, a .gguf file or an id of the hub (whose files are then downloaded). The table
+    gives the memory that an engine needs by max_model_len and max_num_seqs: weights, slots and scratch; what is more
+    than this machine has available stands in brackets, and the last column is how many slots fit.
+
+    \b
+    Exit status: 0 it runs, 1 something is not supported or does not fit, 2 no such model.
+
+    \b
+    Example:
+      xla-engine inspect ./SmolLM2-135M
+      xla-engine inspect ./Llama-3.1-8B --max-model-len 8192 --max-num-seqs 64 --json
+    """
+    with _common.starting():
+        from xla_engine.config import EngineConfig
+        from xla_engine.inspection import inspect_model, report_lines
+
+        report = inspect_model(model, EngineConfig(**options))
+    click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report_lines(report)))
+    if not report.ok:
+        sys.exit(_common.SOME_FAILED)

@@ -1,0 +1,219 @@
+"""What a model is and what it needs here, told before anything is loaded: `xla-engine inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from graphs.config import ModelConfig
+from graphs.model import ModelSpec, parameter_shapes
+from xla_engine import memory
+from xla_engine.backends import choose_attention, choose_products, serving_device
+from xla_engine.chat import ChatTemplate
+from xla_engine.checkpoint import load_checkpoint
+from xla_engine.checkpoint_config import config_fields, read_model, read_special_tokens
+from xla_engine.config import AUTO, SMALLEST_BATCH, EngineConfig
+from xla_engine.errors import ConfigError, XlaEngineError
+from xla_engine.gguf_file import is_gguf, open_gguf
+from xla_engine.memory import size
+from xla_engine.model_path import model_path
+from xla_engine.safetensors_index import open_weight_files
+from xla_engine.sizing import sized
+from xla_engine.tensor_files import TensorInfo
+from xla_engine.tokenizer import Tokenizer
+from xla_engine.weights import DTYPES
+
+_LENGTHS = tuple(1 << power for power in range(9, 21, 2))
+_SLOTS = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(slots=True, kw_only=True)
+class Inspection:
+    """The report. What could not be found out is None, and `problems` says why.
+
+    stored: tensors, parameters and bytes in the files, by dtype. layers: number by type. shape: of `ModelConfig`.
+    parameters: of the model, tied ones once. dtype: of the engine. backends: what would serve.
+    memory: the configuration asked for, in bytes, with what a token and a slot take. fits: for each max_model_len the
+    bytes needed by max_num_seqs, and how many slots fit at most.
+    """
+
+    path: str
+    architecture: str | None = None
+    stored: dict[str, dict[str, int]] = field(default_factory=dict)
+    parameters: int | None = None
+    shape: dict[str, Any] | None = None
+    layers: dict[str, int] | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+    tokenizer: int | None = None
+    chat_template: bool | None = None
+    dtype: str | None = None
+    backends: dict[str, str] | None = None
+    memory: dict[str, Any] | None = None
+    fits: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self)
+
+
+def inspect_model(model: Path | str, config: EngineConfig) -> Inspection:
+    """Look at a model without reading its weights. Raises CheckpointError where there is none at all."""
+    place = model_path(model)
+    report = Inspection(path=str(place))
+    read: ModelConfig | None = None
+    with _told(report):
+        names = config_fields(place).values.get("architectures")
+        report.architecture = ", ".join(map(str, names)) if isinstance(names, list) else None
+    with _told(report):
+        read, _ = read_model(place)
+        report.shape = asdict(read)
+        report.layers = dict(Counter(read.layer_type(index) for index in range(read.num_hidden_layers)))
+        report.parameters = sum(map(prod, parameter_shapes(read).values()))
+        report.eos_token_ids = read_special_tokens(place, read).eos_token_ids
+        report.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    with _told(report):
+        files = open_gguf(place) if is_gguf(place) else open_weight_files(place)
+        report.stored = _stored(files.tensors.values())
+    with _told(report):
+        report.dtype = load_checkpoint(
+            place, dtype=config.dtype
+        ).dtype  # checks tensors against configuration
+    with _told(report):
+        tokenizer = Tokenizer.of_model(place)
+        report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
+    with _told(report):
+        report.chat_template = ChatTemplate.from_directory(place) is not None
+    if read is not None:
+        with _told(report):
+            _account(report, read, config)
+    return report
+
+
+@contextmanager
+def _told(report: Inspection) -> Iterator[None]:
+    """What is wrong becomes a problem of the report, once."""
+    try:
+        yield
+    except XlaEngineError as error:
+        if str(error) not in report.problems:
+            report.problems.append(str(error))
+
+
+def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for info in tensors:
+        sums = found.setdefault(info.dtype, {"tensors": 0, "parameters": 0, "bytes": 0})
+        sums["tensors"] += 1
+        sums["parameters"] += prod(info.shape)
+        sums["bytes"] += info.size
+    return found
+
+
+def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> None:
+    """Fill in backends, memory and what fits. Raises ConfigError where the configuration does not."""
+    assert report.dtype is not None
+    dtype, device = DTYPES[report.dtype], serving_device()
+    free = memory.available_bytes(device)
+    budget = None if free is None else int(free * config.memory_utilization)
+    specs: dict[ModelConfig, ModelSpec] = {}
+
+    def spec_of(length: int) -> ModelSpec:
+        bounded = model.within(length)
+        if bounded not in specs:
+            attention = choose_attention(config.attention_backend, bounded)
+            products = choose_products(config.linear_backend, bounded, dtype)
+            specs[bounded] = ModelSpec(bounded, dtype, attention, products)
+        return specs[bounded]
+
+    length = config.context_length(model.max_position_embeddings)
+    spec = spec_of(length)
+    refusal = None
+    try:
+        config = sized(config, spec, length, device)
+    except ConfigError as error:
+        refusal = error
+        if config.max_num_seqs == AUTO:
+            config = replace(config, max_num_seqs=SMALLEST_BATCH)
+    plan = memory.plan_memory(spec, config, length, budget)
+    report.backends = {
+        "attention": spec.attention.name,
+        "linear": "xla" if spec.products is None else "native",
+        "device": f"{device.platform} ({device.device_kind})",
+    }
+    report.memory = {
+        "max_model_len": length,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_bytes_per_token": memory.kv_bytes_per_token(spec_of(model.max_position_embeddings)),
+        **asdict(plan),
+        "needed": plan.needed,
+        "arithmetic": plan.arithmetic(),
+    }
+    longest = min(model.max_position_embeddings, _LENGTHS[-1])
+    for length in (*(length for length in _LENGTHS if length < longest), longest):
+        plan = memory.plan_memory(spec_of(length), config, length, budget)
+        needed = {slots: replace(plan, slots=slots).needed for slots in _SLOTS}
+        report.fits.append({"max_model_len": length, "needed": needed, "most_slots": plan.most_slots})
+    if refusal is not None:
+        raise refusal
+
+
+def report_lines(report: Inspection) -> list[str]:
+    """The report for people."""
+    lines = [_row("model", report.path), _row("architecture", report.architecture or "unknown")]
+    if report.shape is not None:
+        shape = report.shape
+        kinds = ", ".join(f"{count} {kind}" for kind, count in (report.layers or {}).items())
+        window = shape["sliding_window"]
+        lines += [
+            _row("parameters", f"{report.parameters or 0:,}"),
+            _row("layers", kinds + (f" (window {window})" if window and "sliding" in kinds else "")),
+            _row(
+                "shape",
+                f"hidden {shape['hidden_size']}, {shape['num_attention_heads']} heads of {shape['head_dim']}, "
+                f"{shape['num_key_value_heads']} for keys, MLP {shape['intermediate_size']}, vocabulary "
+                f"{shape['vocab_size']}, context {shape['max_position_embeddings']}",
+            ),
+        ]
+    for dtype, sums in sorted(report.stored.items()):
+        lines.append(_row(f"stored {dtype}", f"{size(sums['bytes'])} in {sums['tensors']} tensors"))
+    tokenizer = "none: pass token ids" if report.tokenizer is None else f"{report.tokenizer} tokens"
+    lines.append(_row("tokenizer", tokenizer + (", chat template" if report.chat_template else "")))
+    if report.backends is not None and report.memory is not None:
+        found, account = report.backends, report.memory
+        lines += [
+            _row("serves", f"{found['attention']} attention, {found['linear']} products, {found['device']}"),
+            _row("engine dtype", str(report.dtype)),
+            _row("KV per token", size(account["kv_bytes_per_token"])),
+            _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),
+            _row("needed", account["arithmetic"]),
+            "",
+            *_table(report.fits, account["available"]),
+        ]
+    return lines + [line for problem in report.problems for line in ("", f"cannot run: {problem}")]
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<14} {text}"
+
+
+def _table(fits: list[dict[str, Any]], available: int | None) -> list[str]:
+    """Bytes needed; a cell that is more than what is available stands in brackets."""
+    rows = [("max_model_len", *(f"{slots} seqs" for slots in _SLOTS), "most")]
+    for row in fits:
+        cells = (
+            size(needed) if available is None or needed <= available else f"({size(needed)})"
+            for needed in row["needed"].values()
+        )
+        rows.append((str(row["max_model_len"]), *cells, "?" if available is None else str(row["most_slots"])))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
