@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.policy import POLICIES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -14,7 +16,10 @@ class SchedulerConfig:
     max_num_batched_tokens: tokens of one step, where a decode row counts one and a chunk its padded width
         `chunk_size`. Every live row decodes and at least one chunk runs, even where that exceeds it.
     max_waiting: longest waiting queue, None for no bound.
-    priority_aging: later arrivals that one class of priority is worth; see `scheduler.policy.place`.
+    scheduling_policy: who goes first, one of `scheduler.policy.POLICIES`.
+    priority_aging: later arrivals that one class of priority is worth, see `scheduler.policy.place`; under policies
+        that bound no wait by themselves, how many requests may go before the one that waits longest.
+    quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
     enable_prefix_caching: slots keep what they hold for prompts that begin alike; see `scheduler.prefix_cache`.
     block_size: tokens of one page of the prefix cache.
     cache_key: what the keys of pages begin with; names the model.
@@ -31,7 +36,9 @@ class SchedulerConfig:
     chunk_size: int
     max_num_batched_tokens: int
     max_waiting: int | None = None
+    scheduling_policy: str = "priority"
     priority_aging: int = 64
+    quantum: int = 64
     enable_prefix_caching: bool = False
     block_size: int = 64
     cache_key: str = ""
@@ -49,10 +56,20 @@ class SchedulerConfig:
             "max_waiting",
             "priority_aging",
             "block_size",
+            "quantum",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(
+                f"scheduling_policy is {self.scheduling_policy!r}; choose one of {', '.join(POLICIES)}"
+            )
+        if self.preemption and self.scheduling_policy not in ("fcfs", "priority"):
+            raise ValueError(
+                f"preemption under {self.scheduling_policy!r} would let newcomers take a slot away again and "
+                "again; use it with fcfs or priority"
+            )
 
     @property
     def keeps_tokens(self) -> bool:

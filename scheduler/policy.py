@@ -6,6 +6,68 @@ a request, and so its tokens, the same bits under any load.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+Place = tuple[float, int]  # in line; the lowest goes first
+
+
+class Facts(NamedTuple):
+    """What a policy may look at.
+
+    turn: how many requests came before, or were sent to the back. priority, deadline: as in `Request`.
+    prompt_tokens: of the prompt. aging: `priority_aging` of `SchedulerConfig`.
+    """
+
+    turn: int
+    priority: int
+    prompt_tokens: int
+    deadline: float | None
+    aging: int
+
+
+def fcfs(facts: Facts) -> Place:
+    """First come, first served. Priorities do not count."""
+    return facts.turn, facts.turn
+
+
+def by_priority(facts: Facts) -> Place:
+    """See `place`; without priorities, first come, first served."""
+    return place(facts.turn, facts.priority, facts.aging)
+
+
+def shortest_prompt(facts: Facts) -> Place:
+    """The shortest prompt first, the earlier of two alike."""
+    return facts.prompt_tokens, facts.turn
+
+
+def earliest_deadline(facts: Facts) -> Place:
+    """The earliest deadline first; requests without one come after all that have one, in order of arrival."""
+    return math.inf if facts.deadline is None else facts.deadline, facts.turn
+
+
+POLICIES: dict[str, Callable[[Facts], Place]] = {
+    "fcfs": fcfs,
+    "priority": by_priority,
+    "shortest_prompt": shortest_prompt,
+    "deadline": earliest_deadline,
+    "longest_prefix": fcfs,  # among the first in line, see `most_cached`
+    "round_robin": fcfs,  # slots change hands, see `Scheduler`
+}
+# Whose places are no bound on how long anybody waits: there the request that waits longest goes next after
+# `priority_aging` others have gone before it.
+UNBOUNDED = frozenset({"shortest_prompt", "deadline", "longest_prefix"})
+
+
+def most_cached(cached: list[int]) -> int:
+    """Of requests in line, of which so many tokens are in the prefix cache, the one to go next.
+
+    >>> most_cached([0, 64, 128, 128]), most_cached([0, 0])
+    (2, 0)
+    """
+    return cached.index(max(cached))
+
 
 def place(arrival: int, priority: int, aging: int) -> tuple[int, int]:
     """A request's place in the queue; the lowest goes first.

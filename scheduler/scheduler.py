@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,11 +32,12 @@ from scheduler.snapshot import Counters, Snapshot
 from scheduler.state import RequestState
 from scheduler.waiting import WaitingQueue
 
+COMPARED = 32  # requests in line, for how much of each is cached
 NO_PREFILL = PrefillPlan((), (), ())
 
 
 class Scheduler:
-    """First in line, first served over a fixed number of slots. The line is by arrival and priority.
+    """First in line, first served over a fixed number of slots. The line is by one of `scheduler.policy.POLICIES`.
 
     Plans may run ahead of commits by any number of steps (the lag)::
 
@@ -52,7 +54,10 @@ class Scheduler:
         self.config = config
         self._states: dict[str, RequestState] = {}  # every live request
         self._slots = Slots(config.max_num_seqs)
-        self._waiting = WaitingQueue(config.max_waiting, config.priority_aging)
+        self._waiting = WaitingQueue(config)
+        self._running: deque[tuple[int, RequestState]] = (
+            deque()
+        )  # under "round_robin", (when its turn ends, who)
         self._deadlines = Deadlines()
         self._cache: PrefixCache | None = None
         if config.enable_prefix_caching:
@@ -142,6 +147,8 @@ class Scheduler:
         that leaves of the token budget.
         """
         decisions: list[Decision] = []
+        if self._running:
+            self._take_turns(decisions)
         admitted, resumes = self._admit(decisions)
         work = NO_PREFILL
         if self._prefilling:
@@ -217,7 +224,7 @@ class Scheduler:
         state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
         if to_back:
             state.turn = self._next_turn()
-        self._waiting.put_back(state)
+        self._waiting.put_back(state, to_back=to_back)
         self._preemptions += 1
         return how
 
@@ -263,10 +270,15 @@ class Scheduler:
             rows is not self._decoding.rows
             or self._prefilling
             or self._lockstep
-            or (self._waiting and self._slots.num_free)
+            or self._parks
+            or (self._waiting and (self._slots.num_free or self.config.preemption))
+            or self.config.keeps_tokens
         ):
             return 0
-        return self._decoding.steady_steps(self._next_step)
+        steps = self._decoding.steady_steps(self._next_step)
+        if self._waiting and self._running:
+            steps = min(steps, self._running[0][0] - self._next_step)
+        return max(steps, 0)
 
     def skip(self, steps: int) -> None:
         """Count `steps` more steps as planned and as many as committed, each row a token richer by every one.
@@ -283,7 +295,7 @@ class Scheduler:
         """Give slots to the head of the line; returns who got one, and whose state comes back from the host."""
         admitted, resumes = [], []
         while self._waiting:
-            state = self._waiting.head
+            state = self._next_in_line()
             if state.credited < state.planned_before:
                 decisions.append(state.decide("wait", "tokens of it are in flight"))
                 break
@@ -295,7 +307,7 @@ class Scheduler:
                     )
                 decisions.append(decision)
                 break
-            self._waiting.pop()
+            self._waiting.take(state)
             self._spared = None
             state.tenancy, state.holds_slot = self._choose_slot(state), True
             admitted.append(state.request_id)
@@ -308,6 +320,35 @@ class Scheduler:
                 self._prefilling.join(state)
                 decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
         return tuple(admitted), tuple(resumes)
+
+    def _next_in_line(self) -> RequestState:
+        """Who gets the next slot."""
+        if self._cache is None or self.config.scheduling_policy != "longest_prefix":
+            return self._waiting.head
+        line = self._waiting.foremost(COMPARED)
+        return line[policy.most_cached([self._cache.match(state)[1] for state in line])]
+
+    def _take_turns(self, decisions: list[Decision]) -> None:
+        """Park who has had its turn, the longest ago first, one for each request that waits without a free slot.
+
+        A request of R that live, on B slots, so is served again within ceil(R / B) * (quantum + lag + 1) steps, and
+        one for each chunk of the prompts that get their first turn meanwhile.
+        """
+        wanted = len(self._waiting) - self._slots.num_free
+        while self._running and (wanted > 0 or not self._has_turn(*self._running[0])):
+            ends, state = self._running[0]
+            if self._has_turn(ends, state):
+                length = state.position(self._next_step)
+                if ends > self._next_step or self._parked_tokens + length > self.config.swap_tokens:
+                    break
+                self.preempt(state.request_id, how="park", to_back=True)
+                assert state.decision is not None
+                decisions.append(state.decision)
+                wanted -= 1
+            self._running.popleft()
+
+    def _has_turn(self, ends: int, state: RequestState) -> bool:
+        return state.holds_slot and state.turn_ends == ends
 
     def _make_room(self, head: RequestState, decisions: list[Decision]) -> bool:
         """Preempt whoever is last in line of those that hold a slot, if `head` is before them.
@@ -348,6 +389,11 @@ class Scheduler:
     def _run(self, state: RequestState, *, sampled: int) -> None:
         """Let a request decode that has `sampled` tokens before."""
         state.status = Status.RUNNING
+        if self.config.scheduling_policy == "round_robin":
+            state.turn_ends = self._next_step + self.config.quantum
+            self._running.append((state.turn_ends, state))
+            if len(self._running) > 4 * len(self._slots) + 64:
+                self._running = deque(entry for entry in self._running if self._has_turn(*entry))
         if state.request.lockstep:
             self._lockstep.join(state, sampled=sampled)
         else:

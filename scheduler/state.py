@@ -24,6 +24,7 @@ class RequestState:
     generated: these tokens, where the scheduler has a use for them. base: how many of them belong to the context, as
         they are prefilled again.
     page_keys: of the context, made when first needed.
+    turn_ends: the step from which others may have its slot, under "round_robin" and while it runs.
     parked: KV entries of it that are on the host.
     decision: the latest about it, None before the first.
     """
@@ -41,6 +42,7 @@ class RequestState:
     generated: list[int] = field(default_factory=list)
     base: int = 0
     page_keys: tuple[bytes, ...] | None = None
+    turn_ends: int = 0
     parked: int = 0
     finish_reason: FinishReason | None = None
     decision: Decision | None = None

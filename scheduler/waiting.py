@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
+from operator import itemgetter
 
 from scheduler import policy
+from scheduler.config import SchedulerConfig
+from scheduler.policy import Facts, Place
 from scheduler.request import Status
 from scheduler.state import RequestState
-
-Place = tuple[int, int]
 
 
 class QueueFullError(RuntimeError):
@@ -19,37 +22,69 @@ class QueueFullError(RuntimeError):
 
 
 class WaitingQueue:
-    """Order of `policy.place`, with push, pop and removal in logarithmic time.
+    """The order of one of `policy.POLICIES`, with push, pop and removal in logarithmic time.
 
-    max_waiting: most requests to take at the back, None for no bound. priority_aging: as in `SchedulerConfig`.
+    Under a policy that bounds no wait by itself, the request that waits longest is the head after `priority_aging`
+    others were taken before it: one with k in the queue that came before it gets its turn within
+    (k + 1) * (priority_aging + 1) requests taken.
+
+    max_waiting: most requests to take at the back, None for no bound.
     """
 
-    def __init__(self, max_waiting: int | None = None, priority_aging: int = 1) -> None:
-        self.max_waiting = max_waiting
-        self._aging = priority_aging
-        self._heap: list[tuple[Place, RequestState]] = []  # and of the past
-        self._places: dict[str, Place] = {}  # of those who wait, by request
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.max_waiting = config.max_waiting
+        self._place = policy.POLICIES[config.scheduling_policy]
+        self._aging = config.priority_aging
+        self._unbounded = config.scheduling_policy in policy.UNBOUNDED
+        self._passed = 0  # requests taken since the one that waits longest is the one that waits longest
+        self._pushed = 0
+        self._heap: list[
+            tuple[Place, int, RequestState]
+        ] = []  # and of the past, in the order pushed where places tie
+        # Of those who wait, by request, the longest first. An OrderedDict, because finding the first key of a dict
+        # scans all that were deleted before it.
+        self._places: OrderedDict[str, tuple[Place, RequestState]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (state for place, state in sorted(self._heap) if self._waits(place, state))
+        return (state for _, state in sorted(self._places.values(), key=itemgetter(0)))
 
     def place(self, state: RequestState) -> Place:
         """A request's place in line; the lowest goes first. It is the same whether the request waits or runs."""
-        return policy.place(state.turn, state.request.priority, self._aging)
+        request = state.request
+        return self._place(
+            Facts(state.turn, request.priority, state.prompt_tokens, request.deadline, self._aging)
+        )
 
-    def _waits(self, place: Place, state: RequestState) -> bool:
-        # Places are distinct, so an entry of the past is not taken for one of the same request that came back.
-        return self._places.get(state.request_id) == place
+    def _waits(self, entry: tuple[Place, int, RequestState]) -> bool:
+        place, _, state = entry
+        known = self._places.get(state.request_id)
+        return known is not None and known == (place, state)
+
+    @property
+    def first(self) -> RequestState:
+        """The request that waits longest. Raises StopIteration when empty."""
+        return next(iter(self._places.values()))[1]
+
+    def foremost(self, count: int) -> list[RequestState]:
+        """The `count` requests that wait longest, or all; only the first one if it has waited for others enough."""
+        count = 1 if self._overdue else count
+        return [state for _, state in islice(self._places.values(), count)]
+
+    @property
+    def _overdue(self) -> bool:
+        return self._unbounded and self._passed >= self._aging
 
     @property
     def head(self) -> RequestState:
         """The request that goes next. Raises IndexError when empty."""
-        while not self._waits(*self._heap[0]):
+        if self._overdue and self._places:
+            return self.first
+        while not self._waits(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0][1]
+        return self._heap[0][2]
 
     def push(self, state: RequestState) -> None:
         """Put a new request in its place. Raises QueueFullError."""
@@ -58,31 +93,36 @@ class WaitingQueue:
                 f"request {state.request_id!r} was not taken: {len(self)} wait and max_waiting is "
                 f"{self.max_waiting}; submit it again after a step, abort one that waits, or raise the bound"
             )
-        self.put_back(state)
+        self.put_back(state, to_back=True)
 
-    def put_back(self, state: RequestState) -> None:
-        """Put a request in its place, whatever the bound: it was taken once."""
+    def put_back(self, state: RequestState, *, to_back: bool) -> None:
+        """Put a request in its place, whatever the bound: it was taken once. to_back: as the latest to come."""
         assert state.request_id not in self._places, f"request {state.request_id!r} waits already"
-        self._places[state.request_id] = self.place(state)
-        heapq.heappush(self._heap, (self.place(state), state))
+        place = self.place(state)
+        self._places[state.request_id] = place, state
+        if not to_back:
+            self._places.move_to_end(state.request_id, last=False)
+        self._pushed += 1
+        heapq.heappush(self._heap, (place, self._pushed, state))
 
-    def pop(self) -> RequestState:
-        """Take the request that goes next. Raises IndexError when empty."""
-        state = self.head
-        heapq.heappop(self._heap)  # it may come back, to the same place
-        del self._places[state.request_id]
-        return state
+    def take(self, state: RequestState) -> None:
+        """Take out a request that gets a slot. Raises KeyError when it does not wait."""
+        passes = state is not self.first
+        self.remove(state)
+        self._passed = self._passed + 1 if passes else 0
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands. Raises KeyError when it does not wait."""
+        if state is self.first:
+            self._passed = 0
         del self._places[state.request_id]
         if len(self._heap) > 4 * len(self._places) + 64:
-            self._heap = [entry for entry in self._heap if self._waits(*entry)]
+            self._heap = [entry for entry in self._heap if self._waits(entry)]
             heapq.heapify(self._heap)
 
     def check(self) -> None:
         """Raise AssertionError unless everything in here waits, in its place."""
-        waiting = {state.request_id: place for place, state in self._heap if self._waits(place, state)}
+        waiting = {entry[2].request_id: entry[::2] for entry in self._heap if self._waits(entry)}
         if waiting != self._places:
             raise AssertionError(f"the heap has {waiting}, not {self._places}")
         for state in self:

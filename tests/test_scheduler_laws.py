@@ -369,11 +369,9 @@ def cap_is_one_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def queue_is_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     def last(self: WaitingQueue) -> RequestState:
-        state = max(self, key=lambda state: state.arrival)
-        self.remove(state)
-        return state
+        return max(self, key=lambda state: state.arrival)
 
-    monkeypatch.setattr(WaitingQueue, "pop", last)
+    monkeypatch.setattr(WaitingQueue, "head", property(last))
 
 
 def priority_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
