@@ -122,6 +122,11 @@ def write_checkpoint(config: ModelConfig, weights: Weights, directory: Path) -> 
             row += rows
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_config(config, directory)
+
+
+def write_config(config: ModelConfig, directory: Path) -> None:
+    """The config.json of a Llama."""
     fields = {name: getattr(config, name) for name in _WRITTEN} | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
