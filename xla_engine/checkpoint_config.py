@@ -51,11 +51,9 @@ _PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "residual_multiplier": ((1,), "scaled residuals"),
     "logits_scaling": ((1,), "scaled logits"),
     "logit_scale": ((1,), "scaled logits"),
+    "use_mrope": ((False,), "multimodal rotary embedding"),
     "use_bidirectional_attention": ((False,), "attention to later tokens"),
 }
-
-# config.json's word -> `ModelConfig.hidden_act`
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +79,7 @@ def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
     place = model_path(path)
     fields = config_fields(place)
     family = _family(fields)
-    given = {name: value for name, value in fields.values.items() if value is not None}
-    fields = Fields(fields.file, {**fields.values, **family.defaults, **given})
+    fields = Fields(fields.file, {**family.defaults, **fields.values})
     _check_plain(fields, family)
     hidden_size = _size(fields, "hidden_size")
     heads = _size(fields, "num_attention_heads")
@@ -90,7 +87,7 @@ def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
         fields.fail(
             "hidden_size", f"no multiple of num_attention_heads = {heads}. Add head_dim or correct it"
         )
-    rope = read_rope(fields, theta=family.rope_theta, rotary_part="partial_rotary_factor" in family.reads)
+    rope = read_rope(fields, family)
     longest = _size(fields, "max_position_embeddings", default=2048)
     sizes = {
         "vocab_size": _size(fields, "vocab_size"),
@@ -105,10 +102,11 @@ def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
             **{
                 "hidden_size": hidden_size,
                 "num_attention_heads": heads,
-                "hidden_act": _activation(fields),
+                "hidden_act": _activation(fields, family),
                 "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
                 "rope_theta": rope.theta,
                 "rope_scaling": rope.scaling,
+                "rope_local_base_freq": rope.local_theta,
                 "partial_rotary_factor": rope.partial_rotary_factor,
                 "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
                 **sizes,
@@ -176,9 +174,9 @@ def _check_plain(fields: Fields, family: Family) -> None:
         )
 
 
-def _activation(fields: Fields) -> str:
+def _activation(fields: Fields, family: Family) -> str:
     name = "hidden_activation" if fields.given("hidden_activation") else "hidden_act"
     value = fields.values.get(name) or "silu"
-    if not isinstance(value, str) or value not in _ACTIVATIONS:
-        fields.fail(name, f"not supported. Use a checkpoint with one of: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[value]
+    if not isinstance(value, str) or value not in family.activations:
+        fields.fail(name, f"not supported. Use a checkpoint with one of: {', '.join(family.activations)}")
+    return family.activations[value]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from graphs.config import RopeScaling
+from graphs.config import FULL, SLIDING, RopeScaling
 from xla_engine.checkpoint_json import Fields
+from xla_engine.families import Family
 
 _COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
@@ -27,34 +28,70 @@ _LARGEST = 2**31 - 1
 
 
 class RopeFields(NamedTuple):
-    """What config.json says about rotary embedding. limit: positions that the scaling allows, None if it is silent."""
+    """What config.json says about rotary embedding.
+
+    local_theta: base of the sliding layers where it is their own. limit: positions that the scaling allows, None if it
+    is silent.
+    """
 
     theta: float
+    local_theta: float | None
     scaling: RopeScaling | None
     partial_rotary_factor: float
     limit: int | None
 
 
-def read_rope(fields: Fields, *, theta: float, rotary_part: bool) -> RopeFields:
+def read_rope(fields: Fields, family: Family) -> RopeFields:
     """The scaling may stand under `rope_scaling` (transformers 4) or `rope_parameters` (5), the base inside or beside.
 
-    theta: where the file names none. rotary_part: whether the family may rotate a part of each head only.
+    A family whose sliding layers have their own base may keep one object for each type of layer.
     Raises CheckpointError naming file, field and remedy.
     """
     objects = [
         rope for key in ("rope_parameters", "rope_scaling") if (rope := fields.within(key)) is not None
     ]
+    local = _of_layers(objects, SLIDING) if family.rope_local else []
+    objects = _of_layers(objects, FULL) if family.rope_local else objects
     scalings = [_read_scaling(rope, fields) for rope in objects]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         fields.fail("rope_scaling", "contradicts rope_parameters. Keep the one that is right")
     scaling = scalings[0] if scalings else None
-    parts = {_part(source, rotary_part) for source in (fields, *objects)} - {None}
+    allowed = "partial_rotary_factor" in family.reads
+    parts = {_part(source, allowed) for source in (fields, *objects, *local)} - {None}
     if len(parts) > 1:
         fields.fail("partial_rotary_factor", "given twice and differently. Keep the one that is right")
     limit = None
     if scaling is not None and scaling.rope_type in ("linear", "dynamic", "yarn"):
         limit = min(int(scaling.original_max_position_embeddings * scaling.factor), _LARGEST)
-    return RopeFields(_theta([fields, *objects], theta), scaling, parts.pop() or 1.0 if parts else 1.0, limit)
+    theta = _theta([fields, *objects], family.rope_theta)
+    return RopeFields(
+        theta=theta,
+        local_theta=_local_theta(fields, local, theta) if family.rope_local else None,
+        scaling=scaling,
+        partial_rotary_factor=parts.pop() or 1.0 if parts else 1.0,
+        limit=limit,
+    )
+
+
+def _of_layers(objects: list[Fields], kind: str) -> list[Fields]:
+    """The rope objects of one type of layer; an object that does not tell types apart is that of full layers."""
+    found = []
+    for rope in objects:
+        if FULL in rope.values or SLIDING in rope.values:
+            found += [own] if (own := rope.within(kind)) is not None else []
+        elif kind == FULL:
+            found.append(rope)
+    return found
+
+
+def _local_theta(fields: Fields, objects: list[Fields], theta: float) -> float:
+    """From the sliding layers' own object, `rope_local_base_freq`, or the base of the others."""
+    for rope in objects:
+        if _read_scaling(rope, fields) is not None:
+            rope.fail("rope_type", 'not supported for sliding layers. Use "default"')
+        if rope.given("rope_theta"):
+            return rope.number("rope_theta", high=1e15)
+    return fields.number("rope_local_base_freq", high=1e15, default=theta)
 
 
 def _theta(sources: list[Fields], default: float) -> float:

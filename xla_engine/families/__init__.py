@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from xla_engine.families.cohere import COHERE, COHERE2
 from xla_engine.families.family import Family, Source, tensor_sources
+from xla_engine.families.gemma import GEMMA, GEMMA2, GEMMA3
+from xla_engine.families.granite import GRANITE
 from xla_engine.families.llama import LLAMA
+from xla_engine.families.mistral import MINISTRAL, MISTRAL
+from xla_engine.families.olmo import OLMO2, OLMO3
+from xla_engine.families.phi import PHI3
+from xla_engine.families.qwen import QWEN2, QWEN3
+from xla_engine.families.smollm import SMOLLM3
 
-__all__ = ["FAMILIES", "LLAMA", "Family", "Source", "tensor_sources"]
+__all__ = ["FAMILIES", "LLAMA", "QWEN3", "Family", "Source", "tensor_sources"]
 
-FAMILIES = {family.architecture: family for family in (LLAMA,)}
+_ALL = (
+    *(LLAMA, SMOLLM3, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3, GRANITE),
+    *(COHERE, COHERE2),
+)
+FAMILIES = {family.architecture: family for family in _ALL}

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from graphs.config import ModelConfig
 from graphs.model import parameter_shapes
 from xla_engine.checkpoint_json import Fields
+
+ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +40,12 @@ class Family:
     """One architecture of transformers, as data.
 
     architecture, model_type: their names in config.json.
-    defaults: values of fields that real files leave out. rope_theta: likewise.
+    defaults: values of fields that real files leave out (null is not left out). rope_theta: likewise.
+    rope_local: sliding layers have a rotary base of their own, without scaling.
     reads: fields that `flags` knows; every other one that would change the computation is refused by name.
     flags: fields of `ModelConfig` beside the sizes that all families share.
     tensors: the tensors of each leaf of a layer, below `layer`; of the leaves beside the layers, whole names.
+    activations: config.json's words for those that are built in.
     norm_offset: added to every norm weight.
     """
 
@@ -48,6 +56,8 @@ class Family:
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float = 10000.0
+    rope_local: bool = False
+    activations: Mapping[str, Literal["silu", "gelu_tanh"]] = field(default_factory=lambda: ACTIVATIONS)
     norm_offset: float = 0.0
     layer: str = "model.layers.{index}."
 

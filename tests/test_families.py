@@ -1,0 +1,75 @@
+"""Every model family against transformers, from committed files (make_golden_families.py), through the real graphs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xla_engine.checkpoint import Checkpoint, load_checkpoint
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.families import FAMILIES
+from xla_engine.reference import Reference
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.verify import verify
+
+GOLDEN = Path(__file__).parent / "golden" / "families"
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+LENGTH = 160  # of the golden files' sequences: what rope scalings look at
+LOGIT_BOUND = 1e-4
+# One prefill and one decode graph; chunks of 16 tokens, windows end inside them.
+CONFIG = EngineConfig(
+    max_num_seqs=8, max_model_len=LENGTH, chunk_size=16, prefill_lanes=(8,), self_check=False
+)
+
+
+@pytest.fixture(params=CASES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def checkpoint(name: str) -> Checkpoint:
+    return load_checkpoint(GOLDEN / name, dtype="float32")
+
+
+@pytest.fixture
+def engine(checkpoint: Checkpoint) -> Iterator[XlaBatchEngine]:
+    with XlaBatchEngine(checkpoint, None, CONFIG) as engine:
+        yield engine
+
+
+def test_greedy_tokens_and_logits_are_those_of_transformers(
+    name: str, checkpoint: Checkpoint, engine: XlaBatchEngine
+) -> None:
+    """48 tokens of each prompt, all in one batch; last-position logits; and some requests alone and among peers."""
+    golden = np.load(GOLDEN / name / "golden.npz")
+    prompts = [row[row >= 0].tolist() for row in golden["prompts"]]
+    assert len(prompts) >= 8 and golden["tokens"].shape[1] >= 48
+    window = checkpoint.config.sliding_window
+    assert max(map(len, prompts)) > max(window or 0, CONFIG.chunk_size)
+    for index, prompt in enumerate(prompts):
+        cap = golden["tokens"].shape[1]
+        params = SamplingParams(temperature=0, max_tokens=cap, ignore_eos=True, logprobs=0)
+        engine.submit(prompt, params, request_id=str(index))
+    outputs = {output.request_id: output.outputs[0] for output in engine.drain()}
+    for index, (expected, logits) in enumerate(zip(golden["tokens"].tolist(), golden["logits"], strict=True)):
+        output, gaps = outputs[str(index)], golden["gaps"][index]
+        assert list(output.token_ids) == expected, f"prompt {index}; smallest logit gap {gaps.min():.2g}"
+        logprob = logits.max() - np.log(np.exp(logits.astype(np.float64)).sum())
+        assert abs(output.logprobs[0] - logprob) < LOGIT_BOUND
+    reference = Reference(checkpoint, LENGTH)
+    for index in (-2, -1):  # of one padded length
+        found = reference.logits(prompts[index])[-1]
+        np.testing.assert_allclose(found, golden["logits"][index], rtol=0, atol=LOGIT_BOUND)
+    report = verify(engine, requests=10, schedules=1, seed=3, lags=(1,))
+    assert report.ok, "\n".join(report.lines())
+
+
+def test_every_family_has_a_golden_file() -> None:
+    found = {json.loads((GOLDEN / name / "config.json").read_text())["architectures"][0] for name in CASES}
+    assert FAMILIES.keys() - found == {"LlamaForCausalLM"} - found

@@ -1,0 +1,32 @@
+"""Mistral and Ministral: a Llama whose layers see a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xla_engine.checkpoint_json import Fields
+from xla_engine.families.family import Family
+from xla_engine.families.llama import TENSORS
+from xla_engine.families.windows import every, sliding
+
+
+def _windows(fields: Fields) -> dict[str, Any]:
+    return sliding(fields, every)
+
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    tensors=TENSORS,
+    reads=("sliding_window",),
+    flags=_windows,
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+)
+MINISTRAL = Family(
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    tensors=TENSORS,
+    reads=("sliding_window", "layer_types"),
+    flags=_windows,
+    defaults=MISTRAL.defaults,
+)
