@@ -170,7 +170,7 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", 0.4, shape(40, 5, 5) | rope("default", 5e5)),
     "olmo2_grouped": (
         "Olmo2ForCausalLM",
-        0.4,
+        0.9,
         shape(36, 6, 2, attention_bias=True, tie_word_embeddings=True),
     ),
     "olmo3": (
@@ -214,10 +214,10 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
 
 def main() -> None:
     for name in sys.argv[1:] or CASES:
-        for seed in range(500):
+        for seed in range(1000):
             model = random_model(name, seed)
             arrays = golden(model, seed, LEAST_GAP)
-            if arrays and fewest(arrays["tokens"]) >= 12:
+            if arrays and fewest(arrays["tokens"]) >= 8:
                 break
         else:
             raise SystemExit(f"{name}: no seed without near-ties; change the case")
@@ -247,8 +247,8 @@ def random_model(name: str, seed: int) -> Any:
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
             if "norm" in parameter_name and not less_one:
                 parameter += 1
-            if parameter_name == "model.norm.weight" and less_one:
-                # A tied head likes the token it was just given, the more so as embeddings are scaled.
+            if parameter_name == "model.norm.weight" and config.tie_word_embeddings:
+                # Random signs: a tied head likes the token it was just given too well.
                 parameter -= 2 * torch.randint(2, parameter.shape, generator=generator)
             parameter.copy_(parameter.bfloat16().float())
     return model
