@@ -1,293 +1,90 @@
-// Attention over a slot cache for XLA:CPU: write new keys and values, then attend, as one FFI call.
+// Attention over a cache for XLA:CPU: write new keys and values, then attend, as one FFI call.
 //
-// Every query reads exactly the keys it may see, in order of position, and nothing else: its bits are a function of
-// its own sequence, whatever lane, slot, neighbour, chunk or number of threads computed it.
-//
-// Layout, with W = elements in 32 bits (2 for bf16, 1 for f32) and D = head dimension padded to whole tiles:
-//   keys   [B, KV, S / 16, D / W, 16, W]   sixteen keys side by side: one vector holds one word of each
-//   values [B, KV, S / 16 W, D / 16, 16, 16, W]   tiles of 16 W positions by sixteen dimensions
-// This is the operand order of AMX tiles (Intel SDM, TDPBF16PS); plain vectors read it without shuffles as well.
+// Every query reads the tiles that hold the keys it may see, in order of position, and nothing else: its bits are a
+// function of its own sequence, whatever lane, slot, page, neighbour, chunk or number of threads computed it.
 
-#include "common.h"
+#include "attention_cache.h"
+#include "attention_scores.h"
+#include "attention_tiles.h"
+#include "attention_vectors.h"
 
 namespace xla_engine {
 namespace {
-
-constexpr int64_t kQueries = 16;   // query rows attended to together: the rows of a tile
-constexpr int64_t kMaxWidth = 512;  // of a padded head
-
-// Softmax numerators of `scores[0, length)` in place, zero up to `end`; returns their sum. Both by whole vectors.
-float Softmax(float* scores, int64_t length, int64_t end, float scale) {
-  const float lowest = -std::numeric_limits<float>::infinity();
-  for (int64_t at = length; at < (length + kVector - 1) / kVector * kVector; ++at) scores[at] = lowest;
-  Vec peaks = Vec{} + lowest;
-  for (int64_t at = 0; at < length; at += kVector) {
-    const Vec score = Load(scores + at) * scale;
-    Store(scores + at, score);
-    peaks = score > peaks ? score : peaks;
-  }
-  const float peak = Reduce(peaks, [](Vec a, Vec b) { return a > b ? a : b; });
-  Vec sums = {};
-  int64_t at = 0;
-  for (; at < length; at += kVector) {
-    const Vec weight = Exp(Load(scores + at) - peak);
-    Store(scores + at, weight);
-    sums += weight;
-  }
-  for (; at < end; at += kVector) Store(scores + at, Vec{});
-  return Reduce(sums, [](Vec a, Vec b) { return a + b; });
-}
-
-// One key/value head of one slot.
-template <typename T>
-struct Head {
-  T* keys;
-  T* values;
-  int64_t width;  // padded head dimension
-
-  static constexpr int64_t kPack = Storage<T>::kPack;
-  int64_t block() const { return width * kVector; }  // elements of sixteen keys
-  // The words of sixteen dimensions at key word `word`; the next sixteen are `kVector * kVector` words on.
-  T* Values(int64_t word) const {
-    return values + (word / kVector * kVector * width + word % kVector * kVector) * kPack;
-  }
-
-  // `alone`: the next position is not written by the same call. It shares a word with this one if this one is even:
-  // it is zeroed then, because products run over whole words and stale NaN must not stay in one.
-  void Write(int64_t position, const T* key, const T* value, bool alone) const {
-    T* to = keys + position / kVector * block() + position % kVector * kPack;
-    for (int64_t d = 0; d < width; ++d) to[d / kPack * kVector * kPack + d % kPack] = key[d];
-    T* row = Values(position / kPack) + position % kPack;
-    const bool clear = alone && position % kPack < kPack - 1;
-    for (int64_t d = 0; d < width; ++d) {
-      T* word = row + (d / kVector * kVector * kVector + d % kVector) * kPack;
-      word[0] = value[d];
-      if (clear) word[1] = T{};
-    }
-  }
-};
-
-// ---- plain vectors ---------------------------------------------------------------------------------------------
-
-template <typename T, int kRows, int kBlocks>
-void ScoreBlocks(const Head<T>& head, const float* queries, int64_t first_block, float* scores, int64_t stride) {
-  Vec sum[kRows][kBlocks] = {};
-  const T* keys = head.keys + first_block * head.block();
-  for (int64_t word = 0; word < head.width / Head<T>::kPack; ++word) {
-    for (int b = 0; b < kBlocks; ++b) {
-      const T* words = keys + b * head.block() + word * kVector * Head<T>::kPack;
-      const Vec first = Storage<T>::template Part<0>(words);
-      for (int r = 0; r < kRows; ++r) sum[r][b] += first * queries[r * head.width + word * Head<T>::kPack];
-      if constexpr (Head<T>::kPack == 2) {
-        const Vec second = Storage<T>::template Part<1>(words);
-        for (int r = 0; r < kRows; ++r) sum[r][b] += second * queries[r * head.width + word * 2 + 1];
-      }
-    }
-  }
-  for (int r = 0; r < kRows; ++r)
-    for (int b = 0; b < kBlocks; ++b) Store(scores + r * stride + (first_block + b) * kVector, sum[r][b]);
-}
-
-template <typename T, int kRows>
-void ScoreRows(const Head<T>& head, const float* queries, int64_t keys, float* scores, int64_t stride) {
-  constexpr int kBlocks = kRows >= 4 ? 2 : 4;
-  const int64_t blocks = (keys + kVector - 1) / kVector;
-  int64_t block = 0;
-  for (; block + kBlocks <= blocks; block += kBlocks)
-    ScoreBlocks<T, kRows, kBlocks>(head, queries, block, scores, stride);
-  for (; block < blocks; ++block) ScoreBlocks<T, kRows, 1>(head, queries, block, scores, stride);
-}
-
-template <typename T, int kRows, int kParts>
-void WeighParts(const Head<T>& head, const float* weights, int64_t stride, int64_t keys, int64_t dim, float* out) {
-  Vec sum[kRows][kParts] = {};
-  for (int64_t word = 0; word < (keys + Head<T>::kPack - 1) / Head<T>::kPack; ++word) {
-    const T* row = head.Values(word) + dim * kVector * Head<T>::kPack;
-    for (int p = 0; p < kParts; ++p) {
-      const T* words = row + p * kVector * kVector * Head<T>::kPack;
-      const Vec first = Storage<T>::template Part<0>(words);
-      for (int r = 0; r < kRows; ++r) sum[r][p] += first * weights[r * stride + word * Head<T>::kPack];
-      if constexpr (Head<T>::kPack == 2) {
-        const Vec second = Storage<T>::template Part<1>(words);
-        for (int r = 0; r < kRows; ++r) sum[r][p] += second * weights[r * stride + word * 2 + 1];
-      }
-    }
-  }
-  for (int r = 0; r < kRows; ++r)
-    for (int p = 0; p < kParts; ++p) Store(out + r * head.width + dim + p * kVector, sum[r][p]);
-}
-
-template <typename T, int kRows>
-void WeighRows(const Head<T>& head, const float* weights, int64_t stride, int64_t keys, float* out) {
-  constexpr int64_t kParts = kRows >= 4 ? 2 : 4;
-  int64_t dim = 0;
-  for (; dim + kParts * kVector <= head.width; dim += kParts * kVector)
-    WeighParts<T, kRows, kParts>(head, weights, stride, keys, dim, out);
-  for (; dim < head.width; dim += kVector) WeighParts<T, kRows, 1>(head, weights, stride, keys, dim, out);
-}
-
-// Calls step(rows at a time as a constant, first row) until `rows` are done; a row's bits do not depend on the cut.
-template <typename Step>
-void ByRows(int64_t rows, Step step) {
-  int64_t row = 0;
-  for (; row + 6 <= rows; row += 6) step(std::integral_constant<int, 6>(), row);
-  for (; row + 3 <= rows; row += 3) step(std::integral_constant<int, 3>(), row);
-  for (; row < rows; ++row) step(std::integral_constant<int, 1>(), row);
-}
-
-// Queries [rows, width] of one head against its first `keys` keys; row r sees `lengths[r]` of them.
-template <typename T>
-void AttendVectors(const Head<T>& head, const T* queries, int64_t rows, const int64_t* lengths, int64_t keys, float scale,
-                   float* scores, int64_t stride, float* out, float* sums) {
-  float wide[kQueries * kMaxWidth];
-  for (int64_t i = 0; i < rows * head.width; ++i) wide[i] = Storage<T>::Widen(queries[i]);
-  ByRows(rows, [&](auto count, int64_t row) {
-    ScoreRows<T, count>(head, wide + row * head.width, keys, scores + row * stride, stride);
-  });
-  const int64_t end = (keys + kVector - 1) / kVector * kVector;
-  for (int64_t row = 0; row < rows; ++row) sums[row] = Softmax(scores + row * stride, lengths[row], end, scale);
-  ByRows(rows, [&](auto count, int64_t row) {
-    WeighRows<T, count>(head, scores + row * stride, stride, keys, out + row * head.width);
-  });
-}
-
-// ---- AMX tiles -------------------------------------------------------------------------------------------------
-
-#ifdef XLA_ENGINE_AMX
-
-constexpr int64_t kTileKeys = 32;  // keys summed by one tile product
-
-// As AttendVectors. Tiles 0-3 add up, 4 and 5 are the operands, 6 and 7 the operands of the last, partial key tile:
-// values behind the last key are never read, so stale NaN in a slot is harmless.
-void AttendTiles(const Head<BFloat16>& head, const BFloat16* queries, int64_t rows, const int64_t* lengths, int64_t keys,
-                 float scale, float* scores, int64_t stride, float* out, float* sums, BFloat16* weights) {
-  const int64_t rest = (keys % kTileKeys + 1) / 2;  // words of the partial tile
-  TileShapes shapes;
-  for (int tile = 0; tile < 4; ++tile) shapes.Set(tile, rows, 64);
-  shapes.Set(4, rows, 64);
-  shapes.Set(5, 16, 64);
-  shapes.Set(6, rows, 4 * std::max<int64_t>(rest, 1));
-  shapes.Set(7, std::max<int64_t>(rest, 1), 64);
-  Configure(shapes);
-
-  const int64_t blocks = (keys + kVector - 1) / kVector;
-  const int64_t pitch = head.width * sizeof(BFloat16);
-  int64_t block = 0;
-  for (; block + 4 <= blocks; block += 4) {
-    const BFloat16* at = head.keys + block * head.block();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t dim = 0; dim < head.width; dim += 32) {
-      _tile_loadd(4, queries + dim, pitch);
-      const BFloat16* tile = at + dim * kVector;
-      _tile_loadd(5, tile, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(5, tile + head.block(), 64);
-      _tile_dpbf16ps(1, 4, 5);
-      _tile_loadd(5, tile + 2 * head.block(), 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_loadd(5, tile + 3 * head.block(), 64);
-      _tile_dpbf16ps(3, 4, 5);
-    }
-    float* to = scores + block * kVector;
-    _tile_stored(0, to, stride * sizeof(float));
-    _tile_stored(1, to + kVector, stride * sizeof(float));
-    _tile_stored(2, to + 2 * kVector, stride * sizeof(float));
-    _tile_stored(3, to + 3 * kVector, stride * sizeof(float));
-  }
-  for (; block < blocks; ++block) {
-    _tile_zero(0);
-    for (int64_t dim = 0; dim < head.width; dim += 32) {
-      _tile_loadd(4, queries + dim, pitch);
-      _tile_loadd(5, head.keys + block * head.block() + dim * kVector, 64);
-      _tile_dpbf16ps(0, 4, 5);
-    }
-    _tile_stored(0, scores + block * kVector, stride * sizeof(float));
-  }
-
-  const int64_t end = (keys + kTileKeys - 1) / kTileKeys * kTileKeys;
-  for (int64_t row = 0; row < rows; ++row) {
-    float* at = scores + row * stride;
-    sums[row] = Softmax(at, lengths[row], end, scale);
-    for (int64_t key = 0; key < end; key += 32) {
-      const __m512bh packed = _mm512_cvtne2ps_pbh((__m512)Load(at + key + 16), (__m512)Load(at + key));
-      std::memcpy(weights + row * stride + key, &packed, sizeof packed);
-    }
-  }
-
-  Written();
-  const int64_t whole = keys / kTileKeys * kTileKeys;
-  const int64_t weight_pitch = stride * sizeof(BFloat16);
-  constexpr int64_t kTile = 16 * 32;  // elements
-  for (int64_t dim = 0; dim < head.width; dim += 64) {
-    const bool wide = dim + 32 < head.width;  // the width is a multiple of 32
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t key = 0; key < whole; key += kTileKeys) {
-      const BFloat16* tile = head.values + key * head.width + dim * kTileKeys;
-      _tile_loadd(4, weights + key, weight_pitch);
-      _tile_loadd(5, tile, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(5, tile + kTile, 64);
-      _tile_dpbf16ps(1, 4, 5);
-      if (!wide) continue;
-      _tile_loadd(5, tile + 2 * kTile, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_loadd(5, tile + 3 * kTile, 64);
-      _tile_dpbf16ps(3, 4, 5);
-    }
-    if (rest) {
-      const BFloat16* tile = head.values + whole * head.width + dim * kTileKeys;
-      _tile_loadd(6, weights + whole, weight_pitch);
-      _tile_loadd(7, tile, 64);
-      _tile_dpbf16ps(0, 6, 7);
-      _tile_loadd(7, tile + kTile, 64);
-      _tile_dpbf16ps(1, 6, 7);
-      if (wide) {
-        _tile_loadd(7, tile + 2 * kTile, 64);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_loadd(7, tile + 3 * kTile, 64);
-        _tile_dpbf16ps(3, 6, 7);
-      }
-    }
-    const int64_t pitch_out = head.width * sizeof(float);
-    _tile_stored(0, out + dim, pitch_out);
-    _tile_stored(1, out + dim + kVector, pitch_out);
-    if (wide) {
-      _tile_stored(2, out + dim + 2 * kVector, pitch_out);
-      _tile_stored(3, out + dim + 3 * kVector, pitch_out);
-    }
-  }
-  _tile_release();
-}
-
-#endif
-
-// ---- the call --------------------------------------------------------------------------------------------------
 
 struct Arguments {
   const float* qkv;    // [F, N], or [N, F]
   const float* rope;   // [N, 2, Dh / 2]
   const int32_t *slot, *start, *count;  // [P]
-  int64_t lanes, width, heads, kv_heads, head_dim, padded, positions;
+  const int32_t* tables;                // [B, pages]
+  const float *q_norm, *k_norm;         // [Dh] or null
+  const float* sinks;                   // [heads] or null
+  int64_t lanes, width, heads, kv_heads, head_dim, padded;
+  int64_t rows, pages, page;           // of the tables; positions of a page
   int64_t row_stride, feature_stride;  // of qkv
+  int64_t window;                      // keys a query sees, itself included; 0: all
+  ScoreForm form;
+  float eps;  // of the norms
 
-  // One head of row `row` of qkv, rotated unless it is a value, rounded and padded.
+  // The first key that a query at `position` sees.
+  int64_t First(int64_t position) const { return window ? std::max<int64_t>(position + 1 - window, 0) : 0; }
+
+  // One head of row `row` of qkv, rounded and padded; queries and keys are normed, if `norm` is there, and rotated.
   template <typename T>
-  void Gather(int64_t row, int64_t head, bool rotate, T* to) const {
+  void Value(int64_t row, int64_t head, T* to) const {
     const float* from = qkv + row * row_stride + head * head_dim * feature_stride;
+    for (int64_t d = 0; d < head_dim; ++d) to[d] = Storage<T>::Round(from[d * feature_stride]);
+    for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
+  }
+
+  template <typename T>
+  void Rotated(int64_t row, int64_t head, const float* norm, T* to) const {
+    const float* from = qkv + row * row_stride + head * head_dim * feature_stride;
+    if (norm == nullptr) return Rotate(row, from, feature_stride, to);
+    alignas(64) float normed[kMaxWidth];
+    Norm(from, norm, normed);
+    Rotate(row, normed, 1, to);
+  }
+
+  // Half-split pairs, as in Hugging Face.
+  template <typename T>
+  void Rotate(int64_t row, const float* from, int64_t stride, T* to) const {
     const int64_t half = head_dim / 2;
     const float *cosine = rope + row * head_dim, *sine = cosine + half;
     for (int64_t d = 0; d < half; ++d) {
-      const float low = from[d * feature_stride], high = from[(d + half) * feature_stride];
-      to[d] = Storage<T>::Round(rotate ? low * cosine[d] - high * sine[d] : low);
-      to[d + half] = Storage<T>::Round(rotate ? high * cosine[d] + low * sine[d] : high);
+      const float low = from[d * stride], high = from[(d + half) * stride];
+      to[d] = Storage<T>::Round(low * cosine[d] - high * sine[d]);
+      to[d + half] = Storage<T>::Round(high * cosine[d] + low * sine[d]);
     }
     for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
+  }
+
+  // Root-mean-square normalisation of a head (Zhang and Sennrich 2019).
+  void Norm(const float* from, const float* weight, float* to) const {
+    for (int64_t d = 0; d < head_dim; ++d) to[d] = from[d * feature_stride];
+    for (int64_t d = head_dim; d < padded; ++d) to[d] = 0;
+    Vec squares = {};
+    for (int64_t d = 0; d < padded; d += kVector) squares += Load(to + d) * Load(to + d);
+    const float square = Reduce(squares, [](Vec a, Vec b) { return a + b; });
+    const float scale = 1.0f / std::sqrt(square / static_cast<float>(head_dim) + eps);
+    for (int64_t d = 0; d < head_dim; ++d) to[d] *= scale * weight[d];
+  }
+};
+
+// What a thread needs for a task, kept between tasks.
+template <typename T>
+struct Scratch {
+  Context<T> context;
+  std::vector<float> scores;
+  std::vector<BFloat16> weights;
+  int64_t stride = 0;
+
+  void Prepare(const Head<T>& head, int64_t first, int64_t last) {
+    context.List(head, first, last);
+    stride = (last - first + 31) / 32 * 32 + 16;  // not a power of two: rows would share cache sets
+    if (static_cast<int64_t>(scores.size()) < kQueries * stride) {
+      scores.resize(kQueries * stride);
+      weights.resize(kQueries * stride);
+    }
   }
 };
 
@@ -296,11 +93,10 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
   const int64_t groups = a.heads / a.kv_heads;
   const int64_t tokens = std::max<int64_t>(1, kQueries / groups);  // of one task
   const int64_t pieces = (a.width + tokens - 1) / tokens;
-  const int64_t slot_size = a.positions * a.padded;  // of one head
-  const int64_t stride = (a.positions + 31) / 32 * 32 + 16;
+  const int64_t head_size = a.page * a.padded;
   auto head_of = [&](int64_t lane, int64_t kv) {
-    const int64_t offset = (a.slot[lane] * a.kv_heads + kv) * slot_size;
-    return Head<T>{keys + offset, values + offset, a.padded};
+    return Head<T>{keys + kv * head_size,  values + kv * head_size, a.tables + a.slot[lane] * a.pages, a.pages, a.page,
+                   a.kv_heads * head_size, a.padded};
   };
 
   auto write = [&](int64_t lane, int64_t kv) {
@@ -311,52 +107,50 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
                            a.count[lane + 1] > 0;
     for (int64_t t = 0; t < a.count[lane]; ++t) {
       const int64_t row = lane * a.width + t;
-      a.Gather(row, a.heads + kv, true, key);
-      a.Gather(row, a.heads + a.kv_heads + kv, false, value);
+      a.Rotated(row, a.heads + kv, a.k_norm, key);
+      a.Value(row, a.heads + a.kv_heads + kv, value);
       head.Write(a.start[lane] + t, key, value, t + 1 == a.count[lane] && !continued);
     }
   };
 
-  auto attend = [&](int64_t lane, int64_t kv, int64_t first) {
-    const int64_t last = std::min<int64_t>(first + tokens, a.width);
-    const int64_t used = std::min<int64_t>(last, a.count[lane]);
-    for (int64_t t = std::max<int64_t>(first, used); t < last; ++t)  // padding
+  auto attend = [&](int64_t lane, int64_t kv, int64_t first_token) {
+    const int64_t last_token = std::min<int64_t>(first_token + tokens, a.width);
+    const int64_t used = std::min<int64_t>(last_token, a.count[lane]);
+    for (int64_t t = std::max<int64_t>(first_token, used); t < last_token; ++t)  // padding
       std::memset(static_cast<void*>(out + ((lane * a.width + t) * a.heads + kv * groups) * a.head_dim), 0,
                   groups * a.head_dim * sizeof(T));
-    if (first >= used) return;
-    const Head<T> head = head_of(lane, kv);
-    const int64_t rows_wanted = (used - first) * groups;
-    const int64_t end = a.start[lane] + used;
-    thread_local std::vector<float> scores;
-    thread_local std::vector<BFloat16> packed;
-    if (static_cast<int64_t>(scores.size()) < kQueries * stride) {
-      scores.resize(kQueries * stride);
-      packed.resize(kQueries * stride);
-    }
+    if (first_token >= used) return;
+    thread_local Scratch<T> scratch;
+    // Whole tiles by absolute position, so that a row's keys stand in the same tiles whatever rows are beside it.
+    const int64_t begin = a.First(a.start[lane] + first_token) / Head<T>::kTile * Head<T>::kTile;
+    scratch.Prepare(head_of(lane, kv), begin, a.start[lane] + used);
     alignas(64) T queries[kQueries * kMaxWidth];
     alignas(64) float result[kQueries * kMaxWidth];
     float sums[kQueries];
-    int64_t lengths[kQueries];
-    const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
+    Seen seen;
+    const int64_t rows_wanted = (used - first_token) * groups;
     for (int64_t from = 0; from < rows_wanted; from += kQueries) {
-      const int64_t rows = std::min(kQueries, rows_wanted - from);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t t = first + (from + r) / groups, g = (from + r) % groups;
-        a.Gather(lane * a.width + t, kv * groups + g, true, queries + r * a.padded);
-        lengths[r] = a.start[lane] + t + 1;
+      seen.rows = std::min(kQueries, rows_wanted - from);
+      for (int64_t r = 0; r < seen.rows; ++r) {
+        const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
+        a.Rotated(lane * a.width + t, head, a.q_norm, queries + r * a.padded);
+        seen.first[r] = a.First(a.start[lane] + t) - begin;
+        seen.last[r] = a.start[lane] + t + 1 - begin;
+        seen.sink[r] = a.sinks ? a.sinks[head] : kLowest;
       }
+      float* scores = scratch.scores.data();
 #ifdef XLA_ENGINE_AMX
       if constexpr (std::is_same_v<T, BFloat16>) {
         if (tiles)
-          AttendTiles(head, queries, rows, lengths, end, scale, scores.data(), stride, result, sums, packed.data());
+          AttendTiles(scratch.context, queries, seen, a.form, scores, scratch.stride, scratch.weights.data(), result, sums);
         else
-          AttendVectors(head, queries, rows, lengths, end, scale, scores.data(), stride, result, sums);
+          AttendVectors(scratch.context, queries, seen, a.form, scores, scratch.stride, result, sums);
       } else
 #endif
-        AttendVectors(head, queries, rows, lengths, end, scale, scores.data(), stride, result, sums);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t t = first + (from + r) / groups, g = (from + r) % groups;
-        T* to = out + ((lane * a.width + t) * a.heads + kv * groups + g) * a.head_dim;
+        AttendVectors(scratch.context, queries, seen, a.form, scores, scratch.stride, result, sums);
+      for (int64_t r = 0; r < seen.rows; ++r) {
+        const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
+        T* to = out + ((lane * a.width + t) * a.heads + head) * a.head_dim;
         for (int64_t d = 0; d < a.head_dim; ++d) to[d] = Storage<T>::Round(result[r * a.padded + d] / sums[r]);
       }
     }
@@ -376,17 +170,50 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
   });
 }
 
+// What is wrong with the places the lanes name, or null: a lane must lie in its table, over pages of the pool, and
+// the keys it reads must not be overwritten by what this call writes to its slot.
+const char* Misplaced(const Arguments& a, int64_t pool_pages) {
+  for (int64_t lane = 0; lane < a.lanes; ++lane) {
+    if (a.count[lane] < 0 || a.count[lane] > a.width) return "count out of range";
+    if (a.count[lane] == 0) continue;
+    if (a.slot[lane] < 0 || a.slot[lane] >= a.rows || a.start[lane] < 0) return "a lane lies outside the cache";
+    int64_t end = a.start[lane] + a.count[lane];
+    const int64_t begin = a.First(a.start[lane]);
+    const int32_t* table = a.tables + a.slot[lane] * a.pages;
+    for (int64_t page = begin / a.page; page * a.page < end; ++page)
+      if (table[page % a.pages] < 0 || table[page % a.pages] >= pool_pages) return "a block table names no page";
+    for (int64_t other = lane + 1; a.width > 1 && other < a.lanes; ++other)
+      if (a.slot[other] == a.slot[lane]) end = std::max<int64_t>(end, a.start[other] + a.count[other]);
+    // A ring has room for one more, since a write may clear the position behind it.
+    if (end > a.pages * a.page && end - begin >= a.pages * a.page) return "a lane lies outside the cache";
+  }
+  return nullptr;
+}
+
+const float* OrNull(const ffi::Buffer<ffi::F32>& buffer) {
+  return buffer.element_count() ? buffer.typed_data() : nullptr;
+}
+
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> rope, ffi::Buffer<ffi::S32> slot,
-                  ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer keys, ffi::AnyBuffer values,
-                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
-                  ffi::Result<ffi::AnyBuffer> new_values, bool feature_major) {
-  const auto shape = keys.dimensions();  // [B, KV, S / 16, D / W, 16, W]
+                  ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> tables,
+                  ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> sinks,
+                  ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values, bool feature_major,
+                  int64_t window, float scale, float softcap, float eps) {
+  const auto shape = keys.dimensions();  // [pages, KV, S / 16, D / W, 16, W]
   Arguments a;
   a.qkv = qkv.typed_data();
   a.rope = rope.typed_data();
   a.slot = slot.typed_data();
   a.start = start.typed_data();
   a.count = count.typed_data();
+  a.tables = tables.typed_data();
+  a.q_norm = OrNull(q_norm);
+  a.k_norm = OrNull(k_norm);
+  a.sinks = OrNull(sinks);
+  a.window = window;
+  a.form = {scale, softcap};
+  a.eps = eps;
   const int64_t rows = rope.dimensions()[0];
   a.lanes = slot.element_count();
   a.width = rows / a.lanes;
@@ -394,18 +221,15 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
   a.kv_heads = shape[1];
   a.heads = static_cast<int64_t>(qkv.element_count()) / rows / a.head_dim - 2 * a.kv_heads;
   a.padded = shape[3] * shape[5];
-  a.positions = shape[2] * kVector;
+  a.rows = tables.dimensions()[0];
+  a.pages = tables.dimensions()[1];
+  a.page = shape[2] * kVector;
   a.row_stride = feature_major ? 1 : (a.heads + 2 * a.kv_heads) * a.head_dim;
   a.feature_stride = feature_major ? rows : 1;
   if (a.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
   if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
     return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
-  for (int64_t lane = 0; lane < a.lanes; ++lane) {
-    if (a.count[lane] < 0 || a.count[lane] > a.width) return ffi::Error::InvalidArgument("count out of range");
-    if (a.count[lane] && (a.slot[lane] < 0 || a.slot[lane] >= shape[0] || a.start[lane] < 0 ||
-                          a.start[lane] + a.count[lane] > a.positions))
-      return ffi::Error::InvalidArgument("a lane lies outside the cache");
-  }
+  if (const char* complaint = Misplaced(a, shape[0])) return ffi::Error::InvalidArgument(complaint);
   bool tiles = false;
 #ifdef XLA_ENGINE_AMX
   static const bool granted = RequestTiles();
@@ -433,11 +257,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineAttend, Attend,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("feature_major"));
+                                  .Attr<bool>("feature_major")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<float>("eps"));
 
 }  // namespace xla_engine

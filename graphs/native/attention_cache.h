@@ -1,0 +1,76 @@
+// Where keys and values lie, and which of them a query reads. Kernels know neither slots nor pages: they get a list of
+// tiles in order of position.
+//
+// Layout of a page, with W = elements in 32 bits (2 for bf16, 1 for f32) and D = head dimension padded to whole tiles:
+//   keys   [pages, KV, S / 16, D / W, 16, W]   sixteen keys side by side: one vector holds one word of each
+//   values [pages, KV, S / 16 W, D / 16, 16, 16, W]   tiles of 16 W positions by sixteen dimensions
+// This is the operand order of AMX tiles (Intel SDM, TDPBF16PS); plain vectors read it without shuffles as well.
+//
+// A sequence's page j is table[j % pages of the table]. A contiguous slot is one page as long as the sequence may get;
+// a ring is one shorter page, which repeats; block tables name a page for every S positions.
+
+#pragma once
+
+#include "common.h"
+
+namespace xla_engine {
+
+constexpr int64_t kMaxWidth = 512;  // of a padded head
+
+// One key/value head of one sequence.
+template <typename T>
+struct Head {
+  T* keys;  // of page 0
+  T* values;
+  const int32_t* table;
+  int64_t pages;   // in the table
+  int64_t page;    // positions of one, whole value tiles
+  int64_t stride;  // elements from a page to the next
+  int64_t width;   // padded head dimension
+
+  static constexpr int64_t kPack = Storage<T>::kPack;
+  static constexpr int64_t kTile = kVector * kPack;  // positions of a value tile
+
+  // Elements from the start of page 0 to the tile of a position, which is a multiple of the tile's.
+  int64_t Offset(int64_t position) const {
+    return table[position / page % pages] * stride + position % page * width;
+  }
+
+  // `alone`: the next position is not written by the same call. It shares a word with this one if this one is even:
+  // it is zeroed then, because products run over whole words and stale NaN must not stay in one.
+  void Write(int64_t position, const T* key, const T* value, bool alone) const {
+    T* to = keys + Offset(position / kVector * kVector) + position % kVector * kPack;
+    for (int64_t d = 0; d < width; ++d) to[d / kPack * kVector * kPack + d % kPack] = key[d];
+    T* row = values + Offset(position / kTile * kTile) + position % kTile / kPack * kVector * kPack + position % kPack;
+    const bool clear = alone && position % kPack < kPack - 1;
+    for (int64_t d = 0; d < width; ++d) {
+      T* word = row + (d / kVector * kVector * kVector + d % kVector) * kPack;
+      word[0] = value[d];
+      if (clear) word[1] = T{};
+    }
+  }
+};
+
+// The keys and values of a range of positions that starts with a value tile.
+template <typename T>
+struct Context {
+  std::vector<const T*> keys;    // blocks of sixteen positions
+  std::vector<const T*> values;  // tiles of sixteen words
+  int64_t count = 0;             // positions
+  int64_t width = 0;
+
+  void List(const Head<T>& head, int64_t first, int64_t last) {
+    keys.clear();
+    values.clear();
+    count = last - first;
+    width = head.width;
+    for (int64_t at = first, end; at < last; at = end) {
+      end = std::min(last, (at / head.page + 1) * head.page);
+      const int64_t offset = head.Offset(at);
+      for (int64_t p = 0; p < end - at; p += kVector) keys.push_back(head.keys + offset + p * width);
+      for (int64_t p = 0; p < end - at; p += Head<T>::kTile) values.push_back(head.values + offset + p * width);
+    }
+  }
+};
+
+}  // namespace xla_engine

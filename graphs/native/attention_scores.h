@@ -1,0 +1,67 @@
+// From scores to weights: scale, cap, softmax, one row at a time and in one order of operations per row. Sums are
+// kept in sixteen lanes by position, so that neither the first key of a call nor its last changes a bit of a row.
+
+#pragma once
+
+#include "common.h"
+
+namespace xla_engine {
+
+constexpr int64_t kQueries = 16;  // query rows attended to together: the rows of a tile
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// What becomes of a score.
+struct ScoreForm {
+  float scale;
+  float softcap;  // scores are softcap * tanh(score / softcap); 0: as they are
+};
+
+// What each row of a kernel's call sees: keys [first, last), counted from the first one that any of its rows sees.
+struct Seen {
+  int64_t rows;
+  int64_t first[kQueries], last[kQueries];
+  float sink[kQueries];  // a logit without a value, which takes its share of the weights; kLowest: none
+};
+
+// tanh from one exponential. The absolute error is 1e-7, which is what a capped score needs.
+inline Vec Tanh(Vec x) {
+  const Vec decay = Exp((x < 0.0f ? x : -x) * 2.0f);
+  const Vec size = (1.0f - decay) / (1.0f + decay);
+  return x < 0.0f ? -size : size;
+}
+
+// Softmax numerators of `scores[first, last)` in place, zero elsewhere up to `end`; returns their sum and the sink's.
+template <bool kCapped>
+float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm form, float sink) {
+  const int64_t begin = first / kVector * kVector;
+  for (int64_t at = begin; at < first; ++at) scores[at] = kLowest;
+  for (int64_t at = last; at < (last + kVector - 1) / kVector * kVector; ++at) scores[at] = kLowest;
+  const float inward = kCapped ? form.scale / form.softcap : form.scale;
+  Vec peaks = Vec{} + kLowest;
+  for (int64_t at = begin; at < last; at += kVector) {
+    Vec score = Load(scores + at) * inward;
+    if constexpr (kCapped) score = score == kLowest ? score : Tanh(score) * form.softcap;
+    Store(scores + at, score);
+    peaks = score > peaks ? score : peaks;
+  }
+  float peak = Reduce(peaks, [](Vec a, Vec b) { return a > b ? a : b; });
+  if (sink > peak) peak = sink;
+  Vec sums = {};
+  int64_t at = 0;
+  for (; at < begin; at += kVector) Store(scores + at, Vec{});
+  for (; at < last; at += kVector) {
+    const Vec weight = Exp(Load(scores + at) - peak);
+    Store(scores + at, weight);
+    sums += weight;
+  }
+  for (; at < end; at += kVector) Store(scores + at, Vec{});
+  const float sum = Reduce(sums, [](Vec a, Vec b) { return a + b; });
+  return sink == kLowest ? sum : sum + Exp(Vec{} + (sink - peak))[0];
+}
+
+inline float Softmax(float* scores, const Seen& seen, int64_t row, int64_t end, ScoreForm form) {
+  return form.softcap > 0 ? Softmax<true>(scores, seen.first[row], seen.last[row], end, form, seen.sink[row])
+                          : Softmax<false>(scores, seen.first[row], seen.last[row], end, form, seen.sink[row]);
+}
+
+}  // namespace xla_engine
