@@ -9,13 +9,15 @@ The library is built and registered outside (`xla_engine.native`); a graph only 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import AttentionWeights, KVCache, LayerCache, is_plain, whole_blocks
+from graphs.attention import AttentionWeights, KVCache, LayerCache, whole_blocks
 from graphs.config import AttentionForm, ModelConfig
 
 TARGET = "xla_engine_attend"
@@ -56,10 +58,11 @@ class NativeAttention:
         live: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
-        assert is_plain(form, weights, 2 * rope.shape[-1]), form
         slot = jnp.arange(length.shape[0], dtype=jnp.int32)
-        return self._call(layer, qkv.T, rope, slot, length, live.astype(jnp.int32), feature_major=True)
+        attend = self._call(form, weights, block_tables, feature_major=True)
+        return attend(layer, qkv.T, rope, slot, length, live.astype(jnp.int32))
 
     def attend_prefill(
         self,
@@ -74,10 +77,10 @@ class NativeAttention:
         count: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
-        assert is_plain(form, weights, 2 * rope.shape[-1]), form
-        by_row = rope.reshape(-1, *rope.shape[2:])
-        return self._call(layer, qkv, by_row, slot, start, count, feature_major=False)
+        attend = self._call(form, weights, block_tables, feature_major=False)
+        return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
 
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = np.asarray(layer.keys), np.asarray(layer.values)
@@ -99,28 +102,45 @@ class NativeAttention:
 
     def _call(
         self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        rope: jax.Array,
-        slot: jax.Array,
-        start: jax.Array,
-        count: jax.Array,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        block_tables: jax.Array | None,
         *,
         feature_major: bool,
-    ) -> tuple[LayerCache, jax.Array]:
-        """`qkv [(H + 2 KV) Dh, N]` where feature-major, else `[N, (H + 2 KV) Dh]`; `rope [N, 2, Dh/2]`."""
-        kv_heads, head_dim = layer.keys.shape[1], 2 * rope.shape[-1]
-        features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
-        attend = jax.ffi.ffi_call(
-            self.target,
-            (
-                jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
-                *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
-            ),
-            input_output_aliases={5: 1, 6: 2},
-        )
-        out, keys, values = attend(qkv, rope, slot, start, count, *layer, feature_major=feature_major)
-        return LayerCache(keys, values), out
+    ) -> Callable[..., tuple[LayerCache, jax.Array]]:
+        """The operation on a layer, `qkv [(H + 2 KV) Dh, N]` where feature-major, else `[N, (H + 2 KV) Dh]`,
+        `rope [N, 2, Dh/2]`, slot, start and count."""
+
+        def attend(layer: LayerCache, qkv: jax.Array, rope: jax.Array, *place: jax.Array) -> Any:
+            kv_heads, head_dim = layer.keys.shape[1], 2 * rope.shape[-1]
+            features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
+            rows = jnp.arange(layer.keys.shape[0], dtype=jnp.int32)
+            tables = rows[:, None] if block_tables is None else block_tables  # a slot is a page of its own
+            call = jax.ffi.ffi_call(
+                self.target,
+                (
+                    jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
+                    *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
+                ),
+                input_output_aliases={9: 1, 10: 2},
+            )
+            given = (jnp.zeros(0, jnp.float32) if each is None else each for each in weights)
+            out, keys, values = call(
+                qkv,
+                rope,
+                *place,
+                tables,
+                *given,
+                *layer,
+                feature_major=feature_major,
+                window=np.int64(form.window or 0),
+                scale=np.float32(form.scale),
+                softcap=np.float32(form.softcap or 0),
+                eps=np.float32(form.norm_eps),
+            )
+            return LayerCache(keys, values), out
+
+        return attend
 
 
 def _pack(dtype: jnp.dtype) -> int:

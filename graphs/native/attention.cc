@@ -70,22 +70,31 @@ struct Arguments {
   }
 };
 
-// What a thread needs for a task, kept between tasks.
+// What a thread needs for a task, kept between tasks. Rows are whole cache lines, an odd number of them: rows a power of
+// two apart would share cache sets.
 template <typename T>
-struct Scratch {
+class Scratch {
+ public:
   Context<T> context;
-  std::vector<float> scores;
-  std::vector<BFloat16> weights;
-  int64_t stride = 0;
+  int64_t score_stride = 0, weight_stride = 0;  // elements
 
   void Prepare(const Head<T>& head, int64_t first, int64_t last) {
     context.List(head, first, last);
-    stride = (last - first + 31) / 32 * 32 + 16;  // not a power of two: rows would share cache sets
-    if (static_cast<int64_t>(scores.size()) < kQueries * stride) {
-      scores.resize(kQueries * stride);
-      weights.resize(kQueries * stride);
-    }
+    score_stride = ((last - first + 31) / 32 * 2 | 1) * 16;
+    weight_stride = ((last - first + 31) / 32 | 1) * 32;
+    scores_.resize(std::max(scores_.size(), static_cast<size_t>(kQueries * score_stride / 16)));
+    weights_.resize(std::max(weights_.size(), static_cast<size_t>(kQueries * weight_stride / 32)));
   }
+
+  float* scores() { return scores_.data()->scores; }
+  BFloat16* weights() { return weights_.data()->weights; }
+
+ private:
+  union alignas(64) Line {
+    float scores[16];
+    BFloat16 weights[32];
+  };
+  std::vector<Line> scores_, weights_;
 };
 
 template <typename T>
@@ -138,16 +147,16 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
         seen.last[r] = a.start[lane] + t + 1 - begin;
         seen.sink[r] = a.sinks ? a.sinks[head] : kLowest;
       }
-      float* scores = scratch.scores.data();
 #ifdef XLA_ENGINE_AMX
       if constexpr (std::is_same_v<T, BFloat16>) {
         if (tiles)
-          AttendTiles(scratch.context, queries, seen, a.form, scores, scratch.stride, scratch.weights.data(), result, sums);
+          AttendTiles(scratch.context, queries, seen, a.form, scratch.scores(), scratch.score_stride, scratch.weights(),
+                      scratch.weight_stride, result, sums);
         else
-          AttendVectors(scratch.context, queries, seen, a.form, scores, scratch.stride, result, sums);
+          AttendVectors(scratch.context, queries, seen, a.form, scratch.scores(), scratch.score_stride, result, sums);
       } else
 #endif
-        AttendVectors(scratch.context, queries, seen, a.form, scores, scratch.stride, result, sums);
+        AttendVectors(scratch.context, queries, seen, a.form, scratch.scores(), scratch.score_stride, result, sums);
       for (int64_t r = 0; r < seen.rows; ++r) {
         const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
         T* to = out + ((lane * a.width + t) * a.heads + head) * a.head_dim;

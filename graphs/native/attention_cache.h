@@ -31,8 +31,9 @@ struct Head {
   static constexpr int64_t kPack = Storage<T>::kPack;
   static constexpr int64_t kTile = kVector * kPack;  // positions of a value tile
 
-  // Elements from the start of page 0 to the tile of a position, which is a multiple of the tile's.
+  // Elements from the start of page 0 to the keys and values from a position on, which starts a tile.
   int64_t Offset(int64_t position) const {
+    if (position < page) return table[0] * stride + position * width;  // every position of a slot: no division
     return table[position / page % pages] * stride + position % page * width;
   }
 
@@ -60,15 +61,16 @@ struct Context {
   int64_t width = 0;
 
   void List(const Head<T>& head, int64_t first, int64_t last) {
-    keys.clear();
-    values.clear();
     count = last - first;
     width = head.width;
-    for (int64_t at = first, end; at < last; at = end) {
-      end = std::min(last, (at / head.page + 1) * head.page);
-      const int64_t offset = head.Offset(at);
-      for (int64_t p = 0; p < end - at; p += kVector) keys.push_back(head.keys + offset + p * width);
-      for (int64_t p = 0; p < end - at; p += Head<T>::kTile) values.push_back(head.values + offset + p * width);
+    keys.resize((count + kVector - 1) / kVector);
+    values.resize((count + Head<T>::kTile - 1) / Head<T>::kTile);
+    auto *key = keys.data(), *value = values.data();
+    for (int64_t at = first, end = head.page; at < last; at = end, end += head.page) {
+      if (at >= end) end = (at / head.page + 1) * head.page;
+      const int64_t offset = head.Offset(at), size = (std::min(last, end) - at) * width;
+      for (int64_t p = 0; p < size; p += kVector * width) *key++ = head.keys + offset + p;
+      for (int64_t p = 0; p < size; p += Head<T>::kTile * width) *value++ = head.values + offset + p;
     }
   }
 };

@@ -100,9 +100,10 @@ inline void WeighTiles(const Context<BFloat16>& context, const BFloat16* weights
   }
 }
 
-// As AttendVectors; `weights` is scratch of the size of `scores`.
+// As AttendVectors; `weights` is scratch as well, `weight_stride` elements a row.
 inline void AttendTiles(const Context<BFloat16>& context, const BFloat16* queries, const Seen& seen, ScoreForm form,
-                        float* scores, int64_t stride, BFloat16* weights, float* out, float* sums) {
+                        float* scores, int64_t stride, BFloat16* weights, int64_t weight_stride, float* out,
+                        float* sums) {
   const int64_t rest = std::max<int64_t>((context.count % kTileKeys + 1) / 2, 1);  // words of the partial tile
   TileShapes shapes;
   for (int tile = 0; tile < 5; ++tile) shapes.Set(tile, seen.rows, 64);
@@ -117,11 +118,11 @@ inline void AttendTiles(const Context<BFloat16>& context, const BFloat16* querie
     sums[row] = Softmax(at, seen, row, end, form);
     for (int64_t key = 0; key < end; key += 32) {
       const __m512bh packed = _mm512_cvtne2ps_pbh((__m512)Load(at + key + 16), (__m512)Load(at + key));
-      std::memcpy(weights + row * stride + key, &packed, sizeof packed);
+      std::memcpy(weights + row * weight_stride + key, &packed, sizeof packed);
     }
   }
   Written();
-  WeighTiles(context, weights, stride, out);
+  WeighTiles(context, weights, weight_stride, out);
   _tile_release();
 }
 
