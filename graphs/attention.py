@@ -51,6 +51,10 @@ class Attention(Protocol):
     `rope [..., 2, Dh/2]` holds cosines and sines; `form` and `weights` are the layer's. Results are
     `[N, H Dh]` in float32 or `compute_dtype`.
     A write that must not happen (row not live, padding of a chunk) changes no byte.
+
+    `block_tables i32 [B, max_blocks]` puts position p of slot b at position `p % block_size` of page
+    `block_tables[b, p // block_size]` of the layer, which is then a pool; None: slots are contiguous. Entries behind a
+    slot's last page may hold anything. The bits of a result are the same either way.
     """
 
     @property
@@ -60,11 +64,18 @@ class Attention(Protocol):
     def bounded_by_length(self) -> bool: ...
 
     def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
-        """A zeroed cache of `rows` slots of `length` positions, whole blocks, for a model that computes in `dtype`."""
+        """A zeroed cache of `rows` slots of `length` positions, whole blocks, for a model that computes in `dtype`.
+
+        A pool of pages is a cache as well, of `rows` pages of `length` positions: 16, 32, 64, 128 or 256. ValueError
+        where a backend's tiles need longer pages.
+        """
         ...
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
-        """Make stale values, which may be NaN, harmless in `slot [P]` where `fresh [P]`: it has a new owner."""
+        """Make stale values, which may be NaN, harmless in `slot [P]` where `fresh [P]`: it has a new owner.
+
+        Pages need none of it: nobody reads what lies in them behind a row's own positions.
+        """
         ...
 
     def attend_decode(
@@ -79,6 +90,7 @@ class Attention(Protocol):
         live: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
         """Write one position per live row, then attend to the row's own keys.
 
@@ -100,6 +112,7 @@ class Attention(Protocol):
         count: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
         """Write up to T positions of each lane into its slot, then attend causally to all keys the slot holds.
 
@@ -118,12 +131,13 @@ class Attention(Protocol):
         ...
 
 
-def is_plain(form: AttentionForm, weights: AttentionWeights, head_dim: int) -> bool:
-    """Whether it is the attention of Llama: every key before the query, the usual scale, nothing else."""
-    usual = form.scale == head_dim**-0.5 and form.window is None and form.softcap is None
-    return usual and all(weight is None for weight in weights)
-
-
 def whole_blocks(length: int) -> int:
     """`length` rounded up to whole key blocks."""
     return -(-length // KEY_BLOCK) * KEY_BLOCK
+
+
+def check_length(length: int, least: int = 16) -> None:
+    """Slots are whole key blocks; pages divide one and hold at least `least` positions. Raises ValueError."""
+    if length != whole_blocks(length) and (KEY_BLOCK % length or length < least):
+        sizes = [str(KEY_BLOCK >> shift) for shift in range(5) if KEY_BLOCK >> shift >= least]
+        raise ValueError(f"block_size must be one of {', '.join(reversed(sizes))} here, not {length}")

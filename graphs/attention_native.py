@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import AttentionWeights, KVCache, LayerCache, whole_blocks
+from graphs.attention import AttentionWeights, KVCache, LayerCache, check_length
 from graphs.config import AttentionForm, ModelConfig
 
 TARGET = "xla_engine_attend"
@@ -26,16 +26,16 @@ _LANES = 16  # keys, and dimensions, side by side in a tile
 
 @dataclass(frozen=True, slots=True)
 class NativeAttention:
-    """See `graphs.attention.Attention`; the layout of the cache is described in `attention.cc`."""
+    """See `graphs.attention.Attention`; the layout of the cache is described in `attention_cache.h`."""
 
     target: str = TARGET
     name = "native"
     bounded_by_length = True
 
     def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
-        assert length == whole_blocks(length), length
-        heads = (rows, config.num_key_value_heads)
         pack, width = _pack(dtype), _width(config.head_dim, dtype)
+        check_length(length, least=_LANES * pack)
+        heads = (rows, config.num_key_value_heads)
         keys = (*heads, length // _LANES, width // pack, _LANES, pack)
         values = (*heads, length // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
         return [
@@ -114,7 +114,7 @@ class NativeAttention:
         def attend(layer: LayerCache, qkv: jax.Array, rope: jax.Array, *place: jax.Array) -> Any:
             kv_heads, head_dim = layer.keys.shape[1], 2 * rope.shape[-1]
             features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
-            rows = jnp.arange(layer.keys.shape[0], dtype=jnp.int32)
+            rows = np.arange(layer.keys.shape[0], dtype=np.int32)
             tables = rows[:, None] if block_tables is None else block_tables  # a slot is a page of its own
             call = jax.ffi.ffi_call(
                 self.target,
@@ -124,7 +124,7 @@ class NativeAttention:
                 ),
                 input_output_aliases={9: 1, 10: 2},
             )
-            given = (jnp.zeros(0, jnp.float32) if each is None else each for each in weights)
+            given = (np.zeros(0, np.float32) if each is None else each for each in weights)
             out, keys, values = call(
                 qkv,
                 rope,

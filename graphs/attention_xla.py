@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import KEY_BLOCK, AttentionWeights, KVCache, LayerCache, whole_blocks
+from graphs.attention import KEY_BLOCK, AttentionWeights, KVCache, LayerCache, check_length
 from graphs.config import AttentionForm, ModelConfig
-from graphs.layers import apply_rope, rms_norm, split_heads
+from graphs.layers import apply_rope, norm_heads, split_heads
 from graphs.sums import sum_last
 
 
@@ -35,8 +35,9 @@ class XlaAttention:
     bounded_by_length = False
 
     def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
-        assert length == whole_blocks(length), length
-        shape = (length // KEY_BLOCK, rows, config.num_key_value_heads, KEY_BLOCK, config.head_dim)
+        check_length(length)
+        block = min(length, KEY_BLOCK)
+        shape = (length // block, rows, config.num_key_value_heads, block, config.head_dim)
         stored = self.cache_dtype or dtype
         return [
             LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
@@ -61,18 +62,23 @@ class XlaAttention:
         live: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
-        blocks, rows, kv_heads, _, head_dim = layer.keys.shape
+        rows, (_, _, kv_heads, _, head_dim) = len(length), layer.keys.shape
         q, k, v = split_heads(qkv, kv_heads, head_dim)
         row = jnp.arange(rows, dtype=jnp.int32)
-        position = jnp.where(live, length, blocks * KEY_BLOCK)  # out of bounds: dropped
-        q, k = _normed(q, weights.q_norm, form), _normed(k, weights.k_norm, form)
+        q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         layer = LayerCache(
-            _scatter(layer.keys, k.astype(compute_dtype), row, position),
-            _scatter(layer.values, v.astype(compute_dtype), row, position),
+            *(
+                _scatter(leaf, new.astype(compute_dtype), row, length, live, block_tables)
+                for leaf, new in zip(layer, (k, v), strict=True)
+            )
         )
-        keys, values = (leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer)
+        if block_tables is None:
+            keys, values = (leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer)
+        else:
+            keys, values = _from_pages(layer, block_tables, length, key_length)
         visible = _visible(length[:, None], key_length, form.window)  # [B, 1, S]
         grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
         sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1)
@@ -92,24 +98,27 @@ class XlaAttention:
         count: jax.Array,
         key_length: int,
         compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
         lanes, width = rope.shape[:2]
-        blocks, _, kv_heads, _, head_dim = layer.keys.shape
+        kv_heads, head_dim = layer.keys.shape[2], layer.keys.shape[4]
         by_row = split_heads(qkv, kv_heads, head_dim)
         q, k, v = (x.reshape(lanes, width, -1, head_dim) for x in by_row)
         offset = jnp.arange(width, dtype=jnp.int32)
         position = start[:, None] + offset  # [P, T]
-        # Padding goes out of bounds; indices stay unique as the scatter promises.
-        lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
-        target = jnp.where(offset < count[:, None], position, blocks * KEY_BLOCK + lane * width + offset)
-        q, k = _normed(q, weights.q_norm, form), _normed(k, weights.k_norm, form)
+        wanted = offset < count[:, None]
+        q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         layer = LayerCache(
-            _scatter(layer.keys, k.astype(compute_dtype), slot[:, None], target),
-            _scatter(layer.values, v.astype(compute_dtype), slot[:, None], target),
+            *(
+                _scatter(leaf, new.astype(compute_dtype), slot[:, None], position, wanted, block_tables)
+                for leaf, new in zip(layer, (k, v), strict=True)
+            )
         )
-        # [J, P, KV, block, Dh]
-        keys, values = (leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer)
+        if block_tables is None:  # [J, P, KV, block, Dh]
+            keys, values = (leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer)
+        else:
+            keys, values = _from_pages(layer, block_tables[slot], start + count - 1, key_length)
         visible = _visible(position, key_length, form.window)  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
@@ -132,12 +141,28 @@ class XlaAttention:
         return keys.reshape(shape), values.reshape(shape)
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        by_block = (*keys.shape[:2], -1, KEY_BLOCK, keys.shape[3])
+        by_block = (*keys.shape[:2], -1, min(KEY_BLOCK, keys.shape[2]), keys.shape[3])
         return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_block), 2, 0)) for x in (keys, values)))
 
 
-def _normed(heads: jax.Array, weight: jax.Array | None, form: AttentionForm) -> jax.Array:
-    return heads if weight is None else rms_norm(heads, weight, form.norm_eps)
+def _from_pages(
+    pool: LayerCache, tables: jax.Array, last: jax.Array, key_length: int
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values `[J, N, KV, block, Dh]` of rows with `tables [N, max_blocks]`, values zero behind `last [N]`."""
+    size = pool.keys.shape[3]
+    pages = tables[:, : key_length // size].reshape(
+        len(tables), -1, KEY_BLOCK // size
+    )  # [N, J, pages of a block]
+
+    def gather(leaf: jax.Array) -> jax.Array:
+        parts = leaf.at[0, pages].get(mode="clip")  # [N, J, pages of a block, KV, block_size, Dh]
+        blocks = parts.transpose(1, 0, 3, 2, 4, 5)
+        return blocks.reshape(*blocks.shape[:3], KEY_BLOCK, -1)
+
+    inside = (
+        jnp.arange(key_length, dtype=jnp.int32).reshape(-1, 1, KEY_BLOCK) <= last[:, None]
+    )  # [J, N, block]
+    return gather(pool.keys), jnp.where(inside[:, :, None, :, None], gather(pool.values), 0)
 
 
 def _visible(position: jax.Array, key_length: int, window: int | None) -> jax.Array:
@@ -203,7 +228,18 @@ def _product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
     )
 
 
-def _scatter(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
-    """Set `position` of `slot` to `new [..., KV, Dh]`; positions beyond the cache are dropped."""
-    at = cache.at[position // KEY_BLOCK, slot, :, position % KEY_BLOCK]
+def _scatter(
+    cache: jax.Array,
+    new: jax.Array,
+    slot: jax.Array,
+    position: jax.Array,
+    wanted: jax.Array,
+    tables: jax.Array | None,
+) -> jax.Array:
+    """Set `position` of `slot` to `new [..., KV, Dh]` where wanted."""
+    rows, size = cache.shape[1], cache.shape[3]
+    block, row = (position // size, slot) if tables is None else (0, tables[slot, position // size])
+    # What is not wanted goes out of bounds; indices stay unique as the scatter promises.
+    beyond = rows + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
+    at = cache.at[block, jnp.where(wanted, row, beyond), :, position % size]
     return at.set(new.astype(cache.dtype), mode="drop", unique_indices=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from graphs.config import AttentionForm
 from graphs.sums import sum_last
 
 
@@ -12,6 +13,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square normalisation of `x [..., D]` in float32 (Zhang and Sennrich 2019)."""
     scale = jax.lax.rsqrt(sum_last(x * x) / x.shape[-1] + eps)  # [..., 1]
     return x * scale * weight
+
+
+def norm_heads(heads: jax.Array, form: AttentionForm, weight: jax.Array | None) -> jax.Array:
+    """Every head of `heads [..., Dh]` normalised, where the model does so."""
+    return heads if weight is None else rms_norm(heads, weight, form.norm_eps)
 
 
 def centred(x: jax.Array) -> jax.Array:

@@ -49,9 +49,7 @@ options = arguments.parse_known_args()[0]
 
 POOL, BASE = 192, 16  # rows; rows per call that the others are held against
 COUNTS = (1, 2, 4, 8, 12, 24, 32, 48, 64)
-attention = choose_attention(
-    options.attention or ("xla" if jax.default_backend() == "cpu" else "auto"), SMOLLM2_135M
-)
+attention = choose_attention(options.attention or ("xla" if jax.default_backend() == "cpu" else "auto"))
 rng = np.random.default_rng(11)
 printed: list[str] = []
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from xla_engine.verify import verify
 
 INTERPRET = jax.default_backend() != "gpu"
 BACKENDS: list[Attention] = [XlaAttention(), GpuAttention(interpret=INTERPRET)]
-if isinstance(native := choose_attention("auto", TINY), NativeAttention):
+if isinstance(native := choose_attention("auto"), NativeAttention):
     BACKENDS.append(native)
 POSITIONS = 512
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -40,10 +40,16 @@ class Case:
     """Random cache, projections and lengths of 4 decode rows, or of 3 prefill lanes: two chunks of one prompt, one
     shorter than its width, and an unused lane."""
 
-    def __init__(self, heads: tuple[int, int, int], dtype: Any, seed: int = 0) -> None:
+    def __init__(
+        self, heads: tuple[int, int, int], dtype: Any, seed: int = 0, features: Features | None = None
+    ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads
         self.dtype = jnp.dtype(dtype)
         draw = np.random.default_rng(seed)
+        self.features = features or Features()
+        self.form = self.features.form(self.head_dim)
+        self.weights = self.features.weights(self.heads, self.head_dim, draw)
+        self.tables: np.ndarray | None = None
         shape = (4, self.kv_heads, POSITIONS, self.head_dim)
         self.cache = tuple(
             np.asarray(jnp.asarray(draw.standard_normal(shape, np.float32), dtype)) for _ in range(2)
@@ -62,16 +68,16 @@ class Case:
     def decode(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         """Cache `[B, KV, S, Dh]` and result `[B, H Dh]` of a decode call; `changes` replace attributes."""
         own = {**vars(self), **changes}
-        layer, out = _decode(backend, self.dtype, _stored(backend, own["cache"]), own["qkv"], self.rope,
-                             own["length"], own["live"])  # fmt: skip
+        layer, out = _decode(backend, self.dtype, self.form, _stored(backend, own["cache"]), own["qkv"], self.rope,
+                             self.weights, own["length"], own["live"], own["tables"])  # fmt: skip
         return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32)
 
     def prefill(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         """The same of a prefill call: result `[P, T, H Dh]`."""
         own = {**vars(self), **changes}
         chunks = own["chunks"]
-        layer, out = _prefill(backend, self.dtype, _stored(backend, own["cache"]), chunks, self.rope,
-                              own["slot"], own["start"], own["count"])  # fmt: skip
+        layer, out = _prefill(backend, self.dtype, self.form, _stored(backend, own["cache"]), chunks, self.rope,
+                              self.weights, own["slot"], own["start"], own["count"], own["tables"])  # fmt: skip
         return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32).reshape(
             *chunks.shape[:2], -1
         )
@@ -81,55 +87,83 @@ class Case:
     ) -> np.ndarray:
         """Attention of one token over a cache that holds its key, in float64: `[H Dh]`."""
         cos, sin = np.asarray(self.rope, np.float64)[position]
-        first, second = np.split(qkv.reshape(-1, self.head_dim)[: self.heads].astype(np.float64), 2, axis=1)
+        heads = qkv.reshape(-1, self.head_dim)[: self.heads].astype(np.float64)
+        q_norm, _, sinks = self.weights
+        if q_norm is not None:
+            heads = heads / np.sqrt((heads**2).mean(axis=1, keepdims=True) + self.form.norm_eps) * q_norm
+        first, second = np.split(heads, 2, axis=1)
         q = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
-        keys, values = (x[slot, :, : position + 1].astype(np.float64) for x in cache)
+        seen = slice(max(0, position + 1 - (self.form.window or POSITIONS)), position + 1)
+        keys, values = (x[slot, :, seen].astype(np.float64) for x in cache)
         out = []
         for head, query in enumerate(q):
             of = head // (self.heads // self.kv_heads)
-            scores = keys[of] @ query * self.head_dim**-0.5
+            scores = keys[of] @ query * self.form.scale
+            if self.form.softcap is not None:
+                scores = self.form.softcap * np.tanh(scores / self.form.softcap)
             weights = np.exp(scores - scores.max())
-            out.append(weights @ values[of] / weights.sum())
+            sink = 0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
+            out.append(weights @ values[of] / (weights.sum() + sink))
         return np.concatenate(out)
 
+    def in_pages(self, size: int, seed: int = 7) -> dict[str, Any]:
+        """The same cache in pages of `size` positions, in any order, among pages of NaN."""
+        draw = np.random.default_rng(seed)
+        slots, pages = len(self.cache[0]), POSITIONS // size
+        place = draw.permutation(slots * pages + 5)[: slots * pages]
+        pool = []
+        for each in self.cache:
+            parts = each.reshape(slots, self.kv_heads, pages, size, -1).swapaxes(1, 2)
+            stored = np.full((slots * pages + 5, *parts.shape[2:]), np.nan, each.dtype)
+            stored[place] = parts.reshape(-1, *parts.shape[2:])
+            pool.append(stored)
+        return {"cache": tuple(pool), "tables": place.reshape(slots, pages).astype(np.int32)}
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+
+@dataclass(frozen=True)
+class Features:
+    """What a model's attention has beside Llama's."""
+
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    norms: bool = False
+    sinks: bool = False
+
+    def form(self, head_dim: int) -> AttentionForm:
+        return AttentionForm(
+            scale=head_dim**-0.5 if self.scale is None else self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            norm_eps=1e-3,
+        )
+
+    def weights(self, heads: int, head_dim: int, draw: np.random.Generator) -> AttentionWeights:
+        norms = [draw.uniform(0.5, 2, head_dim).astype(np.float32) if self.norms else None for _ in range(2)]
+        return AttentionWeights(*norms, draw.uniform(-1, 5, heads).astype(np.float32) if self.sinks else None)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _decode(
-    backend: Attention, dtype: Any, layer: LayerCache, qkv: Any, rope: Any, length: Any, live: Any
-) -> Any:
+    backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, qkv: Any, rope: Any, weights: Any,
+    length: Any, live: Any, tables: Any,
+) -> Any:  # fmt: skip
     return backend.attend_decode(
-        layer, qkv, **plain(rope[length]), length=length, live=live, key_length=POSITIONS, compute_dtype=dtype
-    )
+        layer, qkv, form=form, weights=weights, rope=rope[length], length=length, live=live,
+        key_length=POSITIONS, compute_dtype=dtype, block_tables=tables,
+    )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(
-    backend: Attention,
-    dtype: Any,
-    layer: LayerCache,
-    chunks: Any,
-    rope: Any,
-    slot: Any,
-    start: Any,
-    count: Any,
-) -> Any:
-    angles = rope[start[:, None] + jnp.arange(chunks.shape[1])]
+    backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, chunks: Any, rope: Any, weights: Any,
+    slot: Any, start: Any, count: Any, tables: Any,
+) -> Any:  # fmt: skip
     return backend.attend_prefill(
-        layer,
-        chunks.reshape(-1, chunks.shape[2]),
-        **plain(angles),
-        slot=slot,
-        start=start,
-        count=count,
-        key_length=POSITIONS,
-        compute_dtype=dtype,
-    )
-
-
-def plain(rope: Any) -> dict[str, Any]:
-    """Attention as in a Llama."""
-    form = AttentionForm(scale=(2 * rope.shape[-1]) ** -0.5, window=None, softcap=None, norm_eps=1e-5)
-    return {"rope": rope, "form": form, "weights": AttentionWeights()}
+        layer, chunks.reshape(-1, chunks.shape[2]), form=form, weights=weights,
+        rope=rope[start[:, None] + jnp.arange(chunks.shape[1])], slot=slot, start=start, count=count,
+        key_length=POSITIONS, compute_dtype=dtype, block_tables=tables,
+    )  # fmt: skip
 
 
 def _stored(backend: Attention, cache: tuple[np.ndarray, np.ndarray]) -> LayerCache:
@@ -148,12 +182,8 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "dtype"), SHAPES, ids=str)
-@each_backend
-def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, int], dtype: Any) -> None:
-    """Any number of heads and groups, head sizes that are no power of two, first and last positions."""
-    case = Case(heads, dtype)
-    tolerance = 0.02 if dtype == jnp.bfloat16 else 2e-5
+def assert_as_numpy(case: Case, backend: Attention) -> None:
+    tolerance = 0.02 if case.dtype == jnp.bfloat16 else 2e-5
     cache, out = case.decode(backend)
     for row, position in enumerate(case.length):
         expected = case.expected(cache, case.qkv[row], row, position)
@@ -162,6 +192,64 @@ def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, i
     for lane, token in ((0, 0), (0, 23), (1, 0), (1, 18)):
         expected = case.expected(cache, case.chunks[lane, token], case.slot[lane], case.start[lane] + token)
         np.testing.assert_allclose(out[lane, token], expected, atol=tolerance)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), SHAPES, ids=str)
+@each_backend
+def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, int], dtype: Any) -> None:
+    """Any number of heads and groups, head sizes that are no power of two, first and last positions."""
+    assert_as_numpy(Case(heads, dtype), backend)
+
+
+FEATURES = [
+    ((6, 2, 64), jnp.bfloat16, Features(norms=True), 64),
+    ((4, 1, 80), jnp.float32, Features(window=100, softcap=5.0, scale=0.3), 16),
+    ((20, 1, 48), jnp.float32, Features(window=33, sinks=True), 128),
+    ((6, 2, 96), jnp.bfloat16, Features(window=300, softcap=20.0, norms=True, sinks=True), 32),
+]
+
+
+@pytest.mark.parametrize(("heads", "dtype", "features", "block_size"), FEATURES, ids=str)
+@each_backend
+def test_norms_windows_caps_sinks_and_pages(
+    backend: Attention, heads: tuple[int, int, int], dtype: Any, features: Features, block_size: int
+) -> None:
+    """Against NumPy with contiguous slots, and the same bits from pages, also what is written."""
+    if backend.name == "gpu" and dtype == jnp.bfloat16 and INTERPRET:
+        pytest.skip("interpreted kernels are slow; two other cases and the norms below show them")
+    case = Case(heads, dtype, features=features)
+    assert_as_numpy(case, backend)
+    paged = case.in_pages(block_size)
+    for run in (case.decode, case.prefill):
+        (kept, wanted), (pool, found) = run(backend), run(backend, **paged)
+        used = np.arange(wanted.shape[1]) < case.count[:, None] if wanted.ndim == 3 else slice(None)
+        assert bits(found[used]) == bits(wanted[used])
+        for contiguous, pages in zip(kept, pool, strict=True):
+            by_slot = pages[paged["tables"]].swapaxes(1, 2).reshape(contiguous.shape)
+            assert bits(by_slot) == bits(contiguous)
+
+
+@each_backend
+def test_a_normed_key_is_stored(backend: Attention) -> None:
+    """The norm is that of the key itself, before its rotation."""
+    case = Case((2, 1, 64), jnp.float32, features=Features(norms=True))
+    (keys, _), _ = case.decode(backend)
+    assert case.weights.k_norm is not None
+    for row, position in enumerate(case.length):
+        key = case.qkv[row].reshape(-1, 64)[2]
+        normed = key / np.sqrt((key**2).mean() + case.form.norm_eps) * np.asarray(case.weights.k_norm)
+        (first, second), (cos, sin) = np.split(normed, 2), np.asarray(case.rope)[position]
+        turned = np.concatenate([first * cos - second * sin, second * cos + first * sin])
+        np.testing.assert_allclose(keys[row, 0, position], turned, atol=1e-5)
+
+
+def test_pages_that_tiles_do_not_fit_are_refused() -> None:
+    dtype = jnp.dtype(jnp.bfloat16)
+    with pytest.raises(ValueError, match="block_size must be one of 32, 64, 128, 256 here, not 16"):
+        NativeAttention().make_cache(TINY, 8, 16, dtype)
+    for size in (24, 8, 512 + 64):
+        with pytest.raises(ValueError, match=r"one of 16, 32, 64, 128, 256 here, not"):
+            XlaAttention().make_cache(TINY, 8, size, dtype)
 
 
 @each_backend
@@ -285,13 +373,20 @@ def hopper() -> Any:
             yield
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [*SHAPES, ((32, 8, 128), jnp.bfloat16)], ids=str)
-def test_the_kernels_lower_for_cuda(heads: tuple[int, int, int], dtype: Any) -> None:
+LOWERED = [(heads, dtype, None, None) for heads, dtype in [*SHAPES, ((32, 8, 128), jnp.bfloat16)]]
+
+
+@pytest.mark.parametrize(("heads", "dtype", "features", "block_size"), [*LOWERED, *FEATURES], ids=str)
+def test_the_kernels_lower_for_cuda(
+    heads: tuple[int, int, int], dtype: Any, features: Features | None, block_size: int | None
+) -> None:
     """Through Triton, with both cache buffers aliased to the write kernel's outputs."""
-    case, backend = Case(heads, dtype), GpuAttention()
-    layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in case.cache))
-    decode = (layer, case.qkv, case.rope, case.length, case.live)
-    prefill = (layer, case.chunks, case.rope, case.slot, case.start, case.count)
+    case, backend = Case(heads, dtype, features=features), GpuAttention()
+    stored = case.in_pages(block_size) if block_size else {"cache": case.cache, "tables": None}
+    layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in stored["cache"]))
+    rest = case.rope, case.weights
+    decode = (case.form, layer, case.qkv, *rest, case.length, case.live, stored["tables"])
+    prefill = (case.form, layer, case.chunks, *rest, case.slot, case.start, case.count, stored["tables"])
     with hopper():
         for function, arguments, kernels in ((_decode, decode, 3), (_prefill, prefill, 1)):
             lowered = function.trace(backend, case.dtype, *arguments).lower(lowering_platforms=("cuda",))

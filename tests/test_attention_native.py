@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,10 +48,25 @@ class Shape:
     groups: int
     head_dim: int
     dtype: Any
+    window: int | None = None
+    rich: bool = False  # norms, a cap and sinks
 
     @property
     def features(self) -> int:
         return (self.groups + 2) * self.kv_heads * self.head_dim
+
+    def form(self) -> AttentionForm:
+        scale = 0.3 if self.rich else self.head_dim**-0.5
+        softcap = 4.0 if self.rich else None
+        return AttentionForm(scale=scale, window=self.window, softcap=softcap, norm_eps=1e-5)
+
+    def weights(self) -> AttentionWeights:
+        if not self.rich:
+            return AttentionWeights()
+        norm = np.linspace(0.5, 1.5, self.head_dim, dtype=np.float32)
+        return AttentionWeights(
+            norm, norm[::-1].copy(), np.linspace(-1, 3, self.groups * self.kv_heads, dtype=np.float32)
+        )
 
 
 SHAPES = [
@@ -72,9 +88,9 @@ class Slots:
     lengths: dict[int, int]
 
     @classmethod
-    def of_nan(cls, attention: NativeAttention, shape: Shape, slots: int = 3) -> Slots:
-        stale = np.full((slots, shape.kv_heads, S, shape.head_dim), np.nan, shape.dtype)
-        return cls(attention, shape, attention.from_host(stale, stale), dict.fromkeys(range(slots), 0))
+    def of_nan(cls, attention: NativeAttention, shape: Shape, positions: int = S) -> Slots:
+        stale = np.full((3, shape.kv_heads, positions, shape.head_dim), np.nan, shape.dtype)
+        return cls(attention, shape, attention.from_host(stale, stale), dict.fromkeys(range(3), 0))
 
     def feed(self, work: list[tuple[int, Array]], width: int) -> list[Array]:
         """`work`: (slot, qkv `[count, F]`) per lane; returns `[count, H Dh]` per lane."""
@@ -95,40 +111,32 @@ class Slots:
             pick = [0 if lane is None else lane for lane in rows_of_slot]
             live = np.array([lane is not None for lane in rows_of_slot])
             self.cache, out = _decode(
-                self.attention, self.cache, flat[pick], rope[pick, 0], start[pick], live
+                self.attention, self.shape, self.cache, flat[pick], rope[pick, 0], start[pick], live
             )
             picked = np.asarray(out).astype(np.float32)
             return [picked[index : index + 1] for index in slot]
-        self.cache, out = _prefill(self.attention, self.cache, flat, rope, slot, start, count)
+        self.cache, out = _prefill(self.attention, self.shape, self.cache, flat, rope, slot, start, count)
         by_lane = np.asarray(out).astype(np.float32).reshape(len(work), width, -1)
         return [lane[:n] for lane, n in zip(by_lane, count, strict=True)]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _decode(
-    attention: NativeAttention, cache: LayerCache, qkv: Any, rope: Any, length: Any, live: Any
+    attention: NativeAttention, shape: Shape, layer: LayerCache, qkv: Any, rope: Any, length: Any, live: Any
 ) -> Any:
-    def call(layer: LayerCache, *args: Any) -> Any:
-        qkv, rope, length, live = args
-        rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
-        return attention.attend_decode(layer, qkv, **plain(rope), length=length, live=live, **rest)
-
-    return jax.jit(call, donate_argnums=0)(cache, qkv, rope, length, live)
+    own = {"form": shape.form(), "weights": shape.weights()}
+    rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
+    return attention.attend_decode(layer, qkv, **own, rope=rope, length=length, live=live, **rest)
 
 
-def _prefill(attention: NativeAttention, cache: LayerCache, *args: Any) -> Any:
-    def call(layer: LayerCache, qkv: Any, rope: Any, slot: Any, start: Any, count: Any) -> Any:
-        rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
-        return attention.attend_prefill(
-            layer, qkv, **plain(rope), slot=slot, start=start, count=count, **rest
-        )
-
-    return jax.jit(call, donate_argnums=0)(cache, *args)
-
-
-def plain(rope: Any) -> dict[str, Any]:
-    """Attention as in a Llama."""
-    form = AttentionForm(scale=(2 * rope.shape[-1]) ** -0.5, window=None, softcap=None, norm_eps=1e-5)
-    return {"rope": rope, "form": form, "weights": AttentionWeights()}
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _prefill(
+    attention: NativeAttention, shape: Shape, layer: LayerCache, qkv: Any, rope: Any, *place: Any
+) -> Any:
+    own = {"form": shape.form(), "weights": shape.weights()}
+    rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
+    slot, start, count = place
+    return attention.attend_prefill(layer, qkv, **own, rope=rope, slot=slot, start=start, count=count, **rest)
 
 
 def angles(position: Array, head_dim: int) -> Array:
@@ -172,7 +180,10 @@ def test_prefill_and_decode_over_stale_nan_are_the_oracle(attention: NativeAtten
     np.testing.assert_allclose(np.concatenate(ours), oracle(tokens[:55], shape), atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+RICH = [Shape(2, 3, 64, jnp.bfloat16, 9, rich=True), Shape(1, 2, 80, jnp.float32, 33, rich=True)]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *RICH], ids=str)
 def test_bits_depend_on_the_sequence_alone(attention: NativeAttention, shape: Shape) -> None:
     """Chunks, slot, neighbours and prefill in place of decode change no bit."""
     tokens, other = sequence(shape, 40, 3), sequence(shape, 80, 4)
@@ -184,6 +195,30 @@ def test_bits_depend_on_the_sequence_alone(attention: NativeAttention, shape: Sh
     for step in range(24, 40):
         found.append(slots.feed([(0, other[step + 6 : step + 7]), (2, tokens[step : step + 1])], 1)[1])
     assert np.concatenate(found).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("shape", RICH, ids=str)
+def test_a_ring_gives_the_bits_of_a_whole_slot(attention: NativeAttention, shape: Shape) -> None:
+    """A sequence three times as long as the ring, in lanes and chunks of any size, then decoded."""
+    tokens = sequence(shape, 3 * S, 8)
+    runs = []
+    for positions in (S, 4 * S):
+        slots, found, at = Slots.of_nan(attention, shape, positions), [], 0
+        for first, second in ((64, 64), (64, 1), (50, 64), (64, 0), (1, 64), (64, 64), (64, 64)):
+            both = [(1, tokens[at : at + first]), (1, tokens[at + first : at + first + second])]
+            found += slots.feed(both, 64)
+            at += first + second
+        found += [slots.feed([(1, tokens[step : step + 1])], 1)[0] for step in range(at, at + 20)]
+        runs.append(np.concatenate(found))
+    assert runs[0].tobytes() == runs[1].tobytes()
+
+
+def test_a_ring_that_would_lose_keys_is_an_error(attention: NativeAttention) -> None:
+    slots = Slots.of_nan(attention, Shape(1, 1, 64, jnp.bfloat16, window=200))
+    tokens = sequence(slots.shape, 300, 8)
+    slots.feed([(0, tokens[:150])], 150)
+    with pytest.raises(Exception, match="outside the cache"):
+        slots.feed([(0, tokens[150:300])], 150)
 
 
 def test_only_the_named_positions_are_written(attention: NativeAttention) -> None:
@@ -228,7 +263,7 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
 ) -> None:
     native.register.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert choose_attention("auto", TINY).name == "xla"
+    assert choose_attention("auto").name == "xla"
     (record,) = caplog.records
     assert "no-such-compiler" in record.getMessage() and "CXX" in record.getMessage()
     with pytest.raises(ConfigError, match=r"no-such-compiler.*use 'xla'"):

@@ -21,7 +21,7 @@ from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, sized
 
-SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla", TINY), None)
+SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla"), None)
 AUTO = replace(TINY_ENGINE, max_num_seqs="auto")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphs.attention import Attention, AttentionWeights, is_plain
+from graphs.attention import Attention
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
@@ -25,19 +25,9 @@ def serving_device() -> Any:
     return jax.devices()[0]
 
 
-def choose_attention(name: str, model: ModelConfig) -> Attention:
-    """The attention backend that `EngineConfig.attention_backend` names, for `model` on this platform.
-
-    Raises ConfigError.
-    """
+def choose_attention(name: str) -> Attention:
+    """The attention backend that `EngineConfig.attention_backend` names on this platform. Raises ConfigError."""
     platform = jax.default_backend()
-    if not _plain(model):
-        if name in ("gpu", "native"):
-            raise ConfigError(
-                f"attention_backend {name!r} does not know windows, query and key norms, caps or sinks, which this "
-                "model has; use 'auto'"
-            )
-        name = "xla"
     if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
         from graphs.attention_gpu import GpuAttention  # Pallas takes a while to import
 
@@ -58,13 +48,6 @@ def choose_attention(name: str, model: ModelConfig) -> Attention:
     # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
     return XlaAttention(cache_dtype=jnp.dtype(jnp.float32) if old and platform == "cpu" else None)
-
-
-def _plain(model: ModelConfig) -> bool:
-    """Whether every layer attends as a Llama's does (`graphs.attention.is_plain`)."""
-    own = model.attention_sinks or model.qk_norm == "head"
-    forms = {model.attention(index) for index in range(model.num_hidden_layers)}
-    return not own and all(is_plain(form, AttentionWeights(), model.head_dim) for form in forms)
 
 
 def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype) -> Products | None:
