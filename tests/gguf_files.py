@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 Kind = gguf.GGMLQuantizationType
+INTERLEAVED = ("llama", "granite", "smollm3")  # architectures whose rotary pairs llama.cpp puts side by side
 
 
 def write_gguf(
@@ -31,6 +32,7 @@ def write_gguf(
     keys = config.get("num_key_value_heads") or heads
     writer = gguf.GGUFWriter(str(path), arch)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -40,10 +42,36 @@ def write_gguf(
     width = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
+    writer.add_rope_dimension_count(int(width * (config.get("partial_rotary_factor") or 1)))
     base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     writer.add_rope_freq_base(base)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for name, add in {
+        "rms_norm_eps": writer.add_layer_norm_rms_eps,
+        "layer_norm_eps": writer.add_layer_norm_eps,
+        "sliding_window": writer.add_sliding_window,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
+    }.items():
+        if config.get(name) is not None:
+            add(config[name])
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "longrope":
+        original = rope["original_max_position_embeddings"]
+        stretch = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     for name, value in (extra or {}).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{name}", value)
     if tokenizer is None:
@@ -57,7 +85,9 @@ def write_gguf(
     tensors = {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
     for name, tensor in tensors.items():
         values = tensor.astype(np.float32)
-        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if arch in INTERLEAVED and name.endswith(
+            tuple(f"{p}_proj.{kind}" for p in "qk" for kind in ("weight", "bias"))
+        ):
             values = _side_by_side(values, heads if "q_proj" in name else keys)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
@@ -80,9 +110,8 @@ def write_gguf(
 
 def _side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rotary pairs (i, i + half) of every head as neighbours (2i, 2i + 1)."""
-    rows, columns = weight.shape
-    pairs = weight.reshape(heads, 2, rows // heads // 2, columns)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))
+    pairs = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
 
 
 def _divisors(rope: Mapping[str, Any], base: float, width: int) -> np.ndarray:

@@ -24,32 +24,37 @@ class _Architecture:
     """An architecture of llama.cpp in transformers' words.
 
     interleaved: its files have rotary pairs side by side, where transformers has them half a head apart.
-    fields: of config.json, where the metadata does not say.
+    fields: of config.json, where the metadata does not say. words: other names of fields than those of `_FIELDS`.
     """
 
+    name: str
     architecture: str
     model_type: str
     interleaved: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
-_ARCHITECTURES = {
-    "llama": _Architecture(architecture="LlamaForCausalLM", model_type="llama", interleaved=True),
-    "qwen2": _Architecture(architecture="Qwen2ForCausalLM", model_type="qwen2"),
-    "qwen3": _Architecture(architecture="Qwen3ForCausalLM", model_type="qwen3"),
-    "gemma2": _Architecture(architecture="Gemma2ForCausalLM", model_type="gemma2", fields=_GEMMA),
-    "gemma3": _Architecture(
-        architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        fields={**_GEMMA, "rope_local_base_freq": 10000.0, "rope_theta": 1e6},
+_KINDS = (
+    _Architecture(name="llama", architecture="LlamaForCausalLM", model_type="llama", interleaved=True),
+    _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", model_type="smollm3", interleaved=True),
+    _Architecture(name="granite", architecture="GraniteForCausalLM", model_type="granite", interleaved=True),
+    _Architecture(name="qwen2", architecture="Qwen2ForCausalLM", model_type="qwen2"),
+    _Architecture(name="qwen3", architecture="Qwen3ForCausalLM", model_type="qwen3"),
+    _Architecture(name="phi3", architecture="Phi3ForCausalLM", model_type="phi3"),
+    _Architecture(name="olmo2", architecture="Olmo2ForCausalLM", model_type="olmo2"),
+    _Architecture(name="gemma", architecture="GemmaForCausalLM", model_type="gemma", fields=_GEMMA),
+    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM", model_type="gemma2", fields=_GEMMA),
+    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM", model_type="gemma3_text", fields=_GEMMA),
+    _Architecture(
+        name="command-r",
+        architecture="CohereForCausalLM",
+        model_type="cohere",
+        words={"logits_scaling": "logit_scale"},
     ),
-    "phi3": _Architecture(architecture="Phi3ForCausalLM", model_type="phi3"),
-    "olmo2": _Architecture(architecture="Olmo2ForCausalLM", model_type="olmo2"),
-    "granite": _Architecture(
-        architecture="GraniteForCausalLM", model_type="granite", interleaved=True, fields={"rope_theta": 1e4}
-    ),
-}
+)
+_ARCHITECTURES = {kind.name: kind for kind in _KINDS}
 _FIELDS = {
     "{arch}.context_length": "max_position_embeddings",
     "{arch}.embedding_length": "hidden_size",
@@ -59,6 +64,7 @@ _FIELDS = {
     "{arch}.attention.head_count_kv": "num_key_value_heads",
     "{arch}.attention.key_length": "head_dim",
     "{arch}.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "{arch}.attention.layer_norm_epsilon": "layer_norm_eps",
     "{arch}.attention.sliding_window": "sliding_window",
     "{arch}.attention.scale": "attention_multiplier",
     "{arch}.attn_logit_softcapping": "attn_logit_softcapping",
@@ -110,11 +116,19 @@ def config_fields(file: GgufFile) -> Fields:
         "vocab_size": _vocabulary(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    values |= {field: _uniform(file, key) for key, field in _FIELDS.items() if file.get(key) is not None}
+    for key, word in _FIELDS.items():
+        value = _uniform(file, key)
+        if value is not None and (word, value) != ("sliding_window", 0):
+            values[kind.words.get(word, word)] = value
+    for word, tensor in {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}.items():
+        if tensor in file.tensors:
+            values[word] = True
     if (scaling := _rope_scaling(file, values)) is not None:
         values["rope_scaling"] = scaling
-    _check_heads(file, values)
-    if kind.architecture.startswith("Gemma"):
+        if scaling["rope_type"] == "longrope":  # Phi's files say it beside, too
+            values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    _read_widths(file, values)
+    if kind.name in ("gemma2", "gemma3"):
         values["query_pre_attn_scalar"] = _gemma_scale(values)
     return Fields(file.path, values)
 
@@ -151,22 +165,29 @@ def _uniform(file: GgufFile, key: str) -> Any:
     return value
 
 
-def _check_heads(file: GgufFile, values: Mapping[str, Any]) -> None:
-    """Value heads and rotary parts as wide as key heads."""
+def _read_widths(file: GgufFile, values: dict[str, Any]) -> None:
+    """Value heads must be as wide as key heads; the rotary part may be narrower."""
     if not isinstance(values.get("hidden_size"), int) or not values.get("num_attention_heads"):
         return  # told by the reader of the fields
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    for key in ("{arch}.attention.value_length", "{arch}.rope.dimension_count"):
-        if file.get(key) not in (None, width):
-            raise CheckpointError(
-                f"{file.path}: {key.replace('{arch}', str(file.get('general.architecture')))} = {file.get(key)}: not "
-                f"supported beside heads of {width}. Use a safetensors copy of the model"
-            )
+    valued = file.get("{arch}.attention.value_length")
+    if valued not in (None, width):
+        raise CheckpointError(
+            f"{file.path}: attention.value_length = {valued}: not supported beside key heads of {width}. Use another "
+            "model"
+        )
+    rotated = file.get("{arch}.rope.dimension_count")
+    if isinstance(rotated, int) and 0 < rotated < width:
+        values["partial_rotary_factor"] = rotated / width
+    elif rotated not in (None, width):
+        raise CheckpointError(
+            f"{file.path}: rope.dimension_count = {rotated}: not supported beside heads of {width}. Use another model"
+        )
 
 
 def _gemma_scale(values: Mapping[str, Any]) -> Any:
     """The metadata has no scale of scores: llama.cpp takes that of the largest model by its number of layers."""
-    largest = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}[values["architectures"][0]]
+    largest = {"gemma2": 46, "gemma3_text": 62}[values["model_type"]]
     if values.get("num_hidden_layers") == largest:
         return values["hidden_size"] // values["num_attention_heads"]
     return values.get("head_dim")
