@@ -11,7 +11,7 @@ from pathlib import Path
 from xla_engine.bench.card import card
 from xla_engine.bench.limits import core_count
 from xla_engine.bench.measure import Options, measure
-from xla_engine.bench.models import NOT_YET, SHAPES, find_model
+from xla_engine.bench.models import SHAPES, find_model
 from xla_engine.bench.peers import PEERS, PeerFailed, parse_peers
 from xla_engine.bench.workloads import WORKLOADS
 from xla_engine.checkpoint_config import read_config
@@ -28,8 +28,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure this engine and its peers on the same weights, prompts and threads, in turns. Every "
         "engine runs in a process of its own; a peer that is not installed is skipped with a word. Greedy streams "
         "are judged in float32, and a rate whose streams are wrong is void. Ends with one JSON line.",
-        epilog="Peers: " + "; ".join(f"{name} ({peer.about})" for name, peer in PEERS.items()) + ". "
-        "Models not supported yet: " + "; ".join(f"{name}, {why}" for name, why in NOT_YET.items()) + ".",
+        epilog="Peers: " + "; ".join(f"{name} ({peer.about})" for name, peer in PEERS.items()) + ".",
     )
     found.add_argument(
         "--model",

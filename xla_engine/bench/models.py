@@ -15,7 +15,7 @@ from graphs.config import ModelConfig, RopeScaling
 from xla_engine.checkpoint import random_weights
 from xla_engine.config import embedded_model_directory
 from xla_engine.errors import ConfigError
-from xla_engine.families import LLAMA, tensor_sources
+from xla_engine.families import LLAMA, QWEN3, Family, tensor_sources
 
 SMOLLM2_135M = ModelConfig(
     vocab_size=49152,
@@ -50,8 +50,21 @@ LLAMA_3_2_1B = ModelConfig(
     ),
     tie_word_embeddings=True,
 )
-SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3.2-1b": LLAMA_3_2_1B}
-NOT_YET = {"qwen3-0.6b": "its query and key norms are not in the decoder yet"}
+QWEN3_0_6B = ModelConfig(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    qk_norm="head",
+    tie_word_embeddings=True,
+)
+SHAPES = {"smollm2-135m": SMOLLM2_135M, "qwen3-0.6b": QWEN3_0_6B, "llama-3.2-1b": LLAMA_3_2_1B}
 _WRITTEN = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
@@ -77,8 +90,6 @@ def find_model(name: str, cache: Path) -> Path:
         return directory
     if (Path(name) / "config.json").exists():
         return Path(name)
-    if name in NOT_YET:
-        raise ConfigError(f"model {name} cannot be benchmarked: {NOT_YET[name]}")
     raise ConfigError(
         f"model {name!r} is not known; use embedded, {', '.join(SHAPES)}, or a directory with config.json"
     )
@@ -114,7 +125,7 @@ def decisive_weights(config: ModelConfig, *, seed: int = 0, tail: float = 0.5) -
 def write_checkpoint(config: ModelConfig, weights: Weights, directory: Path) -> None:
     """Write `directory`, all bfloat16, for `load_checkpoint` and every peer; no eos id, no tokenizer."""
     tensors = {}
-    for leaf, stacked in tensor_sources(config, LLAMA).items():
+    for leaf, stacked in tensor_sources(config, _family(config)).items():
         row = 0
         for source in stacked:
             rows = source.shape[0]
@@ -126,10 +137,11 @@ def write_checkpoint(config: ModelConfig, weights: Weights, directory: Path) -> 
 
 
 def write_config(config: ModelConfig, directory: Path) -> None:
-    """The config.json of a Llama."""
+    """The config.json of a Llama, or of a Qwen3 if heads are normed."""
+    family = _family(config)
     fields = {name: getattr(config, name) for name in _WRITTEN} | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
         "attention_bias": False,
@@ -140,3 +152,7 @@ def write_config(config: ModelConfig, directory: Path) -> None:
     if config.rope_scaling is not None:
         fields["rope_scaling"] = {name: getattr(config.rope_scaling, name) for name in _LLAMA3}
     (directory / "config.json").write_text(json.dumps(fields, indent=2))
+
+
+def _family(config: ModelConfig) -> Family:
+    return QWEN3 if config.qk_norm == "head" else LLAMA

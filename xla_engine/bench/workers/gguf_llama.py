@@ -140,12 +140,13 @@ class Q8(Plain):
 
 
 def convert(model: Path, path: Path, kind: Any) -> None:
-    """Write a Llama checkpoint as GGUF without a vocabulary; matrices in `kind`, norms in float32."""
+    """Write a Llama or Qwen3 checkpoint as GGUF without a vocabulary; matrices in `kind`, norms in float32."""
     config = json.loads((model / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
-    writer = gguf.GGUFWriter(str(unfinished), "llama")
+    llama = config["model_type"] == "llama"
+    writer = gguf.GGUFWriter(str(unfinished), config["model_type"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -161,13 +162,15 @@ def convert(model: Path, path: Path, kind: Any) -> None:
     writer.add_tokenizer_model("no_vocab")
     if config.get("rope_scaling"):
         writer.add_tensor("rope_freqs.weight", stretched(config))
-    names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names: Any = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH.LLAMA if llama else gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"]
+    )
     for file in sorted(model.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             values = tensor.astype(np.float32)
-            if name.endswith("q_proj.weight"):
+            if llama and name.endswith("q_proj.weight"):
                 values = interleaved(values, heads)
-            elif name.endswith("k_proj.weight"):
+            elif llama and name.endswith("k_proj.weight"):
                 values = interleaved(values, key_heads)
             target = names.get_name(name, (".weight",))
             if target is None:
