@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.config import AttentionForm, ModelConfig
+from graphs.delta_net import DeltaState
 
 KEY_BLOCK = 256  # cache lengths and key buckets are multiples of it (findings/007)
 
@@ -25,7 +26,7 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-KVCache = list[LayerCache]
+KVCache = list[LayerCache | DeltaState]
 
 
 class AttentionWeights(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # layer types, Hugging Face's words
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # Hugging Face's words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,74 @@ class AttentionForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """MLPs of which every token takes the few that a router scores highest (Shazeer et al. 2017).
+
+    num_experts_per_tok: experts that a token takes. norm_topk_prob: their probabilities are made to sum to one.
+    moe_intermediate_size, shared_expert_intermediate_size: width of each expert, and of one more that every token
+    takes, behind a gate of its own; 0: there is none. bias: of router and experts.
+    swiglu_limit: the gate is gpt-oss's, clamped (`graphs.moe.gate`); None is SwiGLU.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+    shared_expert_intermediate_size: int = 0
+    bias: bool = False
+    swiglu_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds the {self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaForm:
+    """Sizes of a gated DeltaNet layer (`graphs.delta_net`); each key head serves consecutive value heads.
+
+    kernel: positions that the convolution sees, its own included. norm_eps: of the norm of the output.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"linear_num_value_heads ({self.value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({self.key_heads})"
+            )
+
+    @property
+    def mixed_features(self) -> int:
+        """Features that the convolution runs over: queries, keys, values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def inner_features(self) -> int:
+        """Features of the output, before the last product."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected_features(self) -> int:
+        """Rows of the fused projection: queries, keys, values, gates, then rate and step of each value head."""
+        return self.mixed_features + self.inner_features + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape and flags of a decoder. Field names are those of the checkpoint's config.json where it has one.
 
     max_position_embeddings: positions a request may have, rope scaling included.
     rms_norm_eps: of every norm. hidden_act: "silu" or "gelu_tanh", of the gate.
-    layer_types: "full_attention" or "sliding_attention" of each layer; empty is full.
+    layer_types: "full_attention", "sliding_attention" or "linear_attention" of each layer; empty is full.
     sliding_window: keys that a query of a sliding layer sees, None all.
     partial_rotary_factor: part of each head that is rotated, the first dimensions in the checkpoint.
     rope_interleaved: the checkpoint's rotary pairs are neighbours, not half a head apart.
@@ -71,6 +133,9 @@ class ModelConfig:
     attention_multiplier: scale of the scores; None is `head_dim ** -0.5`.
     qk_norm: "head" normalises every query and key head, "all" the heads of a token together.
     attention_sinks: every query head has one more logit in its softmax, of no value.
+    attn_output_gate: the output of attention is multiplied by a sigmoid of the layer's input.
+    delta: sizes of the linear layers.
+    experts: in place of the MLP of every layer but `mlp_only_layers`, indices.
     qkv_bias, output_bias, mlp_bias: on q, k and v; on the attention's output; on gate, up and down.
     pre_norm, post_norm: norms before and behind attention and MLP.
     layer_norm: norms subtract the mean. use_parallel_residual: attention and MLP read the same normed input.
@@ -101,6 +166,10 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     qk_norm: str | None = None
     attention_sinks: bool = False
+    attn_output_gate: bool = False
+    delta: DeltaForm | None = None
+    experts: RoutedExperts | None = None
+    mlp_only_layers: tuple[int, ...] = ()
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -126,6 +195,8 @@ class ModelConfig:
             raise ValueError(
                 f"layer_types must name {self.num_hidden_layers} layers, not {len(self.layer_types)}"
             )
+        if LINEAR in self.layer_types and self.delta is None:
+            raise ValueError("linear_attention layers need their sizes")
 
     @property
     def query_groups(self) -> int:
@@ -134,8 +205,9 @@ class ModelConfig:
 
     @property
     def qkv_features(self) -> int:
-        """Rows of the fused q/k/v projection."""
-        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        """Rows of the fused q/k/v projection, and of the output's gate behind it."""
+        gates = self.num_attention_heads if self.attn_output_gate else 0
+        return (self.num_attention_heads + 2 * self.num_key_value_heads + gates) * self.head_dim
 
     @property
     def rotary_dim(self) -> int:
@@ -144,6 +216,14 @@ class ModelConfig:
 
     def layer_type(self, index: int) -> str:
         return self.layer_types[index] if self.layer_types else FULL
+
+    def is_linear(self, index: int) -> bool:
+        """Whether layer `index` keeps a recurrent state in place of keys and values."""
+        return self.layer_type(index) == LINEAR
+
+    def experts_of(self, index: int) -> RoutedExperts | None:
+        """The experts of layer `index`, None where it has one MLP."""
+        return None if index in self.mlp_only_layers else self.experts
 
     def attention(self, index: int) -> AttentionForm:
         """How layer `index` attends."""

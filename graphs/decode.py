@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from graphs.adjust import Context
 from graphs.attention import AttentionWeights, KVCache
+from graphs.delta_net import DeltaState, DeltaWeights, delta_decode
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT
 from graphs.rows import Rows, Tables, pack_samples, remaining_after
@@ -39,10 +40,16 @@ def decode_step(
     angles = rope[:, rows.length]  # [K, B, 2, Dh/2]
     updated: KVCache = list(cache)
 
-    def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
+    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+        layer = cache[index]
+        if isinstance(layer, DeltaState):
+            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
+            updated[index], out = delta_decode(spec.config.delta, own, layer, projected, live=live)
+            return out
+        assert isinstance(own, AttentionWeights)
         updated[index], out = spec.attention.attend_decode(
-            cache[index],
-            qkv,
+            layer,
+            projected,
             form=spec.config.attention(index),
             weights=own,
             rope=angles[spec.config.rope_index(index)],
@@ -54,7 +61,7 @@ def decode_step(
         return out
 
     products = spec.products or WEIGHT_LEFT
-    logits = model.logits(model.hidden(rows.token, attend, products), products)  # [V, B]
+    logits = model.logits(model.hidden(rows.token, attend, products, live), products)  # [V, B]
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     history = rows.history.at[every, jnp.where(live, rows.length, rows.history.shape[1])].set(
         rows.token, mode="drop", unique_indices=True

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from graphs.attention import whole_blocks
+from graphs.cache import make_cache
 from graphs.model import ModelSpec
 from graphs.rows import make_rows
 
@@ -18,9 +19,7 @@ def tree_bytes(tree: Any) -> int:
 
 def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
     """Bytes of the cache of `rows` slots of `length` positions, as the spec's attention lays it out."""
-    return tree_bytes(
-        jax.eval_shape(lambda: spec.attention.make_cache(spec.config, rows, whole_blocks(length), spec.dtype))
-    )
+    return tree_bytes(jax.eval_shape(lambda: make_cache(spec, rows, whole_blocks(length))))
 
 
 def rows_bytes(rows: int, stop_width: int, length: int) -> int:

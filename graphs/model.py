@@ -13,16 +13,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from graphs.attention import Attention, AttentionWeights
 from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
+from graphs.delta_net import DeltaWeights
 from graphs.layers import centred, rms_norm
+from graphs.mixers import DeltaNet, RoutedMlp, ones, zeros
 from graphs.projection import Norm, Products
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
-Attend = Callable[[int, jax.Array, AttentionWeights], jax.Array]
+# of a linear layer: (index, [N, projected features], its own weights) -> [N, inner features]
+Attend = Callable[[int, jax.Array, AttentionWeights | DeltaWeights], jax.Array]
 
 _XLA_ATTENTION = XlaAttention()
 
@@ -30,57 +32,85 @@ _XLA_ATTENTION = XlaAttention()
 class Layer(nnx.Module):
     """Parameters of one transformer layer, as many as the configuration asks for; linear weights are `[out, in]`."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype) -> None:
         c = self.config = config
-        d, heads = c.hidden_size, c.num_attention_heads * c.head_dim
+        d = c.hidden_size
         if c.pre_norm:
-            self.input_norm = _ones(d)
-        self.qkv = _zeros((c.qkv_features, d), dtype)
+            self.input_norm = ones(d)
+        if c.is_linear(index):
+            assert c.delta is not None
+            self.delta = DeltaNet(c.delta, d, dtype)
+        else:
+            self._init_attention(c, dtype)
+        if c.post_norm:
+            self.post_attention_norm = ones(d)
+        if c.pre_norm and not c.use_parallel_residual:
+            self.pre_feedforward_norm = ones(d)
+        experts = c.experts_of(index)
+        if experts is not None:
+            self.experts = RoutedMlp(experts, d, dtype)
+        else:
+            self.gate_up = zeros((2 * c.intermediate_size, d), dtype)
+            self.down = zeros((d, c.intermediate_size), dtype)
+            if c.mlp_bias:
+                self.gate_up_bias = zeros((2 * c.intermediate_size,))
+                self.down_bias = zeros((d,))
+        if c.post_norm:
+            self.post_feedforward_norm = ones(d)
+
+    def _init_attention(self, c: ModelConfig, dtype: jnp.dtype) -> None:
+        d, heads = c.hidden_size, c.num_attention_heads * c.head_dim
+        self.qkv = zeros((c.qkv_features, d), dtype)
         if c.qkv_bias:
-            self.qkv_bias = _zeros((c.qkv_features,))
+            self.qkv_bias = zeros((c.qkv_features,))
         if c.qk_norm is not None:
             whole = c.qk_norm == "all"
-            self.q_norm = _ones(heads if whole else c.head_dim)
-            self.k_norm = _ones(c.num_key_value_heads * c.head_dim if whole else c.head_dim)
+            self.q_norm = ones(heads if whole else c.head_dim)
+            self.k_norm = ones(c.num_key_value_heads * c.head_dim if whole else c.head_dim)
         if c.attention_sinks:
-            self.sinks = _zeros((c.num_attention_heads,))
-        self.output = _zeros((d, heads), dtype)
+            self.sinks = zeros((c.num_attention_heads,))
+        self.output = zeros((d, heads), dtype)
         if c.output_bias:
-            self.output_bias = _zeros((d,))
-        if c.post_norm:
-            self.post_attention_norm = _ones(d)
-        if c.pre_norm and not c.use_parallel_residual:
-            self.pre_feedforward_norm = _ones(d)
-        self.gate_up = _zeros((2 * c.intermediate_size, d), dtype)
-        self.down = _zeros((d, c.intermediate_size), dtype)
-        if c.mlp_bias:
-            self.gate_up_bias = _zeros((2 * c.intermediate_size,))
-            self.down_bias = _zeros((d,))
-        if c.post_norm:
-            self.post_feedforward_norm = _ones(d)
+            self.output_bias = zeros((d,))
 
-    def __call__(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
+    def __call__(
+        self, index: int, x: jax.Array, attend: Attend, products: Products, live: jax.Array | None
+    ) -> jax.Array:
         """The residual stream `[N, D]` behind this layer."""
+        c = self.config
+        if c.is_linear(index):
+            behind = self.delta(index, x, self._norm("input_norm"), attend, products)
+        else:
+            behind = self._attended(index, x, attend, products)
+        source, norm = x, self._norm("input_norm")
+        if not c.use_parallel_residual:
+            source, norm = behind, self._norm("pre_feedforward_norm")
+        source = centred(source) if c.layer_norm else source
+        if c.experts_of(index) is not None:
+            return self.experts(source, behind, norm, products, live)
+        hidden = products.gated(
+            self.gate_up[...], source, norm=norm, activation=c.hidden_act, bias=self._own("gate_up_bias")
+        )
+        return self._added("down", hidden, behind, "post_feedforward_norm", products)
+
+    def _attended(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
         c = self.config
         source = centred(x) if c.layer_norm else x
         qkv = products.linear(
             self.qkv[...], source, norm=self._norm("input_norm"), bias=self._own("qkv_bias")
         )
+        gate = None
+        if c.attn_output_gate:
+            qkv, gate = jnp.split(qkv, [qkv.shape[1] - c.num_attention_heads * c.head_dim], axis=1)
         own = AttentionWeights(sinks=self._own("sinks"))
         if c.qk_norm == "head":
             own = own._replace(q_norm=self._own("q_norm"), k_norm=self._own("k_norm"))
         elif c.qk_norm == "all":
             qkv = self._normed_whole(qkv)
         attended = attend(index, qkv, own)
-        behind = self._added("output", attended, x, "post_attention_norm", products)
-        norm = self._norm("input_norm")
-        if not c.use_parallel_residual:
-            source = centred(behind) if c.layer_norm else behind
-            norm = self._norm("pre_feedforward_norm")
-        hidden = products.gated(
-            self.gate_up[...], source, norm=norm, activation=c.hidden_act, bias=self._own("gate_up_bias")
-        )
-        return self._added("down", hidden, behind, "post_feedforward_norm", products)
+        if gate is not None:
+            attended = attended * jax.nn.sigmoid(gate)
+        return self._added("output", attended, x, "post_attention_norm", products)
 
     def _added(
         self, name: str, x: jax.Array, residual: jax.Array, norm: str, products: Products
@@ -115,14 +145,16 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config = config
-        self.embed = _zeros((config.vocab_size, config.hidden_size), dtype)
-        self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_hidden_layers)])
-        self.final_norm = _ones(config.hidden_size)
+        self.embed = zeros((config.vocab_size, config.hidden_size), dtype)
+        self.layers = nnx.List([Layer(config, index, dtype) for index in range(config.num_hidden_layers)])
+        self.final_norm = ones(config.hidden_size)
         if not config.tie_word_embeddings:
-            self.head = _zeros((config.vocab_size, config.hidden_size), dtype)
+            self.head = zeros((config.vocab_size, config.hidden_size), dtype)
 
-    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
-        """Residual stream behind the last layer of `tokens [N]`: float32 `[N, D]`.
+    def hidden(
+        self, tokens: jax.Array, attend: Attend, products: Products, live: jax.Array | None = None
+    ) -> jax.Array:
+        """Residual stream behind the last layer of `tokens [N]`: float32 `[N, D]`; anything where not `live [N]`.
 
         `attend` knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and
         returns the attention output.
@@ -133,7 +165,7 @@ class Decoder(nnx.Module):
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
             x = x * jnp.asarray(self.config.embedding_multiplier, embed.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, attend, products)
+            x = layer(index, x, attend, products, live)
         return x
 
     def logits(self, x: jax.Array, products: Products) -> jax.Array:
@@ -149,14 +181,6 @@ class Decoder(nnx.Module):
             capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
             logits = capped.reshape(logits.shape)
         return logits
-
-
-def _zeros(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.zeros(shape, dtype))
-
-
-def _ones(size: int) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.ones((size,), jnp.float32))
 
 
 class ModelSpec:

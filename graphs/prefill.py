@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from graphs.adjust import Context
 from graphs.attention import AttentionWeights, KVCache
+from graphs.delta_net import DeltaState, DeltaWeights, delta_prefill
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
 from graphs.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
@@ -67,23 +68,28 @@ def prefill_chunk(
     angles = rope[:, position]  # [K, P, T, 2, Dh/2]
     fresh = (lanes.count > 0) & (lanes.start == 0)
 
-    def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
+    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+        layer, place = cache[index], {"slot": lanes.slot, "start": lanes.start, "count": lanes.count}
+        if isinstance(layer, DeltaState):
+            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
+            updated[index], out = delta_prefill(spec.config.delta, own, layer, projected, **place)
+            return out
+        assert isinstance(own, AttentionWeights)
         updated[index], out = spec.attention.attend_prefill(
-            spec.attention.clear_values(cache[index], lanes.slot, fresh),
-            qkv,
+            spec.attention.clear_values(layer, lanes.slot, fresh),
+            projected,
             form=spec.config.attention(index),
             weights=own,
             rope=angles[spec.config.rope_index(index)],
-            slot=lanes.slot,
-            start=lanes.start,
-            count=lanes.count,
+            **place,
             key_length=key_length,
             compute_dtype=spec.dtype,
         )
         return out
 
     products = spec.products or ROWS_LEFT
-    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products)  # [P * T, D]
+    used = (jnp.arange(width, dtype=jnp.int32) < lanes.count[:, None]).reshape(-1)
+    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products, used)  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)

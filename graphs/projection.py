@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from graphs.layers import rms_norm
+from graphs.moe import Experts, Route, blocked_experts
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -62,6 +63,10 @@ class Products(Protocol):
         """
         ...
 
+    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+        """`residual` plus the weighted sum of what each row's experts make of `x [N, D]`: float32 `[N, D]`."""
+        ...
+
     def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
         """`weight [V, D]` times the norm of x, vocabulary-major: float32 `[V, N]`."""
         ...
@@ -105,6 +110,9 @@ class XlaProducts:
         flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
         hidden = (activate(flat[0], activation) * flat[1]).astype(weight.dtype)
         return lax.optimization_barrier(hidden).reshape(-1, len(x)).T  # the next product sees through it
+
+    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+        return blocked_experts(experts, x, routed, residual)
 
     def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
         return feature_major(weight, normed(x, norm))

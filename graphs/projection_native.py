@@ -14,6 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from graphs.config import ModelConfig
+from graphs.moe import Experts, Route
+from graphs.moe_native import native_experts
 from graphs.projection import Activation, Norm, activated, finished
 
 LINEAR, LINEAR_ADD, GATED_LINEAR = (
@@ -57,6 +59,9 @@ class NativeProducts:
         call = _call(GATED_LINEAR, (x.shape[0], weight.shape[0] // 2), weight.dtype)
         return call(x, _weight(norm), weight, eps=_eps(norm), gelu=activation == "gelu_tanh")
 
+    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+        return native_experts(experts, x, routed, residual)
+
     def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
         return self._feature_major(weight, x, norm)
 
@@ -67,7 +72,11 @@ class NativeProducts:
 
 def fits(config: ModelConfig, dtype: jnp.dtype) -> bool:
     """Whether the model's products are whole tiles of bf16."""
-    widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
+    widths = [config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim]
+    if config.experts is not None:
+        widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
+    if config.delta is not None:
+        widths.append(config.delta.inner_features)
     return dtype == jnp.bfloat16 and not any(width % _WHOLE for width in widths)
 
 

@@ -17,13 +17,17 @@ in an engine with that `max_model_len`. It imports nothing of this package.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 torch.set_num_threads(1)  # sums in one order on every machine
 
@@ -47,6 +51,16 @@ def shape(hidden: int, heads: int, kv_heads: int, **fields: Any) -> dict[str, An
 
 def rope(kind: str, theta: float = 10000.0, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **fields}}
+
+
+def linear(key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": kernel,
+    }
 
 
 # name -> (architecture, weights' deviation, configuration)
@@ -209,6 +223,82 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         shape(40, 5, 5, num_hidden_layers=3, sliding_window=23, logit_scale=0.7)
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_local_experts=5, num_experts_per_tok=2),
+    ),
+    "mixtral_window": (
+        "MixtralForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=10, num_local_experts=4, num_experts_per_tok=3, sliding_window=21)
+        | {"tie_word_embeddings": True},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
+        | {"norm_topk_prob": True, "num_hidden_layers": 3, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe_bias": (
+        "Qwen3MoeForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+        | {"attention_bias": True, "tie_word_embeddings": True, "mlp_only_layers": [1]},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_local_experts=5, num_experts_per_tok=2, sliding_window=19)
+        | {"swiglu_limit": 1.5}
+        | rope("yarn", 150000.0, factor=8.0, original_max_position_embeddings=32, truncate=False),
+    ),
+    "gpt_oss_mxfp4": (
+        "GptOssForCausalLM",
+        0.3,
+        shape(64, 6, 2, head_dim=20, num_local_experts=3, num_experts_per_tok=2, sliding_window=26)
+        | {"intermediate_size": 32, "num_hidden_layers": 3}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | rope("yarn", 150000.0, factor=4.0, original_max_position_embeddings=64),
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
+        | {"shared_expert_intermediate_size": 20, "num_hidden_layers": 3}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | linear(3, 6, 12, 20, 4),
+    ),
+    "qwen3_next_dense": (
+        "Qwen3NextForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=20, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=20)
+        | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True}
+        | linear(2, 2, 16, 8, 3)
+        | rope("default", 1e6, partial_rotary_factor=0.5),
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        0.3,
+        shape(
+            40,
+            5,
+            1,
+            head_dim=16,
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            **linear(2, 6, 16, 12, 4),
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        0.4,
+        shape(36, 6, 2, head_dim=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20)
+        | {"shared_expert_intermediate_size": 16, "num_hidden_layers": 2, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "linear_attention"]}
+        | linear(3, 3, 8, 16, 4),
+    ),
 }
 
 
@@ -223,6 +313,8 @@ def main() -> None:
             raise SystemExit(f"{name}: no seed without near-ties; change the case")
         directory = GOLDEN / name
         model.bfloat16().save_pretrained(directory)
+        if name.endswith("mxfp4"):
+            quantise_files(directory, seed)
         np.savez_compressed(directory / "golden.npz", seed=seed, **arrays)
         size = sum(file.stat().st_size for file in directory.iterdir())
         print(
@@ -241,17 +333,55 @@ def random_model(name: str, seed: int) -> Any:
     config._attn_implementation = "eager"
     model = kind(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
-    less_one = architecture.startswith("Gemma")  # its norm weights are stored so
+    less_one = architecture.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # their norm weights are stored so
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
-            if "norm" in parameter_name and not less_one:
+            if "norm" in parameter_name and (not less_one or "linear_attn" in parameter_name):
                 parameter += 1
+            if parameter_name.endswith("A_log"):
+                parameter -= 3  # slow decay: what lies far behind still counts
             if parameter_name == "model.norm.weight" and config.tie_word_embeddings:
                 # Random signs: a tied head likes the token it was just given too well.
                 parameter -= 2 * torch.randint(2, parameter.shape, generator=generator)
             parameter.copy_(parameter.bfloat16().float())
+        if name.endswith("mxfp4"):
+            for parameter_name, (blocks, scales) in mxfp4_tensors(config, seed).items():
+                dequantised = convert_moe_packed_tensors(blocks, scales).float()
+                model.get_parameter(parameter_name).copy_(dequantised)
     return model
+
+
+def random_mxfp4(generator: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers and scales of a matrix of each expert `[E, rows, columns]`, as gpt-oss stores them."""
+    experts, rows, columns = shape
+    size = (experts, rows, columns // 32)
+    blocks = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
+    return blocks, torch.randint(123, 126, size, generator=generator, dtype=torch.uint8)
+
+
+def mxfp4_tensors(config: Any, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By the name of the parameter that they become."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    count, d, f = config.num_local_experts, config.hidden_size, config.intermediate_size
+    found = {}
+    for index in range(config.num_hidden_layers):
+        for name, rows, columns in (("gate_up_proj", 2 * f, d), ("down_proj", d, f)):
+            found[f"model.layers.{index}.mlp.experts.{name}"] = random_mxfp4(generator, count, rows, columns)
+    return found
+
+
+def quantise_files(directory: Path, seed: int) -> None:
+    """Replace the experts' matrices of a saved model by the numbers and scales that they were made of."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((directory / "config.json").read_text())
+    for name, (blocks, scales) in mxfp4_tensors(SimpleNamespace(**config), seed).items():
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, file)
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def random_prompts(seed: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ CASES = sorted(path.name for path in GOLDEN.iterdir())
 QUICK = (
     *("llama_yarn", "smollm3", "mistral_window", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"),
     *("phi3_long", "olmo2", "olmo3", "granite", "cohere", "cohere2"),
+    *("qwen3_moe", "gpt_oss_mxfp4", "qwen3_next"),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at
 LOGIT_BOUND = 1e-4

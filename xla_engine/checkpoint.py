@@ -29,6 +29,7 @@ from xla_engine.weights import DTYPES, Sources, StoredWeights
 __all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config"]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
+_BYTES = ("U8",)  # MXFP4
 # Buffers of old checkpoints, and of GGUF files: the configuration says the same.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(long|short))\.weight")
 
@@ -74,7 +75,7 @@ def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
     special = read_special_tokens(place, config)
     sources = tensor_sources(config, family)
     files = _weight_files(place, sources, config)
-    _check_tensors(files, sources, config)
+    _check_tensors(files, sources, config, family.ignores)
     target = _stored_dtype(files, sources) if wanted == "auto" else wanted
     identity = repr((asdict(config), asdict(special), files.fingerprint()))
     return Checkpoint(
@@ -122,20 +123,24 @@ def _weight_files(path: Path, sources: Sources, config: ModelConfig) -> TensorFi
     return file.weight_files(tensor_names(file, wanted, config.num_hidden_layers))
 
 
-def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig) -> None:
+def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ignores: str) -> None:
     """Every expected tensor is there, with its shape and a float dtype, and no other is."""
-    expected = {source.name: source.shape for stacked in sources.values() for source in stacked}
-    for name, shape in expected.items():
+    expected = {}
+    for source in (source for stacked in sources.values() for source in stacked):
+        expected[source.name] = source.shape, files.dtypes if source.scales is None else _BYTES
+        if source.scales is not None:
+            expected[source.scales] = source.shape[:-1], _BYTES
+    for name, (shape, dtypes) in expected.items():
         if name not in files.tensors:
             remedy = "Download the weights again or correct config.json"
             if name == "lm_head.weight":
                 remedy = "Download them again, or set tie_word_embeddings if the embedding is the head"
             raise CheckpointError(f"{files.names}: tensor {name} is missing. {remedy}")
         info = files.tensors[name]
-        if info.dtype not in files.dtypes:
+        if info.dtype not in dtypes:
             raise CheckpointError(
                 f"{info.file}: tensor {name} is stored as {info.dtype}, not as one of "
-                f"{', '.join(files.dtypes)}. Save an unquantised copy, in bfloat16 for example"
+                f"{', '.join(dtypes)}. Save an unquantised copy, in bfloat16 for example"
             )
         if info.shape != shape:
             raise CheckpointError(
@@ -145,7 +150,7 @@ def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig) ->
     for name, info in files.tensors.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             _check_tied_head(files)
-        elif name not in expected and not _IGNORED.fullmatch(name):
+        elif name not in expected and not _IGNORED.fullmatch(name) and not re.fullmatch(ignores, name):
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} is not part of the model that the configuration describes. "
                 "Correct config.json, or save the weights without it"

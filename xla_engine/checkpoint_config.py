@@ -6,7 +6,7 @@ not followed: no code from a checkpoint is run, and beside a built-in architectu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from graphs.config import ModelConfig
@@ -154,6 +154,10 @@ def _family(fields: Fields) -> Family:
     family = FAMILIES[names[0]]
     if fields.values.get("model_type") not in (None, family.model_type):
         fields.fail("model_type", f"contradicts the architecture {names[0]}. {remedy}")
+    if family.mxfp4 and (quantised := fields.within("quantization_config")) is not None:
+        if quantised.values.get("quant_method") != "mxfp4":
+            quantised.fail("quant_method", "not supported. Use an unquantised or an MXFP4 checkpoint")
+        return replace(family, tensors={**family.tensors, **family.mxfp4})
     return family
 
 

@@ -57,7 +57,12 @@ def workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
 
 def _activations(spec: ModelSpec) -> int:
     model = spec.config
-    return 4 * (4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size)
+    widths = 4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size
+    if model.experts is not None:
+        widths += model.experts.num_experts_per_tok * model.hidden_size
+    if model.delta is not None:
+        widths += 8 * model.delta.projected_features
+    return 4 * widths
 
 
 def available_bytes(device: Any) -> int | None:

@@ -21,6 +21,7 @@ import jax
 
 import graphs
 from graphs.attention_native import TARGET
+from graphs.moe_native import EXPERTS
 from graphs.projection_native import GATED_LINEAR, LINEAR, LINEAR_ADD
 from xla_engine.config import compiler, native_cache_directory
 
@@ -30,6 +31,7 @@ _PRODUCTS = {
     LINEAR: "XlaEngineLinear",
     LINEAR_ADD: "XlaEngineLinearAdd",
     GATED_LINEAR: "XlaEngineGatedLinear",
+    EXPERTS: "XlaEngineExperts",
 }
 _SECONDS = 120  # a compiler gets this long
 

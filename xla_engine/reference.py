@@ -6,12 +6,15 @@ It shares the decoder with the engine and nothing else: no cache, no batch, no s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from graphs.attention import AttentionWeights
+from graphs.config import DeltaForm
+from graphs.delta_net import DeltaWeights, delta_decode, make_state
 from graphs.layers import apply_rope, rms_norm, split_heads
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
@@ -54,7 +57,9 @@ class Reference:
         key = jnp.arange(count)
         config = self._spec.config
 
-        def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
+        def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+            if isinstance(own, DeltaWeights):
+                return _follow(config.delta, own, qkv)
             form, table = config.attention(index), rope[config.rope_index(index)]
             q, k, v = split_heads(qkv, config.num_key_value_heads, config.head_dim)
             if own.q_norm is not None and own.k_norm is not None:
@@ -74,3 +79,14 @@ class Reference:
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
         return model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)
+
+
+def _follow(form: DeltaForm | None, own: DeltaWeights, projected: jax.Array) -> jax.Array:
+    """A linear layer over one sequence `[N, projected features]`, position by position."""
+    assert form is not None
+
+    def one(state: Any, row: jax.Array) -> tuple[Any, jax.Array]:
+        state, out = delta_decode(form, own, state, row[None], live=jnp.ones(1, bool))
+        return state, out[0]
+
+    return jax.lax.scan(one, make_state(form, 1), projected)[1]

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.attention import KVCache
+from graphs.cache import make_cache
 from graphs.config import ModelConfig
+from graphs.delta_net import DeltaState
 from graphs.inventory import GraphReport, Inventory
 from graphs.model import ModelSpec
 from graphs.rope import rope_tables
@@ -188,17 +190,23 @@ class Runner:
         self._cache = self._empty_cache()
 
     def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`. For tests."""
-        return [self._spec.attention.to_host(layer, self._spec.config.head_dim) for layer in self._cache]
+        """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or what a linear one keeps. For tests."""
+        return [
+            (np.asarray(layer.inputs), np.asarray(layer.memory))
+            if isinstance(layer, DeltaState)
+            else self._spec.attention.to_host(layer, self._spec.config.head_dim)
+            for layer in self._cache
+        ]
 
     def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
-        """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`. For tests."""
-        self._cache = [
-            self._spec.attention.from_host(
-                edit(index, "keys", np.array(keys)), edit(index, "values", np.array(values))
-            )
-            for index, (keys, values) in enumerate(self.read_cache())
-        ]
+        """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`, and the inputs and
+        memory of linear layers likewise. For tests."""
+        for index, (layer, arrays) in enumerate(zip(self._cache, self.read_cache(), strict=True)):
+            edited = [edit(index, name, np.array(x)) for name, x in zip(layer._fields, arrays, strict=True)]
+            if isinstance(layer, DeltaState):
+                self._cache[index] = DeltaState(*jax.device_put(edited))
+            else:
+                self._cache[index] = self._spec.attention.from_host(*edited)
 
     def close(self) -> None:
         """Free device memory and executables."""
@@ -251,8 +259,7 @@ class Runner:
         return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length)
 
     def _empty_cache(self) -> KVCache:
-        spec = self._spec
-        return spec.attention.make_cache(spec.config, self.config.device_rows, self.buckets[-1], spec.dtype)
+        return make_cache(self._spec, self.config.device_rows, self.buckets[-1])
 
     # -- prefill ----------------------------------------------------------------------------------------------
 

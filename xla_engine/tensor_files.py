@@ -24,6 +24,7 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U8": np.dtype(np.uint8),
 }
 _HASH_WHOLE = 64 << 20  # files up to this size are hashed whole
 _HASH_BLOCKS, _HASH_BLOCK = 256, 4096  # larger ones at this many evenly spaced blocks of this many bytes
@@ -46,7 +47,7 @@ class TensorInfo:
 class TensorFiles:
     """Mapped files: `tensors` is all that their headers promise, checked by whoever made this."""
 
-    dtypes: tuple[str, ...] = tuple(_DTYPES)  # what can be read; other tensors may be there
+    dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of numbers; other tensors may be there
 
     def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
         self.tensors = tensors

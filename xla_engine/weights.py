@@ -15,6 +15,7 @@ from graphs.model import parameter_shapes
 from graphs.rope import rotary_order
 from xla_engine.errors import CheckpointError, CheckpointWarning
 from xla_engine.families import Source
+from xla_engine.mxfp4 import from_mxfp4
 from xla_engine.tensor_files import Array, TensorFiles
 
 Sources = Mapping[str, tuple[Source, ...]]  # by leaf
@@ -52,14 +53,13 @@ class StoredWeights(Mapping[str, Array]):
                 f"{self._files.names}: no memory for {leaf}, {prod(shape) * dtype.itemsize / 1e9:.1f} GB of the "
                 f"{self.nbytes / 1e9:.1f} GB that the model needs as {self._dtype}. Use bfloat16 or a smaller model"
             ) from error
-        rows = array.reshape(-1, *sources[0].shape[1:])
+        rows = array.reshape(-1, *shape[-1:]) if len(shape) > 1 else array
         row = 0
         for source in sources:
             finite, first = True, row
-            for block in self._files.blocks(source.name):
+            for block in self._rows(source, rows.shape[1:]):
                 part = rows[row : row + len(block)]
-                with np.errstate(invalid="ignore", over="ignore"):  # told below, by tensor
-                    part[...] = block
+                part[...] = block
                 finite = finite and all_finite(part)
                 row += len(block)
             if source.rotary_heads:
@@ -76,6 +76,21 @@ class StoredWeights(Mapping[str, Array]):
                     stacklevel=2,
                 )
         return array
+
+    def _rows(self, source: Source, row_shape: tuple[int, ...]) -> Iterator[Array]:
+        """The rows of a leaf that a source gives, in blocks."""
+        if source.order is not None:
+            yield self._files.read(source.name)[source.order]
+            return
+        scales = None if source.scales is None else self._files.read(source.scales)
+        first = 0
+        for block in self._files.blocks(source.name):
+            if scales is not None:
+                block = from_mxfp4(block, scales[first : first + len(block)])
+                first += len(block)
+            if source.convert is not None:
+                block = source.convert(block)
+            yield block.reshape(-1, *row_shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)

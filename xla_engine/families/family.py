@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from graphs.config import ModelConfig
 from graphs.model import parameter_shapes
@@ -23,12 +25,23 @@ class Source:
 
     shape: in the file. rotary_heads: its first rows are so many heads, each put in the engine's rotary order
     (`graphs.rope.rotary_order`). offset: added in float32 (Gemma stores norm weights less one).
+    order: its rows that the leaf takes, in the leaf's order; None: all of them as they stand.
+    convert: what becomes of a block of its leading entries before it is cut into rows.
+    scales: the tensor of its scales where it is stored in MXFP4, as `[..., blocks, 16]` bytes.
     """
 
     name: str
     shape: tuple[int, ...]
     rotary_heads: int = 0
     offset: float = 0.0
+    order: np.ndarray[Any, Any] | None = None
+    convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]] | None = None
+    scales: str | None = None
+
+
+# The sources of a leaf of this shape, their names below the layer.
+Sources = Callable[[ModelConfig, tuple[int, ...]], tuple[Source, ...]]
+Tensors = dict[str, tuple[str, ...] | Sources]
 
 
 def no_flags(_: Fields) -> dict[str, Any]:
@@ -44,14 +57,17 @@ class Family:
     rope_local: sliding layers have a rotary base of their own, without scaling.
     reads: fields that `flags` knows; every other one that would change the computation is refused by name.
     flags: fields of `ModelConfig` beside the sizes that all families share.
-    tensors: the tensors of each leaf of a layer, below `layer`; of the leaves beside the layers, whole names.
+    tensors: the tensors of each leaf of a layer, below `layer`, or a function that gives its sources; of the leaves
+        beside the layers, whole names. mxfp4: the same of leaves that a checkpoint quantised so stores otherwise.
     activations: config.json's words for those that are built in.
     norm_offset: added to every norm weight.
+    ignores: pattern of tensors that are no part of the decoder.
     """
 
     architecture: str
     model_type: str
-    tensors: Mapping[str, tuple[str, ...]]
+    tensors: Mapping[str, tuple[str, ...] | Sources]
+    mxfp4: Mapping[str, Sources] = field(default_factory=dict)
     flags: Callable[[Fields], dict[str, Any]] = no_flags
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +75,7 @@ class Family:
     rope_local: bool = False
     activations: Mapping[str, Literal["silu", "gelu_tanh"]] = field(default_factory=lambda: ACTIVATIONS)
     norm_offset: float = 0.0
+    ignores: str = ""
     layer: str = "model.layers.{index}."
 
 
@@ -71,6 +88,9 @@ def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Sourc
             _, index, kind = leaf.split(".", 2)
             prefix = family.layer.format(index=index)
         names = family.tensors[kind]
+        if callable(names):
+            sources[leaf] = tuple(_below(prefix, part) for part in names(config, shape))
+            continue
         rotary = config.rope_interleaved or config.rotary_dim != config.head_dim
         parts = zip(names, _rows(config, kind, shape, len(names)), strict=True)
         sources[leaf] = tuple(
@@ -83,6 +103,11 @@ def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Sourc
             for name, rows in parts
         )
     return sources
+
+
+def _below(prefix: str, part: Source) -> Source:
+    scales = None if part.scales is None else prefix + part.scales
+    return replace(part, name=prefix + part.name, scales=scales)
 
 
 def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:

@@ -1,0 +1,161 @@
+"""Routed experts: against NumPy, and the law that a row's bits do not depend on who shares its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from graphs.moe import BLOCK_ROWS, Experts, Route, blocked_experts, route
+from graphs.moe_native import native_experts
+from xla_engine.mxfp4 import from_mxfp4
+from xla_engine.native import NativeBuildError, register
+
+COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, experts per row
+Form = Callable[[Experts, Any, Route, Any], jax.Array]
+
+
+def run(form: Form, experts: Experts, x: Any, routed: Route, residual: Any | None = None) -> np.ndarray:
+    """One compiled call; the limit is static, as in a model."""
+    arrays, limit = experts[:4], experts.limit
+    call = jax.jit(lambda arrays, x, routed, residual: form(Experts(*arrays, limit), x, routed, residual))
+    return np.asarray(call(arrays, jnp.asarray(x), routed, jnp.asarray(x if residual is None else residual)))
+
+
+def weights(dtype: Any, *, biased: bool = False, limit: float | None = None) -> Experts:
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.2, dtype)
+
+    matrices = draw(COUNT, 2 * INNER, WIDTH), draw(COUNT, WIDTH, INNER)
+    if not biased:
+        return Experts(*matrices, limit=limit)
+    biases = draw(COUNT, 2 * INNER, dtype=jnp.float32), draw(COUNT, WIDTH, dtype=jnp.float32)
+    return Experts(*matrices, *biases, limit)
+
+
+def rows(count: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, WIDTH)).astype(np.float32)
+
+
+def routes(count: int, seed: int = 2) -> Route:
+    logits = np.random.default_rng(seed).standard_normal((count, COUNT)).astype(np.float32)
+    return route(jnp.asarray(logits), CHOSEN, renormalise=True)
+
+
+def by_numpy(experts: Experts, x: np.ndarray, routed: Route) -> np.ndarray:
+    """The same in float64, assignment by assignment; x is rounded as the products round it."""
+    gate_up, down = (np.asarray(leaf, np.float64) for leaf in experts[:2])
+    biases = (np.zeros(each.shape[:2]) for each in experts[:2])
+    if experts.gate_up_bias is not None:
+        biases = (np.asarray(each, np.float64) for each in experts[2:4])
+    gate_up_bias, down_bias = biases
+    rounded = np.asarray(jnp.asarray(x, experts.gate_up.dtype), np.float64)
+    out = x.astype(np.float64)
+    for row, (chosen, shares) in enumerate(zip(*map(np.asarray, routed), strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            both = gate_up[expert] @ rounded[row] + gate_up_bias[expert]
+            gates, ups = np.split(both, 2)
+            if experts.limit is None:
+                hidden = gates / (1 + np.exp(-gates)) * ups
+            else:
+                gates, ups = np.minimum(gates, experts.limit), np.clip(ups, -experts.limit, experts.limit)
+                hidden = (ups + 1) * gates / (1 + np.exp(-1.702 * gates))
+            out[row] += share * (down[expert] @ hidden + down_bias[expert])
+    return out
+
+
+@pytest.fixture(params=["blocked float32", "blocked bfloat16", "native"])
+def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
+    if request.param != "native":
+        return blocked_experts, jnp.dtype(request.param.split()[1])
+    try:
+        tiles = register()
+    except NativeBuildError as error:
+        pytest.skip(str(error))
+    if not tiles:
+        pytest.skip("needs a CPU with matrix tiles")
+    return native_experts, jnp.dtype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("biased", "limit"), [(False, None), (True, 0.5)])
+def test_each_form_is_the_sum_over_the_experts(
+    form_and_dtype: tuple[Form, Any], biased: bool, limit: float | None
+) -> None:
+    form, dtype = form_and_dtype
+    experts, x, routed = weights(dtype, biased=biased, limit=limit), rows(61), routes(61)
+    expected = by_numpy(experts, x, routed)
+    atol = (1e-5 if dtype == jnp.float32 else 1e-2) * np.abs(expected).max()
+    np.testing.assert_allclose(run(form, experts, x, routed), expected, atol=atol)
+
+
+def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, Any]) -> None:
+    """Alone, among any number of rows, and where everybody wants its experts, so that they fill several blocks."""
+    form, dtype = form_and_dtype
+    experts, x, routed = weights(dtype, biased=True), rows(100), routes(100)
+    whole = run(form, experts, x, routed)
+    for first, count in ((0, 1), (3, 8), (20, 17), (50, 48)):
+        part = slice(first, first + count)
+        found = run(form, experts, x[part], Route(routed.expert[part], routed.weight[part]))
+        assert found.tobytes() == whole[part].tobytes()
+    crowd = Route(jnp.tile(routed.expert[60], (100, 1)), jnp.tile(routed.weight[60], (100, 1)))
+    assert 3 * BLOCK_ROWS < 100
+    assert run(form, experts, x, crowd)[60].tobytes() == whole[60].tobytes()
+
+
+def test_a_row_with_nan_keeps_it_to_itself(form_and_dtype: tuple[Form, Any]) -> None:
+    form, dtype = form_and_dtype
+    experts, x, routed = weights(dtype), rows(24), routes(24)
+    clean = run(form, experts, x, routed)
+    x[5, 7] = np.nan
+    found, others = run(form, experts, x, routed), np.arange(24) != 5
+    assert np.isnan(found[5]).any()
+    assert found[others].tobytes() == clean[others].tobytes()
+
+
+def test_a_row_without_experts_is_its_residual(form_and_dtype: tuple[Form, Any]) -> None:
+    form, dtype = form_and_dtype
+    experts, x, routed = weights(dtype), rows(24), routes(24)
+    live = np.arange(24) % 3 == 0
+    some = routed._replace(expert=jnp.where(live[:, None], routed.expert, COUNT))
+    found = run(form, experts, x, some)
+    assert found[~live].tobytes() == x[~live].tobytes()
+    assert found[live].tobytes() == run(form, experts, x, routed)[live].tobytes()
+    nobody = routed._replace(expert=jnp.full_like(routed.expert, COUNT))
+    assert run(form, experts, x, nobody).tobytes() == x.tobytes()
+
+
+def test_a_router_takes_the_best_and_the_lower_index_among_equals() -> None:
+    logits = jnp.asarray([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [5.0, -1.0, 4.0, 4.5]])
+    live = jnp.asarray([True, True, False])
+    chosen = route(logits, 2, renormalise=True, live=live)
+    np.testing.assert_array_equal(chosen.expert, [[1, 2], [0, 1], [4, 4]])
+    np.testing.assert_allclose(chosen.weight[:2], 0.5)
+    probabilities = jax.nn.softmax(logits, axis=1)
+    np.testing.assert_allclose(
+        route(logits, 2, renormalise=False).weight[2], probabilities[2, jnp.asarray([0, 3])], rtol=1e-6
+    )
+
+
+def test_mxfp4_is_dequantised_exactly() -> None:
+    """Every byte with every scale, against the definition: sign, two bits of exponent, one of fraction."""
+
+    def number(nibble: int) -> float:
+        sign, exponent, fraction = -1.0 if nibble & 8 else 1.0, nibble >> 1 & 3, nibble & 1
+        return sign * (fraction / 2 if exponent == 0 else (1 + fraction / 2) * 2.0 ** (exponent - 1))
+
+    blocks = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)  # sixteen blocks
+    for scale in (1, 100, 127, 130, 251):  # the largest that no number overflows
+        found = from_mxfp4(blocks, np.full((1, 16), scale, np.uint8))
+        assert found.dtype == ml_dtypes.bfloat16 and found.shape == (1, 512)
+        expected = [
+            number(half) * 2.0 ** (scale - 127) for byte in range(256) for half in (byte & 15, byte >> 4)
+        ]
+        np.testing.assert_array_equal(found[0].astype(np.float64), expected)
+    assert np.isnan(from_mxfp4(blocks[:, :1], np.full((1, 1), 255, np.uint8)).astype(np.float32)).all()
