@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.policy import POLICIES
+from scheduler.policy import POLICIES, PREEMPTIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class SchedulerConfig:
             raise ValueError(
                 f"scheduling_policy is {self.scheduling_policy!r}; choose one of {', '.join(POLICIES)}"
             )
-        if self.preemption and self.scheduling_policy not in ("fcfs", "priority"):
+        if self.preemption and self.scheduling_policy not in PREEMPTIVE:
             raise ValueError(
                 f"preemption under {self.scheduling_policy!r} would let newcomers take a slot away again and "
                 "again; use it with fcfs or priority"

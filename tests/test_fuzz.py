@@ -1,14 +1,16 @@
-"""A few of the hostile lines of `spikes/015_fuzz_batch_lines.py`, and that what they check can fail."""
+"""A few of the hostile batch lines and model files of the long runs, and that what they check can fail."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests import fuzz_checkpoints
 from tests.fuzz_lines import cases, fuzz
 from xla_engine.batch import BatchRun
 from xla_engine.batch_format import CHAT_URL, COMPLETIONS_URL
@@ -103,3 +105,19 @@ def _load(raw: bytes) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError):
         return None
+
+
+def test_hostile_model_files_are_loaded_or_refused() -> None:
+    report = fuzz_checkpoints.fuzz(250, seed=1)
+    assert not report.problems
+    outcomes = Counter(outcome for _, outcome in report.outcomes.elements())
+    assert outcomes.keys() == {"loaded", "refused"} and min(outcomes.values()) > 30
+
+
+def test_the_fuzz_of_model_files_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(path: Any) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(fuzz_checkpoints, "sampling_defaults", faulty)
+    problems = fuzz_checkpoints.fuzz(20).problems
+    assert problems and all("planted" in problem for problem in problems)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -96,15 +97,28 @@ arrivals = st.lists(
         st.sampled_from((0, 0, 5)),  # asked for beyond what it gets
         st.sampled_from((None, None, None, 0.05)),
         st.sampled_from((False, False, False, False, True)),
+        st.sampled_from((0, 0, 0, -3, 4)),
     ),
     min_size=1,
     max_size=14,
 )
 
 
-def as_trace(rows: list[tuple[float, int, int, int, float | None, bool]]) -> Iterator[Arrival]:
+Row = tuple[float, int, int, int, float | None, bool, int]
+POLICIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"preemption": True},
+    {"preemption": True, "swap_tokens": 0},
+    {"scheduling_policy": "shortest_prompt", "priority_aging": 2},
+    {"scheduling_policy": "deadline"},
+    {"scheduling_policy": "round_robin", "quantum": 7},
+    {"scheduling_policy": "longest_prefix", "enable_prefix_caching": True},
+)
+
+
+def as_trace(rows: list[Row]) -> Iterator[Arrival]:
     time = 0.0
-    for index, (gap, prompt, new, more, deadline, lockstep) in enumerate(rows):
+    for index, (gap, prompt, new, more, deadline, lockstep, priority) in enumerate(rows):
         time += gap
         yield Arrival(
             name=str(index),
@@ -114,33 +128,38 @@ def as_trace(rows: list[tuple[float, int, int, int, float | None, bool]]) -> Ite
             max_tokens=new + more,
             deadline=deadline,
             lockstep=lockstep,
+            priority=priority,
         )
 
 
-def simulate(trace: Iterator[Arrival], *, slots: int, lag: int, machine: Machine, skip: bool) -> Report:
-    config = SchedulerConfig(max_num_seqs=slots, chunk_size=16, max_num_batched_tokens=slots + 64)
+def simulate(
+    trace: Iterator[Arrival], *, slots: int, lag: int, machine: Machine, skip: bool, **options: Any
+) -> Report:
+    sizes = {"max_num_seqs": slots, "chunk_size": 16, "max_num_batched_tokens": slots + 64}
+    config = SchedulerConfig(**sizes | options)
     simulation = Simulation(config, machine, Clock(COST), lag=lag)
     simulation.plans = None if skip else []
     report = simulation.run(trace)
     simulation._scheduler.check()
     kept = (simulation._live, simulation._base, simulation._in_flight)
-    assert not any(kept), f"left behind: {kept}"
+    assert not any(kept) and not simulation._irregular, f"left behind: {kept}"
     return report
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    arrivals, st.sampled_from((1, 2, 5)), st.sampled_from((0, 1, 2)), st.sampled_from(((512,), (32, 96, 512)))
+    arrivals,
+    st.sampled_from((1, 2, 5)),
+    st.sampled_from((0, 1, 2)),
+    st.sampled_from(((512,), (32, 96, 512))),
+    st.sampled_from(POLICIES),
 )
 def test_skipping_steps_changes_no_figure(
-    rows: list[tuple[float, int, int, int, float | None, bool]],
-    slots: int,
-    lag: int,
-    buckets: tuple[int, ...],
+    rows: list[Row], slots: int, lag: int, buckets: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     machine = Machine(lanes=(2, 8), key_buckets=buckets, rows=slots)
-    quick = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=True)
-    slow = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=False)
+    quick = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=True, **options)
+    slow = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=False, **options)
     assert slow.skipped == 0
     for name in ("steps", "decode_steps", "row_steps", "requests", "prompt_tokens", "new_tokens", "finished"):
         assert getattr(quick, name) == getattr(slow, name), name
@@ -241,7 +260,7 @@ def simulated(tmp_path: Path) -> Path:
     """The log of a simulation, whose costs are known."""
     path = tmp_path / "steps.jsonl"
     config = SchedulerConfig(max_num_seqs=8, chunk_size=16, max_num_batched_tokens=8 + 128)
-    engine = {"lag": 1, "prefill_lanes": [2, 8], "key_buckets": [512], "model": "none"}
+    engine = {"lag": 1, "slot_bytes": 4000, "prefill_lanes": [2, 8], "key_buckets": [512], "model": "none"}
     with open(path, "w") as file:
         log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
         Simulation(config, MACHINE, Clock(COST), log=log).run(heavy_tailed(60, 30.0, 0))
@@ -279,11 +298,18 @@ def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) ->
     )
     assert ran.exit_code == 0, ran.output
     found = json.loads(figures.read_text())["simulations"]
-    assert found["2 slots"]["wall"] > found["32 slots"]["wall"]
-    assert found["2 slots"]["new_tokens"] == found["32 slots"]["new_tokens"]
+    assert found["priority, 2 slots"]["wall"] > found["priority, 32 slots"]["wall"]
+    assert len({each["new_tokens"] for each in found.values()}) == 1
+    ran = CliRunner().invoke(main, [*made, "--policy", "round_robin", "--policy", "fcfs", "--memory", "9kB"])
+    assert ran.exit_code == 0 and "round_robin, 2 slots" in ran.output, ran.output
     ran = CliRunner().invoke(main, [*made, "--record", str(again)])
     assert ran.exit_code == 0, ran.output
     log = read_step_log(again)
     assert len(log.requests) == 60 and all(each.end == "length" for each in log.requests)
-    for wrong in (["simulate", "uniform", "--rate", "1"], made[:4], [*made, "--speed", "0"]):
+    for wrong in (
+        ["simulate", "uniform", "--rate", "1"],
+        made[:4],
+        [*made, "--speed", "0"],
+        [*made, "--memory", "9"],
+    ):
         assert CliRunner().invoke(main, wrong).exit_code == 2

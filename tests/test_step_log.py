@@ -48,7 +48,7 @@ def test_log_holds_every_request_step_and_token(tiny: XlaBatchEngine, log_path: 
     assert log.requests[20].came == (1, 0)
     for index, each in enumerate(log.requests[:19]):
         assert (each.end, each.tokens) == ("length", each.max_tokens), each.name
-        written = sum(length for step in log.steps for who, _, _, length in step.chunks if who == index)
+        written = sum(length for step in log.steps for who, _, _, length, _ in step.chunks if who == index)
         assert written == each.prompt_tokens
     assert all(step.read is not None and step.read >= step.started for step in log.steps)
     assert [step.started for step in log.steps] == sorted(step.started for step in log.steps)
@@ -95,7 +95,7 @@ def drawn(timeline: Timeline) -> dict[tuple[int, int], tuple[str, int]]:
 def check_cells(timeline: Timeline, log: StepLog) -> None:
     cells = drawn(timeline)
     for number, step in enumerate(log.steps):
-        prefill = {slot: request for request, slot, _, _ in step.chunks}
+        prefill = {slot: request for request, slot, *_ in step.chunks}
         for slot in range(timeline.slots):
             kind, request = cells.get((slot, number), ("idle", -1))
             if slot in prefill:

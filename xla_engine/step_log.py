@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from scheduler import FinishReason, Plan, Request, TokenEvent
+from scheduler import FinishReason, Plan, Request, Swap, TokenEvent
 from xla_engine.errors import RecordError
 
 if TYPE_CHECKING:
@@ -59,13 +59,18 @@ class LoggedStep:
 
     started: when it was dispatched. read: when its tokens were there, None if nobody read it.
     read_after: how many steps had been started by then.
-    admitted: requests that got a slot. chunks: (request, slot, start, length). decode: the slots that decoded.
+    admitted: requests that got a slot. chunks: (request, slot, start, length, whether it ends the prompt).
+    decode: the slots that decoded. parks, resumes: (request, slot, KV entries) that went to the host or came back.
+    reuses: (request, slot, source, KV entries) of prompts that were taken from what slots held.
     """
 
     started: float
     admitted: tuple[int, ...]
-    chunks: tuple[tuple[int, int, int, int], ...]
+    chunks: tuple[tuple[int, int, int, int, bool], ...]
     decode: tuple[int, ...]
+    parks: tuple[tuple[int, int, int], ...] = ()
+    resumes: tuple[tuple[int, int, int], ...] = ()
+    reuses: tuple[tuple[int, int, int, int], ...] = ()
     read: float | None = None
     read_after: int = 0
 
@@ -124,13 +129,28 @@ class StepLogWriter:
             "at": self._at(now),
             "admit": [self._numbers[name] for name in plan.admitted],
             "chunks": [
-                [self._numbers[chunk.request_id], chunk.slot.index, chunk.start, len(chunk.tokens)]
+                [
+                    self._numbers[chunk.request_id],
+                    chunk.slot.index,
+                    chunk.start,
+                    len(chunk.tokens),
+                    int(chunk.is_last),
+                ]
                 for chunk in plan.chunks
+            ],
+            "park": [self._swap(swap) for swap in plan.parks],
+            "resume": [self._swap(swap) for swap in plan.resumes],
+            "reuse": [
+                [self._numbers[reuse.request_id], reuse.slot.index, reuse.source, reuse.length]
+                for reuse in plan.reuses
             ],
             "leave": leave,
             "join": join,
         }
         self._write({name: value for name, value in line.items() if value != []})
+
+    def _swap(self, swap: Swap) -> list[int]:
+        return [self._numbers[swap.request_id], swap.slot.index, swap.length]
 
     def read(self, plan: Plan, events: list[TokenEvent], now: float) -> None:
         """The tokens of a step were credited."""
@@ -189,6 +209,7 @@ def describe_engine(engine: XlaBatchEngine) -> dict[str, Any]:
         "dtype": engine.checkpoint.dtype,
         "max_model_len": engine.max_model_len,
         "lag": engine.lag,
+        "slot_bytes": engine.runner.cache_bytes // engine.config.device_rows,
         "prefill_lanes": list(engine.runner.lane_choices),
         "key_buckets": list(engine.runner.bucket_choices),
         **engine.runner.platform,
@@ -266,12 +287,28 @@ def _read(file: TextIO) -> StepLog:
 def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: StepLog) -> LoggedStep:
     admitted = tuple(int(request) for request in line.get("admit", ()))
     chunks = tuple(
-        (int(request), int(slot), int(start), int(length))
-        for request, slot, start, length in line.get("chunks", ())
+        (int(request), int(slot), int(start), int(length), bool(last))
+        for request, slot, start, length, last in line.get("chunks", ())
     )
-    for request in (*admitted, *(chunk[0] for chunk in chunks)):
+    parks, resumes = (
+        tuple((int(request), int(slot), int(length)) for request, slot, length in line.get(name, ()))
+        for name in ("park", "resume")
+    )
+    reuses = tuple(
+        (int(request), int(slot), int(source), int(length))
+        for request, slot, source, length in line.get("reuse", ())
+    )
+    for request in (*admitted, *(part[0] for part in (*chunks, *parks, *resumes, *reuses))):
         log.requests[request]  # raises IndexError for one that was never submitted
-    return LoggedStep(started=at, admitted=admitted, chunks=chunks, decode=decode)
+    return LoggedStep(
+        started=at,
+        admitted=admitted,
+        chunks=chunks,
+        decode=decode,
+        parks=parks,
+        resumes=resumes,
+        reuses=reuses,
+    )
 
 
 def delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -59,7 +59,8 @@ class StoredWeights(Mapping[str, Array]):
             finite, first = True, row
             for block in self._rows(source, rows.shape[1:]):
                 part = rows[row : row + len(block)]
-                part[...] = block
+                with np.errstate(invalid="ignore", over="ignore"):  # told below, by tensor
+                    part[...] = block
                 finite = finite and all_finite(part)
                 row += len(block)
             if source.rotary_heads:

@@ -30,26 +30,33 @@ def _slots(context: click.Context, option: click.Parameter, value: str) -> int |
     return value if value == "auto" else click.IntRange(1)(value, option, context)
 
 
+model_option = click.option(
+    "--model",
+    metavar="MODEL",
+    help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME).  [default: embedded model]",
+)
+
+
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command that loads a model: which one, and `engine_options`."""
-    model = click.option(
-        "--model",
-        metavar="MODEL",
-        help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME).  [default: embedded model]",
-    )
-    return model(engine_options(command))
+    return model_option(engine_options(command))
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Fields of `EngineConfig`."""
+    width = click.option(
+        "--max-num-seqs",
+        metavar="N|auto",
+        default="16",
+        callback=_slots,
+        help="Requests decoded together; auto takes what the device has memory for.",
+    )
+    return width(device_options(command))
+
+
+def device_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Fields of `EngineConfig` beside the number of slots."""
     options = (
-        click.option(
-            "--max-num-seqs",
-            metavar="N|auto",
-            default="16",
-            callback=_slots,
-            help="Requests decoded together; auto takes what the device has memory for.",
-        ),
         click.option(
             "--memory-utilization",
             type=click.FloatRange(0, 1, min_open=True),

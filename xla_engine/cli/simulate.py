@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scheduler.policy import POLICIES, PREEMPTIVE
 from xla_engine.cli import _common
 
 if TYPE_CHECKING:
@@ -37,6 +39,19 @@ if TYPE_CHECKING:
     multiple=True,
     help="Slots; several to compare.  [default: as recorded]",
 )
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="As many slots as the KV cache has room for in 500MB, 8GB, ... (of the recorded max_model_len).",
+)
+@click.option(
+    "--policy",
+    "policies",
+    type=click.Choice(list(POLICIES)),
+    multiple=True,
+    help="Who goes first; several to compare.  [default: as recorded]",
+)
+@click.option("--quantum", type=click.IntRange(1), help="Steps of a turn under round_robin.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of a step.")
 @click.option(
     "--requests", type=click.IntRange(1), help="The first so many of TRACE.  [default: all; 10000 if made]"
@@ -55,6 +70,9 @@ def simulate(
     trace: str,
     cost_path: str | None,
     widths: tuple[int, ...],
+    memory: str | None,
+    policies: tuple[str, ...],
+    quantum: int | None,
     max_num_batched_tokens: int | None,
     requests: int | None,
     rate: float | None,
@@ -77,6 +95,7 @@ def simulate(
       xla-engine run examples/requests.jsonl -o out.jsonl --record steps.jsonl
       xla-engine simulate steps.jsonl
       xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --max-num-seqs 8 --max-num-seqs 32
+      xla-engine simulate AzureLLMInferenceTrace_conv.csv --cost steps.jsonl --policy fcfs --policy shortest_prompt
     """
     from xla_engine.simulator.fit import fit
     from xla_engine.simulator.report import plot, table, to_json
@@ -95,7 +114,11 @@ def simulate(
         from xla_engine.simulator.compare import compare
 
         click.echo("\n" + "\n".join(compare(recorded, cost).lines()))
-    configs = _configs(source, widths, max_num_batched_tokens)
+    if memory is not None:
+        if widths:
+            raise _common.NotStarted("--memory and --max-num-seqs both say how many slots; give one")
+        widths = (_slots_in(memory, source),)
+    configs = _configs(source, widths, policies, quantum, max_num_batched_tokens)
     if record_path is not None and len(configs) > 1:
         raise _common.NotStarted("--record takes the steps of one simulation; ask for one")
     if made and rate is None:
@@ -123,8 +146,26 @@ def _made(trace: str) -> bool:
     return trace in SYNTHETIC
 
 
+def _slots_in(memory: str, source: StepLog) -> int:
+    """Slots that fit into a size of memory."""
+    found = re.fullmatch(r"([0-9.]+) *([kMGT]?)B?", memory.strip())
+    if found is None or "slot_bytes" not in source.engine:
+        raise _common.NotStarted(
+            f"--memory {memory}: give a size like 500MB or 8GB, and a record of this version"
+        )
+    size = float(found[1]) * 1000 ** " kMGT".index(found[2] or " ")
+    per_slot = int(source.engine["slot_bytes"])
+    if size < per_slot:
+        raise _common.NotStarted(f"--memory {memory} is {size:.0f} bytes; one slot takes {per_slot}")
+    return int(size // per_slot)
+
+
 def _configs(
-    source: StepLog, widths: tuple[int, ...], max_num_batched_tokens: int | None
+    source: StepLog,
+    widths: tuple[int, ...],
+    policies: tuple[str, ...],
+    quantum: int | None,
+    max_num_batched_tokens: int | None,
 ) -> dict[str, SchedulerConfig]:
     """What to simulate, by the name it has in the table."""
     from scheduler import SchedulerConfig
@@ -132,9 +173,19 @@ def _configs(
     recorded = SchedulerConfig(**source.scheduler)
     spare = recorded.max_num_batched_tokens - recorded.max_num_seqs
     found = {}
-    for width in widths or (recorded.max_num_seqs,):
-        budget = max_num_batched_tokens or max(width + spare, 1)
-        found[f"{width} slots"] = replace(recorded, max_num_seqs=width, max_num_batched_tokens=budget)
+    for policy in policies or (recorded.scheduling_policy,):
+        for width in widths or (recorded.max_num_seqs,):
+            found[f"{policy}, {width} slots"] = replace(
+                recorded,
+                max_num_seqs=width,
+                max_num_batched_tokens=max_num_batched_tokens or max(width + spare, 1),
+                scheduling_policy=policy,
+                quantum=quantum or recorded.quantum,
+                preemption=recorded.preemption and policy in PREEMPTIVE,
+                # No trace says what prompts have in common.
+                enable_prefix_caching=False,
+                prefill_equals_decode=False,
+            )
     return found
 
 

@@ -30,8 +30,10 @@ def sliding(fields: Fields, slides: Callable[[int], bool]) -> dict[str, Any]:
     Without a window every layer is full.
     """
     if not fields.given("sliding_window"):
-        types = fields.values.get("layer_types") or []
-        if SLIDING in types:
+        types = fields.values.get("layer_types")
+        if types is not None and not isinstance(types, list):
+            fields.fail("layer_types", "must be a list. Correct the file")
+        if SLIDING in (types or []):
             fields.fail(
                 "layer_types", "names sliding layers, but there is no sliding_window. Correct the file"
             )

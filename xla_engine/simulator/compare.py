@@ -96,15 +96,20 @@ def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int |
         planned = (
             plan.admitted,
             tuple(
-                (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens)) for chunk in plan.chunks
+                (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens), chunk.is_last)
+                for chunk in plan.chunks
             ),
             tuple(row.slot.index for row in plan.decode),
+            tuple((swap.request_id, swap.slot.index, swap.length) for swap in (*plan.parks, *plan.resumes)),
+            tuple((reuse.request_id, reuse.slot.index, reuse.source, reuse.length) for reuse in plan.reuses),
             reads[number] if number < len(reads) else 0,
         )
         recorded = (
             tuple(names[index] for index in step.admitted),
             tuple((names[index], *rest) for index, *rest in step.chunks),
             step.decode,
+            tuple((names[index], *rest) for index, *rest in (*step.parks, *step.resumes)),
+            tuple((names[index], *rest) for index, *rest in step.reuses),
             step.read_after,
         )
         if planned != recorded:

@@ -3,6 +3,7 @@
 Two clocks tick. The device works through the steps in order; a step costs it
 
     sum over prefill calls (call of that many lanes + keys its chunks read) + decode + rows + keys the rows read
+    + KV entries that go to the host or come back
 
 The host, between reading one step and having started the next, takes
 
@@ -22,12 +23,16 @@ from xla_engine.step_log import StepLog
 
 
 class Work(NamedTuple):
-    """What a step asks of the device. calls: lanes of each prefill call. prefill_keys, keys: as in `Machine`."""
+    """What a step asks of the device. calls: lanes of each prefill call. prefill_keys, keys: as in `Machine`.
+
+    moved: KV entries that are parked or resumed.
+    """
 
     calls: tuple[int, ...] = ()
     prefill_keys: int = 0
     rows: int = 0
     keys: int = 0
+    moved: int = 0
 
 
 class HostWork(NamedTuple):
@@ -104,6 +109,7 @@ class CostModel:
     decode: float
     row: float
     key: float
+    move: float = 0.0
     turn: float
     token: float
     end: float
@@ -116,6 +122,7 @@ class CostModel:
     def device(self, work: Work) -> float:
         """Seconds a step keeps the device busy."""
         seconds = self.prefill_key * work.prefill_keys + self.row * work.rows + self.key * work.keys
+        seconds += self.move * work.moved
         if work.rows:
             seconds += self.decode
         for lanes in work.calls:
@@ -138,7 +145,8 @@ class CostModel:
         calls = ", ".join(f"{lanes} lanes {us * seconds:.0f}" for lanes, seconds in sorted(self.call.items()))
         return [
             f"device, us           prefill call of {calls}; key {us * self.prefill_key:.4f}",
-            f"                     decode {us * self.decode:.0f}, row {us * self.row:.2f}, key {us * self.key:.4f}",
+            f"                     decode {us * self.decode:.0f}, row {us * self.row:.2f}, key {us * self.key:.4f}"
+            + (f"; parked key {us * self.move:.3f}" if self.move else ""),
             f"host, us             turn {us * self.turn:.0f}, token {us * self.token:.2f}, end {us * self.end:.0f}, "
             f"chunk {us * self.chunk:.1f}, submit {us * self.submit:.0f}",
             f"fitted to            {self.steps} steps; root mean square residual {100 * self.residual:.1f} % of a "

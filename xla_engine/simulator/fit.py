@@ -20,11 +20,13 @@ def works_of(log: StepLog) -> list[Work]:
     found = []
     for number, step in enumerate(log.steps):
         ends = []
-        for request, slot, start, length in step.chunks:
+        for request, slot, start, length, last in step.chunks:
             holder[slot], end = request, start + length
             ends.append(end)
-            if end == log.requests[request].prompt_tokens:
+            if last:
                 base[request] = end + 1 - number
+        for request, slot, length in step.resumes:
+            holder[slot], base[request] = request, length + 1 - number
         held = [base[holder[slot]] + number for slot in step.decode]
         found.append(
             Work(
@@ -32,6 +34,7 @@ def works_of(log: StepLog) -> list[Work]:
                 prefill_keys=machine.prefill_keys(ends),
                 rows=len(held),
                 keys=machine.decode_keys(sum(held), max(held)) if held else 0,
+                moved=sum(length for _, _, length in (*step.parks, *step.resumes)),
             )
         )
     return found
@@ -83,6 +86,7 @@ def fit(log: StepLog) -> CostModel:
             bool(work.rows),
             work.rows,
             work.keys,
+            work.moved,
         ]
         for work, _ in device
     ]
@@ -90,7 +94,7 @@ def fit(log: StepLog) -> CostModel:
     turns = [[1, work.tokens, work.ended, work.chunks, work.submitted] for work, _ in host]
     of_host, host_residual = least_squares(turns, [seconds for _, seconds in host])
     calls = _fill(lanes, dict(zip(lanes, found, strict=False)))
-    prefill_key, decode, row, key = found[len(lanes) :]
+    prefill_key, decode, row, key, move = found[len(lanes) :]
     turn, token, end, chunk, submit = of_host
     return CostModel(
         call=calls,
@@ -98,6 +102,7 @@ def fit(log: StepLog) -> CostModel:
         decode=decode,
         row=row,
         key=key,
+        move=move,
         turn=turn,
         token=token,
         end=end,

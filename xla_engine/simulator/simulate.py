@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from scheduler import (
+    Chunk,
     FinishReason,
     Plan,
     Request,
@@ -29,6 +30,7 @@ from xla_engine.step_log import Moment, StepLogWriter
 
 TOKEN, STOP = Sample(0), Sample(1)
 STOPS = frozenset({STOP.token_id})
+PREEMPTED = ("park", "recompute", "replay")
 SPREAD = 1 << 24  # token ids of one prompt; no two prompts share a prefix
 
 
@@ -52,6 +54,7 @@ class Report:
     new_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     most_waiting: int = 0
+    preemptions: int = 0
     queued: Quantiles = field(default_factory=Quantiles)
     first_token: Quantiles = field(default_factory=Quantiles)
     inter_token: Quantiles = field(default_factory=Quantiles)
@@ -70,14 +73,22 @@ class Report:
 
 @dataclass(slots=True)
 class _Live:
-    """A live request. number: of its arrival. last_token: when its latest one came; kept of those only that do not get
-    one in every step."""
+    """A live request. number: of its arrival. stops: the step in which it samples its stop token, if it does.
+
+    last_token: when its latest one came; kept of those only that do not get one in every step. away: it lost its slot
+    and had no token since; back: the step from which it has a slot again, None while it waits.
+    tokens: sampled so far, of one in lockstep.
+    """
 
     number: int
     arrival: Arrival
     came: float
+    stops: int | None = None
     had_token: bool = False
     last_token: float = 0.0
+    away: bool = False
+    back: int | None = None
+    tokens: int = 0
 
 
 class Clock:
@@ -173,6 +184,8 @@ class Simulation:
                 self._turn()
         self.report.wall = self._last_read
         self.report.steps = self._next_step
+        counters = self._scheduler.snapshot().counters
+        self.report.new_tokens, self.report.preemptions = counters.tokens_credited, counters.preemptions
         return self.report
 
     def _is_due(self, arrival: Arrival, idle: bool) -> bool:
@@ -229,14 +242,21 @@ class Simulation:
 
     def _start(self, plan: Plan) -> None:
         report, clock = self.report, self._clock
+        for decision in plan.decisions:
+            if decision.action in PREEMPTED:
+                self._lose_slot(decision.request_id)
         for name in plan.admitted:
-            report.queued.add(clock.now - self._live[name].came)
+            if not self._live[name].away:
+                report.queued.add(clock.now - self._live[name].came)
         ends = []
         for chunk in plan.chunks:
             end = chunk.start + len(chunk.tokens)
             ends.append(end)
             if chunk.is_last:
-                self._begin(chunk.request_id, end, plan.step)
+                self._begin(chunk.request_id, plan.step, keys=end + 1, sampled=chunk.generated + 1)
+        for swap in plan.resumes:
+            prompt = self._live[swap.request_id].arrival.prompt_tokens
+            self._begin(swap.request_id, plan.step, keys=swap.length + 1, sampled=swap.length - prompt + 1)
         report.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
         if plan.decode is not self._rows:
             self._rows = plan.decode
@@ -250,6 +270,7 @@ class Simulation:
             prefill_keys=self._machine.prefill_keys(ends) if ends else 0,
             rows=rows,
             keys=self._keys(plan.step) if rows else 0,
+            moved=sum(swap.length for swap in (*plan.parks, *plan.resumes)),
         )
         clock.start(self._take_host_work(len(ends)), work)
         self._in_flight.append(plan)
@@ -259,13 +280,22 @@ class Simulation:
         if self.plans is not None:
             self.plans.append(plan)
 
-    def _begin(self, name: str, end: int, step: int) -> None:
-        """The whole prompt of a request is planned."""
+    def _begin(self, name: str, step: int, *, keys: int, sampled: int) -> None:
+        """A request decodes from `step` on, where it reads so many keys; it has `sampled` tokens before."""
         live = self._live[name]
-        self._base[name] = end + 1 - step
+        live.back = step
+        self._base[name] = keys - step
         new = live.arrival.new_tokens
-        if new < live.arrival.max_tokens:
-            heapq.heappush(self._stops, (step + max(new - 2, 0), live.number, name))
+        if new < live.arrival.max_tokens and not live.arrival.lockstep:
+            live.stops = step + max(new - sampled - 1, 0)
+            heapq.heappush(self._stops, (live.stops, live.number, name))
+
+    def _lose_slot(self, name: str) -> None:
+        live = self._live[name]
+        live.stops = live.back = None
+        if not live.away and live.had_token:
+            live.away, live.last_token = True, self._last_read
+            self._irregular += 1
 
     def _keys(self, step: int) -> int:
         rows = len(self._rows)
@@ -290,19 +320,32 @@ class Simulation:
     def _result(self, plan: Plan) -> StepResult:
         stopping = set()
         while self._stops and self._stops[0][0] <= plan.step:
-            _, number, name = heapq.heappop(self._stops)
-            if name in self._live and self._live[name].number == number:
+            step, number, name = heapq.heappop(self._stops)
+            if name in self._live and (self._live[name].number, self._live[name].stops) == (number, step):
                 stopping.add(name)
+        if self._irregular:
+            stopping.update(self._lockstep_stops(plan))
         first = [TOKEN] * len(plan.first_rows)
         decode: list[tuple[Sample]] = [(TOKEN,)] * len(plan.decode)
         if stopping:
             for at, chunk in enumerate(plan.first_rows):
-                if chunk.request_id in stopping and self._live[chunk.request_id].arrival.new_tokens == 1:
+                name = chunk.request_id
+                if name in stopping and self._live[name].arrival.new_tokens == chunk.generated + 1:
                     first[at] = STOP
             for at, row in enumerate(plan.decode):
                 if row.request_id in stopping:
                     decode[at] = (STOP,)
         return StepResult(first=first, decode=decode)
+
+    def _lockstep_stops(self, plan: Plan) -> Iterator[str]:
+        """Requests in lockstep that sample their stop token in this step."""
+        parts: tuple[Chunk | Row, ...] = (*plan.first_rows, *plan.decode)
+        for part in parts:
+            live = self._live.get(part.request_id)
+            if live is not None and live.arrival.lockstep:
+                live.tokens += 1
+                if live.tokens == live.arrival.new_tokens < live.arrival.max_tokens:
+                    yield part.request_id
 
     def _credit(self, plan: Plan, events: list[TokenEvent], now: float) -> None:
         """Count the intervals between tokens. A row's first token and second come out of the same step."""
@@ -315,15 +358,19 @@ class Simulation:
                 if not live.had_token:
                     live.had_token = True
                     report.first_token.add(now - live.came)
-                elif name in fresh or live.arrival.lockstep:
+                elif live.away and (live.back is None or plan.step < live.back):
+                    live.last_token = now  # it was in flight when the slot was lost
+                    continue
+                elif live.away or name in fresh or live.arrival.lockstep:
                     report.inter_token.add(now - live.last_token)
+                    self._irregular -= live.away
+                    live.away = False
                 else:
                     continue
                 live.last_token = now
                 apart -= 1
         if apart:
             report.inter_token.add(now - self._last_read, apart)
-        report.new_tokens += len(events)
         self._tokens += len(events)
         for name, _, reason in events:
             if reason is not None:
@@ -337,7 +384,7 @@ class Simulation:
         rows, step = self._rows, self._next_step
         if self._log is not None or self.plans is not None or len(self._in_flight) != self._lag or not rows:
             return False
-        if any(plan.chunks or plan.decode is not rows for plan in self._in_flight):
+        if any(plan.chunks or plan.resumes or plan.decode is not rows for plan in self._in_flight):
             return False
         steps = self._scheduler.steady_steps(rows)
         until = self._scheduler.next_deadline
@@ -373,12 +420,11 @@ class Simulation:
         report.skipped += taken
         report.decode_steps += taken
         report.row_steps += taken * len(rows)
-        report.new_tokens += taken * len(rows)
         return True
 
     def _end(self, name: str, reason: FinishReason) -> None:
         live = self._live.pop(name)
-        self._irregular -= live.arrival.lockstep
+        self._irregular -= live.arrival.lockstep + live.away
         self._base.pop(name, None)
         self.report.finished[str(reason)] = self.report.finished.get(str(reason), 0) + 1
         self._ended += 1

@@ -1,0 +1,84 @@
+"""`xla-engine sweep`: how many slots pay off."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.cli import _common
+
+if TYPE_CHECKING:
+    from xla_engine.config import EngineConfig
+    from xla_engine.engine import XlaBatchEngine
+
+
+def _widths(context: click.Context, option: click.Parameter, value: str) -> list[int]:
+    return sorted({click.IntRange(1)(part, option, context) for part in value.split(",")})
+
+
+@click.command(
+    short_help="Measure speed against the number of slots.", context_settings={"show_default": True}
+)
+@_common.model_option
+@_common.device_options
+@click.option("--widths", default="1,2,4,8,16,32,64", callback=_widths, help="Numbers of slots to measure.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=64, help="Of every request.")
+@click.option("--new-tokens", type=click.IntRange(2), default=64, help="Of every request.")
+@click.option("--rounds", type=click.IntRange(1), default=3, help="Measured runs at each width.")
+@click.option("--plot", "plot_path", metavar="FILE", help="Draw it (extra `plot`).")
+@click.option("--json", "json_path", metavar="FILE", help="Write the figures.")
+def sweep(
+    widths: list[int],
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    plot_path: str | None,
+    json_path: str | None,
+    **options: Any,
+) -> None:
+    """Decode as many requests as slots, at each width with an engine of its own, and say where more slots stop paying.
+
+    A width at which tokens per second fall, or at which a step takes much longer than its rows explain, is called a
+    cliff; one that the device has no memory for is reported with the arithmetic.
+
+    \b
+    Example:
+      xla-engine sweep --widths 8,16,32,64 --plot sweep.png
+    """
+    with _common.starting():
+        from xla_engine import sweep as measure
+        from xla_engine.config import EngineConfig
+
+        fields = {name: value for name, value in options.items() if name != "model"}
+        made = measure.sweep(
+            _maker(options["model"]),
+            EngineConfig(**fields),
+            widths,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            rounds=rounds,
+        )
+        points = []
+        for point in made:
+            points.append(point)
+            click.echo(f"{point.slots} slots done", err=True)
+        click.echo("\n".join([*measure.table(points), "", *measure.warnings(points)]))
+        if plot_path is not None:
+            measure.plot(points, plot_path, f"{prompt_tokens} tokens in, {new_tokens} out")
+        if json_path is not None:
+            Path(json_path).write_text(json.dumps([point.record() for point in points], indent=1) + "\n")
+    if not any(point.refusal is None for point in points):
+        sys.exit(_common.NOT_STARTED)
+
+
+def _maker(model: str | None) -> Any:
+    from xla_engine.engine import XlaBatchEngine
+
+    def make(config: EngineConfig) -> XlaBatchEngine:
+        return XlaBatchEngine.from_pretrained(model, config)
+
+    return make
