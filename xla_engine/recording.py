@@ -120,7 +120,7 @@ def record_schedule(
 ) -> tuple[dict[str, CompletionOutput], Record]:
     """`run_schedule`, and the record of it. `blank` clears cache and row state before."""
     if blank:
-        engine.runner.blank()
+        engine.blank()
     recorder = Recorder(engine, schedule)
     results = recorder.run(on_action=on_action)
     directory = engine.checkpoint.path
