@@ -152,8 +152,14 @@ def bits(array: np.ndarray) -> bytes:
 
 # -- planted faults: each breaks the law, and verify must say so ------------------------------------------------
 
+# Without a prefix cache slots are used again at once, and so what their owners before left in them matters most.
 FAULTY = replace(
-    TINY_ENGINE, attention_backend="xla", max_model_len=64, prefill_lanes=(2,), key_buckets=(256,)
+    TINY_ENGINE,
+    attention_backend="xla",
+    max_model_len=64,
+    prefill_lanes=(2,),
+    key_buckets=(256,),
+    enable_prefix_caching=False,
 )
 
 

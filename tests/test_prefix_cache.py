@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE
+from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
 MakeEngine = Callable[..., XlaBatchEngine]
-CONFIG = replace(TINY_ENGINE, block_size=16)
 DRAW = random.Random(3)
 STEM = [DRAW.randrange(TINY.vocab_size) for _ in range(100)]
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=8, logprobs=0, seed=5, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["auto", "xla"])
-def engine(request: pytest.FixtureRequest) -> XlaBatchEngine:
-    from tests.conftest import tiny_checkpoint
+@pytest.fixture(scope="module")
+def by_xla() -> Iterator[XlaBatchEngine]:
+    """Stale values are harmful to this attention, and slots are cleared behind what is reused."""
+    config = replace(TINY_ENGINE, attention_backend="xla", prefill_lanes=(8,), key_buckets=(512,))
+    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+        yield engine
 
-    return XlaBatchEngine(tiny_checkpoint(), None, replace(CONFIG, attention_backend=request.param))
+
+@pytest.fixture(params=["tiny", "by_xla"])
+def engine(request: pytest.FixtureRequest) -> XlaBatchEngine:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, XlaBatchEngine)
+    return found
 
 
 def run(
@@ -149,7 +156,8 @@ def test_in_place_nothing_moves(engine: XlaBatchEngine, monkeypatch: pytest.Monk
 
 
 def test_off_means_off(make_engine: Callable[..., XlaBatchEngine]) -> None:
-    engine = make_engine(replace(CONFIG, enable_prefix_caching=False))
+    config = replace(TINY_ENGINE, enable_prefix_caching=False, prefill_lanes=(8,), preemption=False)
+    engine = make_engine(config)
     assert "copy_block" not in {report.name for report in engine.inventory_report()}
     run(engine, [STEM])
     assert run(engine, [STEM])[0].num_cached_tokens == 0
