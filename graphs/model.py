@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -20,12 +21,14 @@ from graphs.config import ModelConfig
 from graphs.delta_net import DeltaWeights
 from graphs.layers import centred, rms_norm
 from graphs.mixers import DeltaNet, RoutedMlp, ones, zeros
-from graphs.projection import Norm, Products
+from graphs.projection import FeatureMajor, Norm, Products
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
 # of a linear layer: (index, [N, projected features], its own weights) -> [N, inner features]
 Attend = Callable[[int, jax.Array, AttentionWeights | DeltaWeights], jax.Array]
 
+# What layers call the weights of `Products.linear` and `Products.gated`, where these are matrices.
+LINEAR = ("qkv", "output", "gate_up", "down", "router", "shared_gate_up", "shared_down", "projected")
 _XLA_ATTENTION = XlaAttention()
 
 
@@ -113,7 +116,7 @@ class Layer(nnx.Module):
         return self._added("output", attended, x, "post_attention_norm", products)
 
     def _added(
-        self, name: str, x: jax.Array, residual: jax.Array, norm: str, products: Products
+        self, name: str, x: jax.Array | FeatureMajor, residual: jax.Array, norm: str, products: Products
     ) -> jax.Array:
         """`residual` plus the product of the weight `name` with x, normed and scaled where the model does so."""
         weight, bias, post = self._own(name), self._own(f"{name}_bias"), self._norm(norm)
@@ -208,6 +211,12 @@ class ModelSpec:
         """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""
         self.check_names(weights)
         return [weights[name] for name in self.names]
+
+    def stored(self, name: str, leaf: np.ndarray) -> np.ndarray:
+        """The leaf `name` of a checkpoint in the order in which this model's products read it."""
+        if self.products is None or leaf.ndim != 2 or name.rsplit(".", 1)[-1] not in LINEAR:
+            return leaf
+        return self.products.pack(leaf)
 
     def check_names(self, weights: Mapping[str, Any]) -> None:
         """Raise KeyError unless `weights` has exactly the names of this model's leaves."""

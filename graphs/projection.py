@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from graphs.layers import rms_norm
@@ -29,17 +30,26 @@ class Norm(NamedTuple):
     eps: float
 
 
+class FeatureMajor(NamedTuple):
+    """Rows as `[F, N]`, between two products with the weights on the left.
+
+    Turned to `[N, F]` they would be copied, and XLA:CPU would take another product, with other bits for other N.
+    """
+
+    values: jax.Array
+
+
 class Products(Protocol):
     """The products of a decoder with what stands before and behind them.
 
-    x is `[N, D]`: float32, or what another product returned. A row's result is a function of that row, to the bit:
-    law 1 rests on it.
+    x is `[N, D]`, float32 or the weight's dtype, or what `gated` returned. What a row becomes is a function of that
+    row, to the bit: law 1 rests on it.
     """
 
     def linear(
         self,
         weight: jax.Array,
-        x: jax.Array,
+        x: jax.Array | FeatureMajor,
         *,
         norm: Norm | None = None,
         bias: jax.Array | None = None,
@@ -56,7 +66,7 @@ class Products(Protocol):
         norm: Norm | None = None,
         bias: jax.Array | None = None,
         activation: Activation = "silu",
-    ) -> jax.Array:
+    ) -> jax.Array | FeatureMajor:
         """`activation(gate) * up`, both linear in x, for a product of the weight's dtype: `[N, F]` (Shazeer 2020).
 
         `weight [2 F, D]` and `bias [2 F]` hold the gates first.
@@ -67,8 +77,12 @@ class Products(Protocol):
         """`residual` plus the weighted sum of what each row's experts make of `x [N, D]`: float32 `[N, D]`."""
         ...
 
+    def pack(self, weight: np.ndarray) -> np.ndarray:
+        """A layer's weight `[F, D]` as `linear` and `gated` want it, in an array of the same shape."""
+        ...
+
     def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
-        """`weight [V, D]` times the norm of x, vocabulary-major: float32 `[V, N]`."""
+        """`weight [V, D]`, not packed, times the norm of x, vocabulary-major: float32 `[V, N]`."""
         ...
 
 
@@ -81,13 +95,13 @@ class XlaProducts:
     def linear(
         self,
         weight: jax.Array,
-        x: jax.Array,
+        x: jax.Array | FeatureMajor,
         *,
         norm: Norm | None = None,
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        out = self._product(weight, normed(x, norm))
+        out = self._product(weight, x if isinstance(x, FeatureMajor) else normed(x, norm))
         # Without the barrier XLA swaps the operands to get rid of the transpose (findings/002).
         out = lax.optimization_barrier(out).T if self.weight_left else out
         return finished(out, bias, residual)
@@ -100,7 +114,7 @@ class XlaProducts:
         norm: Norm | None = None,
         bias: jax.Array | None = None,
         activation: Activation = "silu",
-    ) -> jax.Array:
+    ) -> jax.Array | FeatureMajor:
         both = self._product(weight, normed(x, norm))
         if not self.weight_left:
             return activated(both if bias is None else both + bias, activation).astype(weight.dtype)
@@ -109,16 +123,21 @@ class XlaProducts:
         both = both if bias is None else both + bias[:, None]
         flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
         hidden = (activate(flat[0], activation) * flat[1]).astype(weight.dtype)
-        return lax.optimization_barrier(hidden).reshape(-1, len(x)).T  # the next product sees through it
+        return FeatureMajor(lax.optimization_barrier(hidden).reshape(-1, len(x)))
 
     def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
         return blocked_experts(experts, x, routed, residual)
 
+    def pack(self, weight: np.ndarray) -> np.ndarray:
+        return weight
+
     def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
         return feature_major(weight, normed(x, norm))
 
-    def _product(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+    def _product(self, weight: jax.Array, x: jax.Array | FeatureMajor) -> jax.Array:
         """`[F, N]` where weights are the left operands, else `[N, F]`."""
+        if isinstance(x, FeatureMajor):
+            return _contract(weight, x.values, right_axis=0)
         return feature_major(weight, x) if self.weight_left else _contract(x.astype(weight.dtype), weight)
 
 
@@ -153,10 +172,14 @@ def activated(both: jax.Array, activation: Activation) -> jax.Array:
     return activate(gate, activation) * up
 
 
-def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
-    """`[M, K] x [N, K] -> [M, N]` in float32."""
+def _contract(left: jax.Array, right: jax.Array, right_axis: int = 1) -> jax.Array:
+    """Contract left's last axis with `right_axis` of right: `[M, K] x [N, K] -> [M, N]` in float32."""
     # HIGHEST only matters for float32 operands: it forbids TF32 on GPUs.
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
     return lax.dot_general(
-        left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        left,
+        right,
+        (((1,), (right_axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )

@@ -1,5 +1,8 @@
 """Products on the matrix tiles of a CPU, in bf16: one C++ call each, norm and residual included.
 
+The weights of layers are packed when they are loaded (`pack`), in the order in which tiles take them; the head's are
+not, because the embedding may be the same array.
+
 The library (`native/linear.cc`) is built and registered outside (`xla_engine.native`); a graph only names its targets.
 """
 
@@ -16,13 +19,9 @@ from jax.typing import DTypeLike
 from graphs.config import ModelConfig
 from graphs.moe import Experts, Route
 from graphs.moe_native import native_experts
-from graphs.projection import Activation, Norm, activated, finished
+from graphs.projection import Activation, FeatureMajor, Norm, activated, finished
 
-LINEAR, LINEAR_ADD, GATED_LINEAR = (
-    "xla_engine_linear",
-    "xla_engine_linear_add",
-    "xla_engine_gated_linear",
-)
+HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"
 _WHOLE = 32  # features of a tile
 
 
@@ -33,16 +32,19 @@ class NativeProducts:
     def linear(
         self,
         weight: jax.Array,
-        x: jax.Array,
+        x: jax.Array | FeatureMajor,
         *,
         norm: Norm | None = None,
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        if residual is None or bias is not None:
-            return finished(self._feature_major(weight, x, norm).T, bias, residual)
-        call = _call(LINEAR_ADD, residual.shape, jnp.float32)
-        return call(x, _weight(norm), weight, residual, eps=_eps(norm))
+        assert not isinstance(x, FeatureMajor)
+        if bias is not None:
+            return finished(self.linear(weight, x, norm=norm), bias, residual)
+        if weight.shape[0] % _WHOLE:  # not packed: a router of few experts
+            return finished(self._by_rows(weight, x, norm).T, None, residual)
+        call = _call(LINEAR, (x.shape[0], weight.shape[0]), jnp.float32)
+        return call(x, _weight(norm), weight, _or_nothing(residual), eps=_eps(norm))
 
     def gated(
         self,
@@ -62,17 +64,27 @@ class NativeProducts:
     def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
         return native_experts(experts, x, routed, residual)
 
-    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
-        return self._feature_major(weight, x, norm)
+    def pack(self, weight: np.ndarray) -> np.ndarray:
+        """In the order that `packed.h` describes, if it has whole blocks of features."""
+        if weight.shape[0] % _WHOLE:
+            return weight
+        words = weight.view(np.uint32)  # two neighbours of a row each
+        blocks = words.reshape(-1, 16, words.shape[1]).swapaxes(1, 2)  # [F / 16, K / 2, 16]
+        return np.ascontiguousarray(blocks).view(weight.dtype).reshape(weight.shape)
 
-    def _feature_major(self, weight: jax.Array, x: jax.Array, norm: Norm | None) -> jax.Array:
-        call = _call(LINEAR, (weight.shape[0], x.shape[0]), jnp.float32)
+    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
+        return self._by_rows(weight, x, norm)
+
+    def _by_rows(self, weight: jax.Array, x: jax.Array, norm: Norm | None) -> jax.Array:
+        """`weight [F, D]` as in the checkpoint times x, `[F, N]`."""
+        call = _call(HEAD, (weight.shape[0], x.shape[0]), jnp.float32)
         return call(x, _weight(norm), weight, eps=_eps(norm))
 
 
 def fits(config: ModelConfig, dtype: jnp.dtype) -> bool:
     """Whether the model's products are whole tiles of bf16."""
-    widths = [config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim]
+    heads = config.num_attention_heads * config.head_dim
+    widths = [config.hidden_size, config.intermediate_size, heads, config.qkv_features]
     if config.experts is not None:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
     if config.delta is not None:
@@ -81,7 +93,11 @@ def fits(config: ModelConfig, dtype: jnp.dtype) -> bool:
 
 
 def _weight(norm: Norm | None) -> jax.Array:
-    return jnp.zeros(0, jnp.float32) if norm is None else norm.weight
+    return _or_nothing(None if norm is None else norm.weight)
+
+
+def _or_nothing(array: jax.Array | None) -> jax.Array:
+    return jnp.zeros(0, jnp.float32) if array is None else array
 
 
 def _eps(norm: Norm | None) -> np.float32:

@@ -185,7 +185,7 @@ PIECES: dict[str, tuple[Form, tuple[object, ...]]] = {
     "softmax with sum_last (the code)": (softmax_in_order, ()),
     "jax.nn.softmax": (jax.nn.softmax, ()),
     "gated MLP, unit weights, silu over flat rows (the code)": (
-        WEIGHT_LEFT.gated,
+        lambda weight, x: WEIGHT_LEFT.gated(weight, x).values.T,
         (jnp.tile(unit, (2, 1)),),
     ),
     "the same, silu over [F, N]": (plain_gated, (jnp.tile(unit, (2, 1)),)),

@@ -80,7 +80,7 @@ def test_the_number_of_rows_changes_no_bit_of_the_gated_mlp() -> None:
 
     def by(count: int) -> np.ndarray:
         parts = np.split(x, len(x) // count)
-        return np.concatenate([np.asarray(gated(jnp.tile(unit, (2, 1)), part)) for part in parts])
+        return np.concatenate([np.asarray(gated(jnp.tile(unit, (2, 1)), part).values.T) for part in parts])
 
     expected = by(16)
     for count in (8, 12, 32):

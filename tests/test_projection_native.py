@@ -35,12 +35,15 @@ def layer(form: Products, x: Any) -> list[np.ndarray]:
     """Each product once, in the order of a layer: row-major results."""
     rng = np.random.default_rng(0)
 
-    def weight(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.2, jnp.bfloat16)
+    def drawn(*shape: int) -> np.ndarray:
+        return np.asarray(rng.standard_normal(shape, np.float32) * 0.2, jnp.bfloat16)
+
+    def weight(*shape: int) -> np.ndarray:
+        return form.pack(drawn(*shape))
 
     norm = Norm(jnp.asarray(rng.standard_normal(WIDTH, np.float32)), 1e-5)
-    bias = jnp.asarray(rng.standard_normal(144, np.float32))
-    qkv = form.linear(weight(144, WIDTH), x, norm=norm, bias=bias)
+    bias = jnp.asarray(rng.standard_normal(160, np.float32))
+    qkv = form.linear(weight(160, WIDTH), x, norm=norm, bias=bias)
     attended = jnp.tanh(qkv[:, :WIDTH])
     added = form.linear(weight(WIDTH, WIDTH), attended.astype(jnp.bfloat16), residual=x)
     plain = form.linear(weight(WIDTH, WIDTH), attended)
@@ -55,7 +58,7 @@ def layer(form: Products, x: Any) -> list[np.ndarray]:
             weight(2 * INNER, WIDTH), outs[-1], norm=norm, bias=gate_bias, activation=activation
         )
         outs.append(form.linear(weight(WIDTH, INNER), hidden, residual=outs[-1]))
-    return [*outs, form.head(weight(VOCABULARY, WIDTH), norm, outs[-1]).T]
+    return [*outs, form.head(drawn(VOCABULARY, WIDTH), norm, outs[-1]).T]
 
 
 def test_every_product_is_that_of_xla(products: NativeProducts) -> None:

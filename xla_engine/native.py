@@ -22,14 +22,14 @@ import jax
 import graphs
 from graphs.attention_native import TARGET
 from graphs.moe_native import EXPERTS
-from graphs.projection_native import GATED_LINEAR, LINEAR, LINEAR_ADD
+from graphs.projection_native import GATED_LINEAR, HEAD, LINEAR
 from xla_engine.config import compiler, native_cache_directory
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
 _ATTENTION = {TARGET: "XlaEngineAttend"}
 _PRODUCTS = {
     LINEAR: "XlaEngineLinear",
-    LINEAR_ADD: "XlaEngineLinearAdd",
+    HEAD: "XlaEngineHead",
     GATED_LINEAR: "XlaEngineGatedLinear",
     EXPERTS: "XlaEngineExperts",
 }

@@ -1,6 +1,8 @@
 // Linear layers of a bf16 decoder on matrix tiles, for XLA:CPU: each call is one product with what stands before and
-// behind it. See tiles.h.
+// behind it. The head's weights are rows as in the checkpoint (tiles.h), because the embedding may be the same array, and
+// its result is feature-major; those of the layers are packed (packed.h).
 
+#include "packed.h"
 #include "tiles.h"
 
 namespace xla_engine {
@@ -18,6 +20,15 @@ void Round(Vec values, BFloat16* to) {
   std::memcpy(to, &rounded, sizeof rounded);
 }
 
+struct Shape {
+  int64_t count, width, features;
+};
+
+ffi::Error Check(const Shape& shape) {
+  return shape.width % 32 || shape.features % 32 ? ffi::Error::InvalidArgument("features must come in multiples of 32")
+                                                 : ffi::Error::Success();
+}
+
 // The left side of a product: x [N, K] in bf16, or in float32 with the weight [K] of a norm before it, or none.
 struct Operand {
   const BFloat16* halves;  // or null
@@ -33,47 +44,53 @@ struct Operand {
         count(x.dimensions()[0]),
         width(x.dimensions()[1]) {}
 
-  // x / rms(x) * weight (Zhang and Sennrich 2019) of a row, rounded.
-  void Normalise(const float* x, BFloat16* to) const {
+  // What a row is multiplied by (Zhang and Sennrich 2019).
+  float Scale(const float* x) const {
+    if (!norm) return 1.0f;
     Vec squares = {};
     for (int64_t k = 0; k < width; k += kVector) squares += Load(x + k) * Load(x + k);
     const float mean = Reduce(squares, [](Vec a, Vec b) { return a + b; }) / static_cast<float>(width);
-    const float scale = 1.0f / std::sqrt(mean + eps);
-    for (int64_t k = 0; k < width; k += kVector) Round(Load(x + k) * scale * Load(norm + k), to + k);
+    return 1.0f / std::sqrt(mean + eps);
   }
 
-  // Fills the tiles of rows n .. n + rows.
-  void operator()(int64_t n, int64_t rows, uint32_t* tiles) const {
-    if (halves) return Interleave(halves + n * width, rows, width / 2, tiles);
-    thread_local std::vector<BFloat16> rounded;
-    rounded.resize(16 * width);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* x = floats + (n + r) * width;
-      BFloat16* to = rounded.data() + r * width;
-      if (norm) {
-        Normalise(x, to);
-      } else {
-        for (int64_t k = 0; k < width; k += kVector) Round(Load(x + k), to + k);
-      }
+  // Row n in bf16, 32 values at a time, each to where `place(k)` says.
+  template <typename Place>
+  void Write(int64_t n, const Place& place) const {
+    if (halves) {
+      for (int64_t k = 0; k < width; k += 32) std::memcpy(place(k), halves + n * width + k, 64);
+      return;
     }
-    Interleave(rounded.data(), rows, width / 2, tiles);
+    const float* x = floats + n * width;
+    const float scale = Scale(x);
+    for (int64_t k = 0; k < width; k += kVector) {
+      const Vec scaled = norm ? Load(x + k) * scale * Load(norm + k) : Load(x + k);
+      Round(scaled, place(k / 32 * 32) + k % 32);
+    }
+  }
+
+  // Fills the block of rows n .. n + rows of a packed product.
+  void operator()(int64_t n, int64_t rows, char* block) const {
+    auto* to = reinterpret_cast<BFloat16*>(block);
+    for (int64_t r = 0; r < rows; ++r) Write(n + r, [&](int64_t k) { return to + k * 16 + r * 32; });
   }
 };
 
-ffi::Error Check(int64_t width) {
-  return width % 32 ? ffi::Error::InvalidArgument("features must come in multiples of 32") : ffi::Error::Success();
-}
-
-// x [N, K], norm [K] or [0], weight [F, K] -> weight times norm(x), feature-major [F, N].
-ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, ffi::ResultBuffer<ffi::F32> out,
-                  float eps) {
+// weight [F, K] times norm(x), feature-major [F, N].
+ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, ffi::ResultBuffer<ffi::F32> out,
+                float eps) {
   const Operand operand(x, norm, eps);
   const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0];
-  if (auto error = Check(width); error.failure()) return error;
+  if (auto error = Check({count, width, 32}); error.failure()) return error;
   const BFloat16* from = Data(weight);
   float* to = out->typed_data();
   Product<BFloat16>(
-      pool, count, width, (features + kFeatures - 1) / kFeatures, operand,
+      pool, count, width, (features + kFeatures - 1) / kFeatures,
+      [&](int64_t n, int64_t rows, uint32_t* tiles) {
+        thread_local std::vector<BFloat16> rounded;
+        rounded.resize(16 * width);
+        for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
+        Interleave(rounded.data(), rows, width / 2, tiles);
+      },
       [&](int64_t task) {
         const BFloat16* upper = from + task * kFeatures * width;
         const int64_t left = std::min(kFeatures, features - task * kFeatures);
@@ -91,29 +108,32 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves we
   return ffi::Error::Success();
 }
 
-// residual [N, F] + weight [F, K] times norm(x), x [N, K], norm [K] or [0] -> [N, F].
-ffi::Error LinearAdd(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, Floats residual,
-                     ffi::ResultBuffer<ffi::F32> out, float eps) {
+// Two blocks of sixteen features of packed weights.
+struct Blocks {
+  const void *one, *other;
+};
+
+// residual [N, F] or [0] + packed weight [F, K] times norm(x), x [N, K], norm [K] or [0] -> [N, F].
+ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, Floats residual,
+                  ffi::ResultBuffer<ffi::F32> out, float eps) {
   const Operand operand(x, norm, eps);
-  const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0];
-  if (auto error = Check(width); error.failure()) return error;
-  if (auto error = Check(features); error.failure()) return error;
+  const Shape shape = {operand.count, operand.width, weight.dimensions()[0]};
+  if (auto error = Check(shape); error.failure()) return error;
   const BFloat16* from = Data(weight);
-  Product<BFloat16>(
-      pool, count, width, features / kFeatures, operand,
+  const float* before = residual.element_count() ? residual.typed_data() : nullptr;
+  PackedProduct<BFloat16>(
+      pool, shape.count, shape.width, shape.features / 32, operand,
       [&](int64_t task) {
-        const BFloat16* upper = from + task * kFeatures * width;
-        return Rows<BFloat16>{upper, upper + 16 * width, kFeatures, kFeatures * width};
+        const BFloat16* one = from + task * 32 * shape.width;
+        return Blocks{one, one + 16 * shape.width};
       },
-      [&](int64_t task, int64_t n, Columns columns) {
-        Turned turned;
-        for (int tile = 0; tile < (columns.second ? 4 : 2); ++tile) {
-          Take(tile, turned.sums, 64);
-          const int64_t row = n + tile / 2 * 16, rows = tile < 2 ? columns.first : columns.second;
-          for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = (row + r) * features + task * kFeatures + tile % 2 * 16;
-            Store(out->typed_data() + at, Load(residual.typed_data() + at) + turned.Row(r));
-          }
+      [&](int64_t task, int64_t n, int64_t rows, const Sums<float>& sums) {
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t at = (n + r) * shape.features + task * 32;
+          float* to = out->typed_data() + at;
+          const Vec one = Load(sums.one + r * 16), other = Load(sums.other + r * 16);
+          Store(to, before ? Load(before + at) + one : one);
+          Store(to + 16, before ? Load(before + at + 16) + other : other);
         }
       });
   return ffi::Error::Success();
@@ -133,30 +153,24 @@ Vec Gated(Vec gate, Vec up, bool gelu) {
   return gate * up * Logistic(z);
 }
 
-// x [N, K], norm [K] or [0], weight [2 F, K], gates first -> act(gate) * up of norm(x), [N, F].
+// x [N, K], norm [K] or [0], packed weight [2 F, K], gates first -> act(gate) * up of norm(x), [N, F].
 ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, ffi::ResultBuffer<ffi::BF16> out,
                        float eps, bool gelu) {
   const Operand operand(x, norm, eps);
-  const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0] / 2;
-  if (auto error = Check(width); error.failure()) return error;
-  if (auto error = Check(features); error.failure()) return error;
-  const BFloat16 *gates = Data(weight), *ups = gates + features * width;
+  const Shape shape = {operand.count, operand.width, weight.dimensions()[0] / 2};
+  if (auto error = Check(shape); error.failure()) return error;
+  const BFloat16 *gates = Data(weight), *ups = gates + shape.features * shape.width;
   auto* to = reinterpret_cast<BFloat16*>(out->untyped_data());
-  Product<BFloat16>(
-      pool, count, width, features / 16, operand,
+  PackedProduct<BFloat16>(
+      pool, shape.count, shape.width, shape.features / 16, operand,
       [&](int64_t task) {
-        const int64_t first = task * 16 * width;
-        return Rows<BFloat16>{gates + first, ups + first, kFeatures, 16 * width};
+        const int64_t first = task * 16 * shape.width;
+        return Blocks{gates + first, ups + first};
       },
-      [&](int64_t task, int64_t n, Columns columns) {
-        Turned gate, up;
-        for (int half = 0; half < (columns.second ? 2 : 1); ++half) {
-          Take(2 * half, gate.sums, 64);
-          Take(2 * half + 1, up.sums, 64);
-          const int64_t rows = half ? columns.second : columns.first;
-          for (int64_t r = 0; r < rows; ++r)
-            Round(Gated(gate.Row(r), up.Row(r), gelu), to + (n + half * 16 + r) * features + task * 16);
-        }
+      [&](int64_t task, int64_t n, int64_t rows, const Sums<float>& sums) {
+        for (int64_t r = 0; r < rows; ++r)
+          Round(Gated(Load(sums.one + r * 16), Load(sums.other + r * 16), gelu),
+                to + (n + r) * shape.features + task * 16);
       });
   return ffi::Error::Success();
 }
@@ -175,7 +189,7 @@ extern "C" bool XlaEngineTiles() {
 }
 
 #ifdef XLA_ENGINE_AMX
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -183,7 +197,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear,
                                   .Arg<Halves>()
                                   .Ret<Floats>()
                                   .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinearAdd, LinearAdd,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
