@@ -65,7 +65,7 @@ def rotates_one_further_after_a_chunk(
 ) -> Any:
     """Positions behind the first chunk are rotated as if they were one further."""
     chunk = FAULTY.chunk_size
-    late = jnp.concatenate([rope[:chunk], rope[chunk + 1 :], rope[-1:]])
+    late = jnp.concatenate([rope[:, :chunk], rope[:, chunk + 1 :], rope[:, -1:]], axis=1)
     return prefill.prefill_chunk(spec, key_length, head_rows, weights, late, *state, **named)
 
 
