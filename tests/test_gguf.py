@@ -162,6 +162,17 @@ def test_the_engine_gives_the_same_bits_from_a_gguf_file(embedded: XlaBatchEngin
     assert found == [results(embedded, prompt, params) for prompt in prompts]
 
 
+def test_a_chat_model_ends_at_the_end_of_a_turn_too(tmp_path: Path) -> None:
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_eos_token_id(1)
+        writer.add_eot_token_id(106)
+        writer.add_bos_token_id(2)
+
+    checkpoint = load_checkpoint(write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", tokenizer=fill))
+    assert checkpoint.eos_token_ids == (1, 106) and checkpoint.bos_token_id == 2
+
+
 def results(engine: XlaBatchEngine, prompt: str, params: SamplingParams) -> Any:
     engine.submit(prompt, params)
     (output,) = engine.drain()

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import xla_engine.memory as memory
 from tests.gguf_files import Kind, write_gguf
+from xla_engine.checkpoint import load_checkpoint
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine import XlaBatchEngine
@@ -40,6 +41,19 @@ def test_the_figures_are_those_of_the_engine(embedded: XlaBatchEngine) -> None:
         runner.platform["attention"],
         runner.platform["linear"],
     }
+
+
+@pytest.mark.parametrize("model", sorted((GOLDEN / "families").iterdir()), ids=lambda path: path.name)
+def test_every_family_is_told_from_its_files_alone(model: Path) -> None:
+    report = inspect_model(model, EngineConfig(max_num_seqs=8))
+    checkpoint = load_checkpoint(model)
+    assert report.ok, report.problems
+    assert report.memory is not None and report.layers is not None
+    assert report.memory["weights"] == checkpoint.weights.nbytes  # type: ignore[attr-defined]
+    assert sum(report.layers.values()) == checkpoint.config.num_hidden_layers
+    growing = checkpoint.config.num_hidden_layers - report.layers.get("linear_attention", 0)
+    width = checkpoint.config.num_key_value_heads * checkpoint.config.head_dim
+    assert 0 < report.memory["kv_bytes_per_token"] <= 8 * growing * 2 * width * 4  # layouts may pad heads
 
 
 def test_a_gguf_file_is_told_with_its_quantised_tensors(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+import xla_engine.progress as progress
 import xla_engine.tensor_files as tensor_files
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench.models import write_checkpoint
@@ -84,6 +86,25 @@ def test_progress_counts_the_bytes_of_the_weights() -> None:
     assert (
         list(done) == sorted(set(done)) and set(totals) == {done[-1]} and len(seen) == len(checkpoint.weights)
     )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_that_is_gone_when_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "BAR_SECONDS", 0)
+    screen = Terminal()
+    with progress.loading(screen) as show:
+        assert show is not None
+        show(10**9, 4 * 10**9)
+        show(4 * 10**9, 4 * 10**9)
+        shown = screen.getvalue()
+    assert "loading: " in shown and "1.00G/4.00G" in shown
+    assert shown.rstrip("\r").endswith(" ") and screen.getvalue() == shown  # wiped, once
+    with progress.loading(io.StringIO()) as silent:
+        assert silent is None
 
 
 MEASURE = """

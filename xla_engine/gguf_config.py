@@ -74,7 +74,6 @@ _FIELDS = {
     "{arch}.embedding_scale": "embedding_multiplier",
     "{arch}.residual_scale": "residual_multiplier",
     "{arch}.logit_scale": "logits_scaling",
-    "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.bos_token_id": "bos_token_id",
 }
 _ROPE = "{arch}.rope.scaling."
@@ -120,6 +119,10 @@ def config_fields(file: GgufFile) -> Fields:
         value = _uniform(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
+    ends = [
+        file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")
+    ]  # of text, turn, message
+    values["eos_token_id"] = [number for number in ends if number is not None]
     for word, tensor in {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}.items():
         if tensor in file.tensors:
             values[word] = True

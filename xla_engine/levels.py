@@ -20,6 +20,7 @@ from xla_engine.checkpoint import load_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
+from xla_engine.gguf_file import is_gguf
 from xla_engine.outputs import CompletionOutput
 from xla_engine.reference import Reference
 from xla_engine.sampling_params import SamplingParams
@@ -168,6 +169,10 @@ def against_transformers(
 
     Raises ConfigError when the worker cannot run.
     """
+    if is_gguf(engine.checkpoint.path):
+        raise ConfigError(
+            f"{engine.checkpoint.path}: transformers is compared on a Hugging Face directory; name the model's"
+        )
     checkpoint = load_checkpoint(engine.checkpoint.path, dtype="float32")
     config = replace(engine.config, dtype="float32")
     cases = [
