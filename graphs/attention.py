@@ -123,6 +123,17 @@ class Attention(Protocol):
         """
         ...
 
+    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are; `slot`, `block` i32 scalars."""
+        ...
+
+    def write_block(
+        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+    ) -> LayerCache:
+        """Put what `read_block` gave into any slot. The slot's positions from `length` on are nobody's: afterwards
+        stale NaN must be harmless in those of this block."""
+        ...
+
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout."""
         ...
@@ -142,3 +153,16 @@ def check_length(length: int, least: int = 16) -> None:
     if length != whole_blocks(length) and (KEY_BLOCK % length or length < least):
         sizes = [str(KEY_BLOCK >> shift) for shift in range(5) if KEY_BLOCK >> shift >= least]
         raise ValueError(f"block_size must be one of {', '.join(reversed(sizes))} here, not {length}")
+
+
+def read_positions(leaf: jax.Array, slot: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """`[KV, count, ...]` of a leaf `[B, KV, positions, ...]`, positions in whatever unit the layout has."""
+    zeros = (0,) * (leaf.ndim - 3)
+    sizes = (1, leaf.shape[1], count, *leaf.shape[3:])
+    return jax.lax.dynamic_slice(leaf, (slot, 0, start, *zeros), sizes)[0]
+
+
+def write_positions(leaf: jax.Array, slot: jax.Array, start: jax.Array, moved: jax.Array) -> jax.Array:
+    """The inverse of `read_positions`."""
+    zeros = (0,) * (leaf.ndim - 3)
+    return jax.lax.dynamic_update_slice(leaf, moved[None], (slot, 0, start, *zeros))

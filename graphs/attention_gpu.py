@@ -24,7 +24,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from graphs.attention import KEY_BLOCK, AttentionWeights, KVCache, LayerCache, check_length
+from graphs.attention import (
+    KEY_BLOCK,
+    AttentionWeights,
+    KVCache,
+    LayerCache,
+    check_length,
+    read_positions,
+    write_positions,
+)
 from graphs.config import AttentionForm, ModelConfig
 from graphs.layers import apply_rope, norm_heads, split_heads
 
@@ -124,6 +132,19 @@ class GpuAttention:
             weights.sinks,
         )
         return layer, out.reshape(lanes * width, -1)
+
+    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        return LayerCache(*(read_positions(leaf, slot, block * KEY_BLOCK, KEY_BLOCK) for leaf in layer))
+
+    def write_block(
+        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+    ) -> LayerCache:
+        return LayerCache(
+            *(
+                write_positions(leaf, slot, block * KEY_BLOCK, new)
+                for leaf, new in zip(layer, moved, strict=True)
+            )
+        )
 
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(layer.keys), np.asarray(layer.values)

@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import AttentionWeights, KVCache, LayerCache, check_length
+from graphs.attention import (
+    KEY_BLOCK,
+    AttentionWeights,
+    KVCache,
+    LayerCache,
+    check_length,
+    read_positions,
+    write_positions,
+)
 from graphs.config import AttentionForm, ModelConfig
 
 TARGET = "xla_engine_attend"
@@ -81,6 +89,26 @@ class NativeAttention:
     ) -> tuple[LayerCache, jax.Array]:
         attend = self._call(form, weights, block_tables, feature_major=False)
         return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
+
+    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        keys, values = self._tiles(layer)
+        return LayerCache(
+            read_positions(layer.keys, slot, block * keys, keys),
+            read_positions(layer.values, slot, block * values, values),
+        )
+
+    def write_block(
+        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+    ) -> LayerCache:
+        keys, values = self._tiles(layer)
+        return LayerCache(
+            write_positions(layer.keys, slot, block * keys, moved.keys),
+            write_positions(layer.values, slot, block * values, moved.values),
+        )
+
+    def _tiles(self, layer: LayerCache) -> tuple[int, int]:
+        """Tiles of keys and of values in a block."""
+        return KEY_BLOCK // _LANES, KEY_BLOCK // (_LANES * _pack(layer.keys.dtype))
 
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = np.asarray(layer.keys), np.asarray(layer.values)

@@ -135,6 +135,20 @@ class XlaAttention:
         by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
         return layer, by_token.reshape(lanes * width, -1)
 
+    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        return LayerCache(*(leaf[block, slot] for leaf in layer))
+
+    def write_block(
+        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+    ) -> LayerCache:
+        owned = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32) < length
+        return LayerCache(
+            *(
+                leaf.at[block, slot].set(jnp.where(owned[:, None], new, jnp.zeros((), new.dtype)))
+                for leaf, new in zip(layer, moved, strict=True)
+            )
+        )
+
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, block, Dh]
         shape = (*keys.shape[:2], -1, keys.shape[4])

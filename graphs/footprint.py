@@ -22,6 +22,20 @@ def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
     return tree_bytes(jax.eval_shape(lambda: make_cache(spec, rows, whole_blocks(length))))
 
 
+def keeps_every_position(spec: ModelSpec, length: int) -> bool:
+    """Whether every layer keeps keys and values of all positions of a slot, so that any prefix of one can be reused.
+
+    A window or a recurrent state forgets: it takes no more memory for twice the positions.
+    """
+
+    def layers(positions: int) -> list[int]:
+        cache = jax.eval_shape(lambda: make_cache(spec, 1, positions))
+        return [tree_bytes(layer) for layer in cache]
+
+    once = whole_blocks(length)
+    return [2 * size for size in layers(once)] == layers(2 * once)
+
+
 def rows_bytes(rows: int, stop_width: int, length: int) -> int:
     """Bytes of the row state of `rows` slots."""
     return tree_bytes(jax.eval_shape(lambda: make_rows(rows, stop_width, length)))

@@ -26,7 +26,9 @@ class Lanes:
     tokens: i32 `[P, T]`, padded.
     slot, start, count: i32 `[P]`: `tokens[p, :count]` are positions `start ..` of slot `slot`.
     is_last: bool `[P]`, the chunk completes its prompt: sample the first token and activate the row.
-    max_tokens, min_tokens: i32 `[P]`, stop_ids: i32 `[P, E]`, sampling: the request's; read where is_last.
+    prompt_length: i32 `[P]`, of the prompt itself: tokens from there on were generated and are prefilled again.
+    max_tokens, min_tokens: i32 `[P]`, tokens still to sample; stop_ids: i32 `[P, E]`, sampling: the request's. These
+        and prompt_length are read where is_last.
     """
 
     tokens: jax.Array
@@ -34,6 +36,7 @@ class Lanes:
     start: jax.Array
     count: jax.Array
     is_last: jax.Array
+    prompt_length: jax.Array
     max_tokens: jax.Array
     min_tokens: jax.Array
     stop_ids: jax.Array
@@ -99,7 +102,7 @@ def prefill_chunk(
         live=widen(lanes.is_last),
         slot=widen(lanes.slot),
         length=widen(length),
-        prompt_length=widen(length),
+        prompt_length=widen(lanes.prompt_length),
         min_remaining=widen(lanes.min_tokens),
         stop_ids=widen(lanes.stop_ids),
         history=rows.history,
@@ -149,7 +152,7 @@ def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
         remaining=put(rows.remaining, remaining_after(token, lanes.max_tokens, lanes.stop_ids)),
         min_remaining=put(rows.min_remaining, jnp.maximum(lanes.min_tokens - 1, 0)),
         stop_ids=put(rows.stop_ids, lanes.stop_ids),
-        prompt_length=put(rows.prompt_length, length),
+        prompt_length=put(rows.prompt_length, lanes.prompt_length),
         history=rows.history,
         sampling=jax.tree.map(put, rows.sampling, lanes.sampling),
     )

@@ -232,6 +232,8 @@ class Scheduler:
         """Forget what the slots hold: nothing is reused until it has been computed anew."""
         if self._cache is not None:
             self._cache.clear()
+            for index in range(len(self._slots)):
+                self._slots.revalue(index, 0)
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
@@ -515,7 +517,7 @@ class Scheduler:
         admitted = [
             state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
         ]
-        return snapshot.take(self._slots, self._waiting, admitted, self._counters())
+        return snapshot.take(self._slots, self._waiting, admitted, self.counters())
 
     def check(self) -> None:
         """Raise AssertionError on any broken invariant."""
@@ -526,14 +528,15 @@ class Scheduler:
             prefilling=self._prefilling,
             decoding=self._decoding,
             lockstep=self._lockstep,
-            counters=self._counters(),
+            counters=self.counters(),
             chunk_size=self.config.chunk_size,
             parked_tokens=self._parked_tokens,
         )
         if self._cache is not None:
             self._cache.check()
 
-    def _counters(self) -> Counters:
+    def counters(self) -> Counters:
+        """Totals since the start."""
         return Counters(
             steps_planned=self._next_step,
             steps_committed=self._committed,

@@ -111,6 +111,7 @@ class Prefill:
             start=np.arange(0, PROMPT, CHUNK, dtype=np.int32),
             count=np.full(LANES, CHUNK, np.int32),
             is_last=np.arange(LANES) == LANES - 1,
+            prompt_length=np.full(LANES, PROMPT, np.int32),
             max_tokens=np.full(LANES, 128, np.int32),
             min_tokens=np.zeros(LANES, np.int32),
             stop_ids=np.full((LANES, MAX_STOP_TOKEN_IDS), -1, np.int32),

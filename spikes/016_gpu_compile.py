@@ -94,6 +94,7 @@ def compiled(layers: int, attention: Attention, *, prefill: bool = False) -> tup
                 start=one,
                 count=one,
                 is_last=one > 0,
+                prompt_length=one,
                 max_tokens=one,
                 min_tokens=one,
                 stop_ids=jnp.zeros((LANES, 4), jnp.int32),

@@ -174,6 +174,7 @@ def prefill(scale: Scale) -> list[Table]:
                 start=jnp.full(lanes, start, jnp.int32),
                 count=jnp.full(lanes, tokens, jnp.int32),
                 is_last=jnp.ones(lanes, bool),
+                prompt_length=jnp.full(lanes, start + tokens, jnp.int32),
                 max_tokens=jnp.ones(lanes, jnp.int32),
                 min_tokens=jnp.zeros(lanes, jnp.int32),
                 stop_ids=rows.stop_ids,

@@ -23,7 +23,7 @@ TINY = ModelConfig(
     max_position_embeddings=512,
 )
 TINY_ENGINE = EngineConfig(
-    max_num_seqs=8, max_model_len=300, prefill_lanes=(2, 8), chunk_size=16, key_buckets=(48,)
+    max_num_seqs=8, max_model_len=300, prefill_lanes=(2, 8), chunk_size=16, key_buckets=(48,), block_size=16
 )
 
 

@@ -26,10 +26,11 @@ from xla_engine.timeline.trace_events import trace_events
 def log_path(tiny: XlaBatchEngine, tmp_path: Path) -> Path:
     """Twenty requests over eight slots, one aborted while it waits and one by a stop id."""
     path = tmp_path / "steps.jsonl"
+    tiny.reset_prefix_cache()
     with logging_steps(tiny, path):
         for index in range(20):
             params = SamplingParams(temperature=0, max_tokens=1 + index % 7 * 5, ignore_eos=True)
-            tiny.submit(list(range(1 + index * 13 % 90)), params, request_id=f"r{index}")
+            tiny.submit(list(range(index, index + 1 + index * 13 % 90)), params, request_id=f"r{index}")
         tiny.step()
         tiny.abort("r19")
         tiny.submit(

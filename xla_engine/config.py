@@ -51,6 +51,11 @@ class EngineConfig:
         cannot be drawn; a greedy row has no temperature and no truncation).
     generation_config: where sampling defaults come from for requests without parameters: "engine", `SamplingParams`'
         own, or "model", what the checkpoint's generation_config.json recommends.
+    enable_prefix_caching: prompts that begin as an earlier one did, of the same `cache_salt`, prefill only the rest;
+        where the model keeps no window or recurrent state, and never at the cost of a bit.
+    block_size: tokens of a page, the unit in which cached prefixes are found.
+    preemption: a request that is before another in line (by priority) takes its slot; the other goes on later.
+    swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     """
@@ -71,6 +76,10 @@ class EngineConfig:
     linear_backend: str = "auto"
     max_waiting: int | None = None
     priority_aging: int = 64
+    enable_prefix_caching: bool = True
+    block_size: int = 64
+    preemption: bool = True
+    swap_space: float = 4.0
     compile_cache: bool = True
     self_check: bool = True
 
@@ -84,6 +93,9 @@ class EngineConfig:
         _at_least("lag", self.lag, 0)
         _at_least("priority_aging", self.priority_aging, 1)
         _at_least("chunk_size", self.chunk_size, 8)
+        _at_least("block_size", self.block_size, 1)
+        if not 0 <= self.swap_space < 2**20:
+            raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space!r}")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.max_waiting is not None:

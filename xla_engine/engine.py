@@ -47,6 +47,10 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.self_check import SelfCheck, run_self_check
 from xla_engine.tokenizer import Tokenizer
 
+# A request of so many tokens at most is prefilled again when it was preempted, where that gives the same bits:
+# cheaper than a trip to the host (findings/023).
+RECOMPUTE_TOKENS = 64
+
 
 class XlaBatchEngine:
     """Continuous batching over one model.
@@ -95,15 +99,7 @@ class XlaBatchEngine:
         self.self_check: SelfCheck | None = None
         if self.config.self_check:
             self.self_check = run_self_check(self.runner, checkpoint.config.vocab_size)
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=self.config.num_slots,
-                chunk_size=self.config.chunk_size,
-                max_num_batched_tokens=self.config.token_budget,
-                max_waiting=self.config.max_waiting,
-                priority_aging=self.config.priority_aging,
-            )
-        )
+        self.scheduler = Scheduler(self._scheduler_config())
         self.admission = Admission(
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
@@ -122,6 +118,25 @@ class XlaBatchEngine:
         self._slot_steps_busy = 0
         self._decode_steps = 0
         self._closed: str | None = None
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        """What the scheduler may do, by the options and by what the self-check found to be exact."""
+        config, check = self.config, self.self_check
+        return SchedulerConfig(
+            max_num_seqs=config.num_slots,
+            chunk_size=config.chunk_size,
+            max_num_batched_tokens=config.token_budget,
+            max_waiting=config.max_waiting,
+            priority_aging=config.priority_aging,
+            enable_prefix_caching=config.enable_prefix_caching and self.runner.keeps_every_position,
+            block_size=config.block_size,
+            cache_key=self.checkpoint.fingerprint,
+            prefill_equals_decode=check is not None and check.prefill_equals_decode,
+            cut_invariant=check is not None and check.cut_invariant,
+            preemption=config.preemption,
+            swap_tokens=int(config.swap_space * 2**30) // max(self.runner.kv_bytes_per_token, 1),
+            recompute_tokens=RECOMPUTE_TOKENS,
+        )
 
     @classmethod
     def from_pretrained(
@@ -162,6 +177,7 @@ class XlaBatchEngine:
         priority: int = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
         inbox: Inbox | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
@@ -171,6 +187,8 @@ class XlaBatchEngine:
             anybody can be kept waiting by it.
         deadline_s: after so many seconds the request ends with reason "deadline" and what it has.
         queue_timeout_s: if it has no slot after so many seconds it ends with reason "queue_timeout".
+        cache_salt: its prefix is shared with requests of the same salt only, so that nobody can tell by the time of a
+            first token what others have asked.
         inbox: who reads its outputs; without one `step` returns them. Times are looked at once a turn.
 
         Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit) and changes nothing then;
@@ -209,6 +227,8 @@ class XlaBatchEngine:
                     max_tokens=params.max_tokens,
                     stop_token_ids=frozenset(stop_ids),
                     lockstep=masks[0] is not None and masks[0].lockstep,
+                    cache_salt=cache_salt,
+                    reads_prefix_cache=self._book.settings[name].params.prompt_logprobs is None,
                     priority=priority,
                     deadline=None if deadline_s is None else now + deadline_s,
                     queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
@@ -352,6 +372,10 @@ class XlaBatchEngine:
         self._faults.plan = None
         if self.on_step is not None:
             self.on_step(plan, None)
+        for request_id in plan.replays:
+            self._book[request_id].rewind()
+        for reuse in plan.reuses:
+            self._book[reuse.request_id].reuse(reuse.length)
         now = time.monotonic()
         for request_id in plan.admitted:
             self._book[request_id].admit(now)
@@ -398,6 +422,7 @@ class XlaBatchEngine:
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """The terminal result of a request that the scheduler has ended."""
         self._book.end(request_id, reason, time.monotonic(), error)
+        self.runner.discard(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)
 
@@ -477,6 +502,7 @@ class XlaBatchEngine:
 
     def stats(self) -> EngineStats:
         """Counters since start-up; does not touch the device."""
+        counters = self.scheduler.counters()
         return EngineStats(
             steps=self._steps,
             prefill_calls=self.runner.prefill_calls,
@@ -484,6 +510,8 @@ class XlaBatchEngine:
             generation_tokens=self._generation_tokens,
             finished={str(reason): count for reason, count in self._book.finished.items()},
             recoveries=self._faults.count,
+            cached_tokens=counters.cached_tokens,
+            preemptions=counters.preemptions,
             slot_steps_busy=self._slot_steps_busy,
             slot_steps_total=self._decode_steps * self.config.num_slots,
             compiles_warmup=self.runner.compiles.before,
@@ -496,6 +524,18 @@ class XlaBatchEngine:
     def last_fault(self) -> str | None:
         """The latest step that failed, in words."""
         return self._faults.last
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the slots hold: prompts are computed whole again until they have been seen anew."""
+        self.scheduler.reset_prefix_cache()
+
+    def blank(self) -> None:
+        """Cache, row state and all that is known of them as at start-up: what runs next repeats to the bit.
+
+        The engine must be idle.
+        """
+        self.reset_prefix_cache()
+        self.runner.blank()
 
     def inventory_report(self) -> list[GraphReport]:
         """One line per executable."""

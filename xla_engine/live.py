@@ -50,6 +50,7 @@ class LiveRequest:
         self.inbox = inbox
         self.reader: LiveRequest | Fanout = self  # what a reader finds in the inbox
         self.faults = 0
+        self._num_cached_tokens = 0
         self._admitted_time: float | None = None
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
@@ -93,6 +94,11 @@ class LiveRequest:
     def admit(self, now: float) -> None:
         """It got a slot, for the first time or again."""
         self._admitted_time = self._admitted_time or now
+
+    def reuse(self, tokens: int) -> None:
+        """So many tokens were found in the prefix cache. Not news of a request that goes on after a preemption."""
+        if not self._token_ids:
+            self._num_cached_tokens = tokens
 
     def rewind(self) -> None:
         """The request runs again from its beginning; what it has stays, and must come again."""
@@ -194,5 +200,6 @@ class LiveRequest:
                 token_times=tuple(self._token_times),
             ),
             error=self._error,
+            num_cached_tokens=self._num_cached_tokens,
             prompt_logprobs=(None if self._params.prompt_logprobs is None else tuple(self._prompt_logprobs)),
         )

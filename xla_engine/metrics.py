@@ -13,6 +13,7 @@ class EngineStats:
     steps: turns that dispatched device work.   prefill_calls: prefill programs run.
     prompt_tokens, generation_tokens: tokens prefilled and tokens credited to requests.
     finished: terminal results by finish reason.   recoveries: faults after which the live requests were run again.
+    cached_tokens: tokens that were not prefilled, as a slot held them.   preemptions: slots taken away.
     slot_steps_busy, slot_steps_total: rows scheduled in decode steps, and rows there were.
     compiles_warmup, compiles_after_warmup: XLA compilations of the whole process before and since the engine was
         ready; the engine itself cannot compile once it is.
@@ -25,6 +26,8 @@ class EngineStats:
     generation_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     recoveries: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     slot_steps_busy: int = 0
     slot_steps_total: int = 0
     compiles_warmup: int = 0

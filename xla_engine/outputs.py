@@ -67,6 +67,7 @@ class RequestOutput:
 
     prompt_logprobs: when `SamplingParams.prompt_logprobs` is given, per prompt token the token itself and the n most
         likely ones by id; None for the first token, which nothing predicts. Shorter while the prompt is read.
+    num_cached_tokens: prompt tokens that were not computed, as an earlier prompt began with them.
     """
 
     request_id: str
@@ -77,3 +78,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    num_cached_tokens: int = 0

@@ -19,14 +19,16 @@ def make_lanes(
     """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt."""
     # Any: the records are declared for the arrays a graph sees.
     tokens: Any = np.zeros((lanes, chunk_size), np.int32)
-    slot, start, count, max_tokens, min_tokens = cast(Any, np.zeros((5, lanes), np.int32))
+    slot, start, count, prompt_length, max_tokens, min_tokens = cast(Any, np.zeros((6, lanes), np.int32))
     is_last: Any = np.zeros(lanes, np.bool_)
     stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
     for lane, chunk in enumerate(chunks):
         tokens[lane, : len(chunk.tokens)] = chunk.tokens
         slot[lane], start[lane], count[lane] = chunk.slot.index, chunk.start, len(chunk.tokens)
     for lane, row in last.items():
-        is_last[lane], max_tokens[lane], min_tokens[lane] = True, row.max_tokens, row.min_tokens
+        done = chunks[lane].generated
+        is_last[lane], prompt_length[lane] = True, start[lane] + count[lane] - done
+        max_tokens[lane], min_tokens[lane] = row.max_tokens - done, max(row.min_tokens - done, 0)
         stop_ids[lane, : len(row.stop_token_ids)] = row.stop_token_ids
     return Lanes(
         tokens=tokens,
@@ -34,6 +36,7 @@ def make_lanes(
         start=start,
         count=count,
         is_last=is_last,
+        prompt_length=prompt_length,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop_ids=stop_ids,

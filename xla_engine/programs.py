@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,11 @@ from graphs.model import ModelSpec
 from graphs.prefill import prefill_chunk
 from graphs.prompt_logprobs import prompt_logprobs
 from graphs.rows import Rows, Tables
+from graphs.slots import copy_block, read_block, write_block
 from xla_engine.config import EngineConfig
 from xla_engine.prefill_call import make_lanes
+
+COPY, READ, WRITE = "copy_block", "read_block", "write_block"
 
 
 def make_programs(
@@ -67,7 +70,25 @@ def make_programs(
                 arguments=(state[0], hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
             )
         )
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    held = state[2:]
+    if config.enable_prefix_caching:
+        programs.append(_on_slots(COPY, copy_block, spec, (*held, *[scalar] * 4)))
+    if config.preemption:
+        read = _on_slots(READ, read_block, spec, (*held, *[scalar] * 2), donate=())
+        moved = jax.eval_shape(read.function, *read.arguments)
+        programs += [read, _on_slots(WRITE, write_block, spec, (*held, *[scalar] * 3, *moved))]
     return programs
+
+
+def _on_slots(
+    name: str,
+    function: Callable[..., Any],
+    spec: ModelSpec,
+    arguments: tuple[Any, ...],
+    donate: tuple[int, ...] = (0, 1),
+) -> Program:
+    return Program(name=name, function=functools.partial(function, spec), arguments=arguments, donate=donate)
 
 
 def decode_name(key_length: int) -> str:

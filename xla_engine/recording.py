@@ -118,9 +118,13 @@ def record_schedule(
     blank: bool = False,
     on_action: Callable[[Action, bool], None] | None = None,
 ) -> tuple[dict[str, CompletionOutput], Record]:
-    """`run_schedule`, and the record of it. `blank` clears cache and row state before."""
+    """`run_schedule`, and the record of it. `blank` clears cache and row state before.
+
+    What the slots are known to hold is forgotten in any case, so that the plans repeat.
+    """
+    engine.reset_prefix_cache()
     if blank:
-        engine.runner.blank()
+        engine.blank()
     recorder = Recorder(engine, schedule)
     results = recorder.run(on_action=on_action)
     directory = engine.checkpoint.path

@@ -141,7 +141,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     if not force:
         check_identity(engine, record)
     faults = engine.stats().recoveries
-    engine.runner.blank()
+    engine.blank()
     check = _Check(engine, record)
     with contextlib.suppress(_Stop):
         results = check.run(on_turn=check.stop_at_difference)

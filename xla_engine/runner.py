@@ -20,10 +20,12 @@ from graphs.attention import KVCache
 from graphs.cache import make_cache
 from graphs.config import ModelConfig
 from graphs.delta_net import DeltaState
+from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
 from graphs.model import ModelSpec
 from graphs.rope import rope_tables
 from graphs.rows import Rows, Tables, make_rows
+from graphs.slots import num_blocks
 from scheduler import Chunk, Plan, Row, StepResult
 from xla_engine import memory
 from xla_engine.backends import choose_attention, choose_products
@@ -42,6 +44,7 @@ from xla_engine.programs import decode_name, make_programs, prefill_name, prompt
 from xla_engine.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.sizing import sized
+from xla_engine.slot_moves import SlotMoves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,11 @@ class Runner:
         self._lengths = np.zeros(config.device_rows, np.int64)
         self._scheduled: _Rows | None = None
         self._inventory = Inventory()
+        self._moves = SlotMoves(
+            self._inventory,
+            num_blocks(self.buckets[-1]),
+            stale_is_harmless=attention.bounded_by_length,
+        )
         began = time.perf_counter()
         programs = make_programs(
             self._spec,
@@ -115,10 +123,12 @@ class Runner:
     # -- the two verbs of the loop ----------------------------------------------------------------------------
 
     def start(self, plan: Plan, settings: Mapping[str, RowSettings]) -> InFlight:
-        """Dispatch a plan: its prefill calls in order, then one decode step. Blocks on nothing.
+        """Dispatch a plan: what it moves, its prefill calls in order, then one decode step. Blocks on nothing.
 
-        `settings` is read for requests whose prompt completes in this plan, and for rows that join the decode step.
+        `settings` is read for requests whose prompt completes in this plan or that come back, and for rows that join
+        the decode step.
         """
+        self._start_moves(plan, settings)
         first = tuple(self._start_prefill(chunks, settings) for chunks in self._calls(plan.chunks))
         decode = self._start_decode(plan.decode, settings) if plan.decode else None
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
@@ -129,8 +139,14 @@ class Runner:
         return InFlight(plan=plan, first=first, decode=decode)
 
     def wait(self, step: InFlight) -> StepResult:
-        """Fetch the samples of a started step."""
+        """Fetch the samples of a started step, and what it parked."""
+        for swap in step.plan.parks:
+            self._moves.settle(swap.request_id)
         return fetch_samples(step)
+
+    def discard(self, request_id: str) -> None:
+        """The request is over: nothing of it need be kept."""
+        self._moves.discard(request_id)
 
     def prompt_scores(self, step: InFlight) -> list[PromptScores]:
         """Fetch the log-probabilities of prompt tokens that a started step computed."""
@@ -141,6 +157,7 @@ class Runner:
         self._rows = self._idle_rows()
         self._lengths[:] = 0
         self._scheduled = None
+        self._moves.clear()
         self.prefill_calls = 0
 
     def rebuild(self) -> None:
@@ -164,6 +181,21 @@ class Runner:
     def weights_bytes(self) -> int:
         """Bytes of the weights on the device."""
         return sum(leaf.nbytes for leaf in self._weights)
+
+    @property
+    def keeps_every_position(self) -> bool:
+        """Whether what a slot holds can be reused from its beginning to anywhere."""
+        return keeps_every_position(self._spec, self.context_length)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one position of a slot takes on the device."""
+        return memory.kv_bytes_per_token(self._spec)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests whose state is on the host."""
+        return len(self._moves)
 
     @property
     def cache_bytes(self) -> int:
@@ -214,9 +246,10 @@ class Runner:
             leaf.delete()
         self._weights, self._cache = [], []
         self._scheduled = None
+        self._moves.clear()
         self._inventory.clear()
 
-    # -- running programs ---------------------------------------------------------------------------------------------
+    # -- running programs -------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
         """Run every program once with nothing to do: nothing is live, so no state changes."""
@@ -231,6 +264,11 @@ class Runner:
         for bucket in self.buckets:
             nobody = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
             jax.block_until_ready(self._run(decode_name(bucket), nobody))
+        self._cache, self._rows = self._moves.warm_up(
+            (self._cache, self._rows),
+            copies=self.config.enable_prefix_caching,
+            swaps=self.config.preemption,
+        )
 
     def _run(self, name: str, work: Any) -> tuple[jax.Array, ...]:
         """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them."""
@@ -261,6 +299,25 @@ class Runner:
     def _empty_cache(self) -> KVCache:
         return make_cache(self._spec, self.config.device_rows, self.buckets[-1])
 
+    # -- moves ------------------------------------------------------------------------------------------------
+
+    def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
+        for swap in plan.parks:
+            self._moves.park((self._cache, self._rows), swap)
+        for swap in plan.resumes:
+            self._cache, self._rows = self._moves.resume((self._cache, self._rows), swap)
+            self._lengths[swap.slot.index] = swap.length
+            self._fill_tables(swap.slot.index, settings[swap.request_id])
+        for reuse in plan.reuses:
+            self._cache, self._rows = self._moves.reuse((self._cache, self._rows), reuse)
+
+    def _fill_tables(self, slot: int, row: RowSettings) -> None:
+        """What a request brings that is too wide for the row state."""
+        if row.params.logit_bias:
+            self._host_tables.set_bias(slot, row.params.logit_bias)
+        if row.mask is not None:
+            self._host_tables.set_mask(slot, row.mask.words)
+
     # -- prefill ----------------------------------------------------------------------------------------------
 
     def _calls(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
@@ -274,10 +331,7 @@ class Runner:
         name = prefill_name(lanes, _smallest(self.bucket_choices, max(ends)))
         last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
         for lane, row in last.items():
-            if row.params.logit_bias:
-                self._host_tables.set_bias(chunks[lane].slot.index, row.params.logit_bias)
-            if row.mask is not None:
-                self._host_tables.set_mask(chunks[lane].slot.index, row.mask.words)
+            self._fill_tables(chunks[lane].slot.index, row)
         samples, top, hidden = self._run(
             name, jax.device_put(make_lanes(chunks, last, lanes, self.config.chunk_size))
         )

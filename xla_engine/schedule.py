@@ -124,7 +124,8 @@ def draw_schedule(cases: Sequence[Case], seed: int | str, *, lag: int) -> Schedu
 
 
 def run_alone(engine: XlaBatchEngine, case: Case) -> CompletionOutput:
-    """The reference run: the request by itself through the same executables."""
+    """The reference run: the request by itself through the same executables, and nothing of it known from before."""
+    engine.reset_prefix_cache()
     engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
     (output,) = engine.drain()
     return output.outputs[0]

@@ -16,7 +16,7 @@ import random
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphs.attention import KEY_BLOCK
 from scheduler import Chunk, Plan, Row, Sample, Slot
@@ -45,6 +45,8 @@ class SelfCheck:
     lane_invariant, bucket_invariant: and the same through every prefill lane count, and every key bucket.
     prefill_equals_decode: tokens sampled by decode have the bits they have when the prefix before them is prefilled.
         Level B, for information: no request depends on it.
+    cut_invariant: a prompt's last token has the same bits in a chunk of its own. Otherwise its whole chunk runs again
+        when all of a prompt is cached.
     differences: what differed, in words, the first difference of each comparison.
     seconds: what the check took.
     """
@@ -53,6 +55,7 @@ class SelfCheck:
     lane_invariant: bool
     bucket_invariant: bool
     prefill_equals_decode: bool
+    cut_invariant: bool
     differences: tuple[str, ...]
     seconds: float
 
@@ -82,7 +85,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck:
     lane_choices, bucket_choices = runner.lane_choices, runner.bucket_choices
     probes = [_Probe(runner, vocab_size, size) for size in bucket_choices]
     try:
-        rows, lanes, buckets, prefill = _compare(probes, lane_choices)
+        rows, lanes, buckets, prefill, cuts = _compare(probes, lane_choices)
     finally:
         runner.lane_choices, runner.bucket_choices = lane_choices, bucket_choices
     runner.reset()
@@ -95,7 +98,8 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck:
         lane_invariant=not lanes,
         bucket_invariant=not buckets,
         prefill_equals_decode=not prefill,
-        differences=rows + lanes + buckets + prefill,
+        cut_invariant=not cuts,
+        differences=rows + lanes + buckets + prefill + cuts,
         seconds=time.perf_counter() - began,
     )
     _warn(check, lane_choices, bucket_choices)
@@ -116,7 +120,7 @@ def _warn(check: SelfCheck, lane_choices: tuple[int, ...], bucket_choices: tuple
 
 
 def _compare(probes: Sequence[_Probe], lane_choices: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
-    """Differences between rows, between lane counts, between key buckets, between prefill and decode.
+    """Differences between rows, between lane counts, between key buckets, between prefill and decode, between cuts.
 
     `probes` are those of the key buckets, ascending. The longest comes first, as long as no slot holds anything.
     """
@@ -126,6 +130,10 @@ def _compare(probes: Sequence[_Probe], lane_choices: tuple[int, ...]) -> Iterato
     prefill = [
         f"by prefill against decode: {difference}"
         for difference in _difference([*alone[:1], *longest.by_prefill(most, alone)], alone)
+    ]
+    cuts = [
+        f"the last token in a chunk of its own: {difference}"
+        for difference in _difference(longest.last_token_alone(most), alone)
     ]
     rows: list[str] = []
     lanes: list[str] = []
@@ -152,7 +160,7 @@ def _compare(probes: Sequence[_Probe], lane_choices: tuple[int, ...]) -> Iterato
             for count in fewer
             for difference in _difference(probe.between_neighbours(count), samples[-1])
         ]
-    return (tuple(found) for found in (rows, lanes, buckets, prefill))
+    return (tuple(found) for found in (rows, lanes, buckets, prefill, cuts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +168,14 @@ class _Prompt:
     """A prompt in a slot, and what the device is told about it.
 
     Run are the first chunk and those from position `tail` on; the keys between are whatever the slot holds.
+    last_alone: the last token is a chunk of its own.
     """
 
     slot: int
     tokens: tuple[int, ...]
     tail: int
     settings: RowSettings
+    last_alone: bool = False
 
 
 class _Probe:
@@ -223,6 +233,11 @@ class _Probe:
         prompts = [self._in_slot(slot, sampled[: slot + 1], samples=1) for slot in range(len(sampled))]
         return [first for (first,) in self._run(lanes, self.bucket, prompts)]
 
+    def last_token_alone(self, lanes: int) -> list[Sample]:
+        """The first sample, by a chunk of the last token alone."""
+        (samples,) = self._run(lanes, self.bucket, [replace(self._in_slot(0, samples=1), last_alone=True)])
+        return samples
+
     def _in_slot(self, slot: int, forced: tuple[int, ...] = (), *, samples: int | None = None) -> _Prompt:
         """The probe, with samples of its own `forced` behind it."""
         settings = RowSettings(
@@ -263,14 +278,17 @@ class _Probe:
         return samples
 
     def _chunks(self, prompt: _Prompt) -> Iterator[Chunk]:
-        size = self._runner.config.chunk_size
-        for start in (*range(0, min(size, prompt.tail), size), *range(prompt.tail, len(prompt.tokens), size)):
+        size, end = self._runner.config.chunk_size, len(prompt.tokens)
+        cut = end - 1 if prompt.last_alone else end
+        starts = (*range(0, min(size, prompt.tail), size), *range(prompt.tail, cut, size))
+        for start in (*starts, *([cut] if cut < end else [])):
+            stop = min(start + size, end if start == cut else cut)
             yield Chunk(
                 slot=_slot(prompt),
                 request_id=str(prompt.slot),
                 start=start,
-                tokens=prompt.tokens[start : start + size],
-                is_last=start + size >= len(prompt.tokens),
+                tokens=prompt.tokens[start:stop],
+                is_last=stop == end,
             )
 
 

@@ -137,7 +137,7 @@ class Trials:
     def alone(self, case: Case) -> Trace:
         """The case run by itself on a blank engine."""
         if case not in self._alone:
-            self._engine.runner.blank()
+            self._engine.blank()
             self._alone[case] = trace(run_alone(self._engine, case))
         return self._alone[case]
 
@@ -153,7 +153,7 @@ class Trials:
         self.runs += 1
         if self._progress is not None:
             self._progress(f"{self.what}: {len(schedule.cases) + len(schedule.neighbours)} requests")
-        self._engine.runner.blank()
+        self._engine.blank()
         results = run_schedule(self._engine, schedule)
         return any(
             self.alone(case).first_difference(trace(results[case.request_id])) is not None

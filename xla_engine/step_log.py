@@ -177,7 +177,11 @@ class StepLogWriter:
 
 @contextlib.contextmanager
 def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
-    """Write everything an idle engine does inside the block to `path`. Raises OSError."""
+    """Write everything an idle engine does inside the block to `path`. Raises OSError.
+
+    The log begins with slots that are not known to hold anything, so that it says all that its plans follow from.
+    """
+    engine.reset_prefix_cache()
     with open(path, "w", encoding="utf-8") as file:
         writer = StepLogWriter(
             file,

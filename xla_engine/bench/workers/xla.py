@@ -72,7 +72,12 @@ class Engine:
     def load(
         self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
-        config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype)
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            enable_prefix_caching=False,  # prompts come again in the next round, and are to be computed again
+        )
         self._engine = XlaBatchEngine(load_checkpoint(model, dtype=dtype), None, config)
         self._runner = TimedRunner(self._engine.runner)
         self._engine.runner = cast(Runner, self._runner)

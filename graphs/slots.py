@@ -1,0 +1,87 @@
+"""Moving what a slot holds: to another slot, to the host and back. Bytes move as they are, a block of keys at a time.
+
+A layer's keys and values are moved by the backend that laid them out. Anything else a layer keeps per slot (a
+recurrent state) has the slot as its leading axis and moves whole with every block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from graphs.attention import KEY_BLOCK, KVCache, LayerCache
+from graphs.model import ModelSpec
+from graphs.rows import Rows
+
+Blocks = list[Any]  # one pytree per layer
+Row = Rows  # without the leading axis
+
+
+def copy_block(
+    spec: ModelSpec,
+    cache: KVCache,
+    rows: Rows,
+    source: jax.Array,
+    target: jax.Array,
+    block: jax.Array,
+    length: jax.Array,
+) -> tuple[KVCache, Rows]:
+    """Give slot `target` the block of `source` and its token history; all scalars i32.
+
+    Positions from `length` on are nobody's: stale NaN must be harmless there afterwards.
+    """
+    moved = _write(spec, cache, target, block, _read(spec, cache, source, block), length)
+    return moved, _with_history(rows, target, rows.history[source])
+
+
+def read_block(
+    spec: ModelSpec, cache: KVCache, rows: Rows, slot: jax.Array, block: jax.Array
+) -> tuple[Blocks, Row]:
+    """A block of a slot, and the slot's row state."""
+    return _read(spec, cache, slot, block), jax.tree.map(lambda leaf: leaf[slot], rows)
+
+
+def write_block(
+    spec: ModelSpec,
+    cache: KVCache,
+    rows: Rows,
+    slot: jax.Array,
+    block: jax.Array,
+    length: jax.Array,
+    blocks: Blocks,
+    row: Row,
+) -> tuple[KVCache, Rows]:
+    """The inverse of `read_block`, into any slot; `length` as in `copy_block`."""
+    put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), rows, row)
+    return _write(spec, cache, slot, block, blocks, length), put
+
+
+def num_blocks(length: int) -> int:
+    """Blocks that hold `length` positions."""
+    return -(-length // KEY_BLOCK)
+
+
+def _read(spec: ModelSpec, cache: KVCache, slot: jax.Array, block: jax.Array) -> Blocks:
+    return [
+        spec.attention.read_block(layer, slot, block)
+        if isinstance(layer, LayerCache)
+        else jax.tree.map(lambda leaf: leaf[slot], layer)
+        for layer in cache
+    ]
+
+
+def _write(
+    spec: ModelSpec, cache: KVCache, slot: jax.Array, block: jax.Array, blocks: Blocks, length: jax.Array
+) -> KVCache:
+    return [
+        spec.attention.write_block(layer, slot, block, moved, length)
+        if isinstance(layer, LayerCache)
+        else jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), layer, moved)
+        for layer, moved in zip(cache, blocks, strict=True)
+    ]
+
+
+def _with_history(rows: Rows, slot: jax.Array, history: jax.Array) -> Rows:
+    return dataclasses.replace(rows, history=rows.history.at[slot].set(history))
