@@ -191,6 +191,13 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim and its rotary part must be even, not {self.head_dim} and {self.rotary_dim}"
             )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.rope_type == "longrope":
+            counts = {len(scaling.short_factor), len(scaling.long_factor)}
+            if counts != {self.rotary_dim // 2}:
+                raise ValueError(
+                    f"short_factor and long_factor must have {self.rotary_dim // 2} numbers each"
+                )
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types must name {self.num_hidden_layers} layers, not {len(self.layer_types)}"

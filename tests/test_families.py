@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +79,59 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(
         np.testing.assert_allclose(found, golden["logits"][index], rtol=0, atol=LOGIT_BOUND)
     report = verify(engine, requests=10, schedules=1, seed=3, lags=(1,))
     assert report.ok, "\n".join(report.lines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["native", "xla"])
+@pytest.mark.parametrize("name", QUICK)
+def test_every_backend_keeps_the_law_in_bfloat16(name: str, attention: str) -> None:
+    """Level A under random schedules, behind the start-up check."""
+    config = replace(CONFIG, attention_backend=attention, prefill_lanes=(2, 8), self_check=True)
+    with XlaBatchEngine(load_checkpoint(GOLDEN / name), None, config) as engine:
+        report = verify(engine, requests=40, schedules=2, seed=4, lags=(0, 1))
+        assert report.ok, "\n".join(report.lines())
+        assert report.compiles_after_warmup == 0
+
+
+@pytest.mark.slow
+def test_pure_jax_attention_gives_the_tokens_of_transformers(name: str) -> None:
+    golden = np.load(GOLDEN / name / "golden.npz")
+    config = replace(CONFIG, attention_backend="xla")
+    with XlaBatchEngine(load_checkpoint(GOLDEN / name, dtype="float32"), None, config) as engine:
+        for prompt, expected in zip(golden["prompts"], golden["tokens"].tolist(), strict=True):
+            params = SamplingParams(temperature=0, max_tokens=len(expected), ignore_eos=True)
+            engine.submit(prompt[prompt >= 0].tolist(), params)
+            (output,) = engine.drain()
+            assert list(output.outputs[0].token_ids) == expected
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_it(name: str, tmp_path: Path) -> None:
+    """`run` in a process of its own, prompts as token ids: the stop ids of the files end a text."""
+    golden = np.load(GOLDEN / name / "golden.npz")
+    lines = [{"prompt": row[row >= 0].tolist(), "max_tokens": 48} for row in golden["prompts"]]
+    asked = tmp_path / "in.jsonl"
+    asked.write_text("\n".join(json.dumps(line | {"temperature": 0}) for line in lines))
+    command = [sys.executable, "-m", "xla_engine", "run", str(asked), "-o", str(tmp_path / "out.jsonl")]
+    options = [
+        "--model",
+        str(GOLDEN / name),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(LENGTH),
+        "--ordered",
+    ]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    eos = load_checkpoint(GOLDEN / name).eos_token_ids
+    for line, expected in zip(
+        (tmp_path / "out.jsonl").read_text().splitlines(), golden["tokens"], strict=True
+    ):
+        ends = [at for at, token in enumerate(expected) if token in eos]
+        body = json.loads(line)["response"]["body"]
+        assert body["usage"]["completion_tokens"] == (ends[0] + 1 if ends else 48)
+        assert body["choices"][0]["finish_reason"] == ("stop" if ends else "length")
 
 
 def test_every_architecture_has_a_golden_file() -> None:

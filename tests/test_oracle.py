@@ -33,6 +33,22 @@ def test_tiny_goldens_are_rederived(script: SimpleNamespace, name: str) -> None:
     assert committed["gaps"].min() > 10 * LOGIT_BOUND, "near-ties prove little; take another seed"
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in (HERE / "golden" / "families").iterdir()))
+def test_goldens_of_families_are_rederived(name: str) -> None:
+    import torch
+    import transformers
+
+    families = runpy.run_path(str(HERE / "make_golden_families.py"))
+    directory = HERE / "golden" / "families" / name
+    committed = np.load(directory / "golden.npz")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert type(model).__name__ == families["CASES"][name][0]
+    assert_same(families["golden"](model.eval(), int(committed["seed"])), committed)
+    assert committed["gaps"].min() > 10 * LOGIT_BOUND, "near-ties prove little; take another seed"
+
+
 def test_embedded_goldens_are_rederived(script: SimpleNamespace) -> None:
     committed = np.load(HERE / "golden" / "embedded" / "golden.npz")
     derived = script.embedded_golden(HERE.parent / "xla_engine" / "embedded")

@@ -29,24 +29,19 @@ def sliding(fields: Fields, slides: Callable[[int], bool]) -> dict[str, Any]:
 
     Without a window every layer is full.
     """
-    if not fields.given("sliding_window"):
-        types = fields.values.get("layer_types")
-        if types is not None and not isinstance(types, list):
-            fields.fail("layer_types", "must be a list. Correct the file")
-        if SLIDING in (types or []):
-            fields.fail(
-                "layer_types", "names sliding layers, but there is no sliding_window. Correct the file"
-            )
-        return {}
     count = layer_count(fields)
     types = fields.values.get("layer_types")
+    windowed = fields.given("sliding_window")
     if types is None:
-        types = [SLIDING if slides(index) else FULL for index in range(count)]
+        types = [SLIDING if windowed and slides(index) else FULL for index in range(count)]
     if (
         not isinstance(types, list)
         or len(types) != count
-        or any(kind not in (FULL, SLIDING) for kind in types)
+        or any(each not in (FULL, SLIDING) for each in types)
     ):
         fields.fail("layer_types", f'must be {count} times "{FULL}" or "{SLIDING}". Correct the file')
-    window = fields.integer("sliding_window", high=_LARGEST)
-    return {"layer_types": tuple(types), "sliding_window": window} if SLIDING in types else {}
+    if SLIDING not in types:
+        return {}
+    if not windowed:
+        fields.fail("sliding_window", "must be given: layer_types names sliding layers. Correct the file")
+    return {"layer_types": tuple(types), "sliding_window": fields.integer("sliding_window", high=_LARGEST)}

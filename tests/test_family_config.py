@@ -1,0 +1,300 @@
+"""Families as data: config.json fields as published checkpoints have them, and the tensors that follow from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from graphs.config import ModelConfig, Rope, RopeScaling
+from graphs.layers import apply_rope
+from graphs.model import parameter_shapes
+from graphs.rope import inverse_frequencies, rope_tables, rotary_order
+from tests.conftest import TINY
+from xla_engine.checkpoint_config import read_model, read_special_tokens
+from xla_engine.errors import CheckpointError
+from xla_engine.families import FAMILIES, tensor_sources
+
+Write = Callable[..., Path]
+SLIDES, FULL = "sliding_attention", "full_attention"
+
+
+def config(architecture: str, *sizes: int, **fields: Any) -> dict[str, Any]:
+    """sizes: hidden, MLP, layers, query heads, key heads, vocabulary, positions."""
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+    )
+    family = FAMILIES[architecture]
+    known = {"architectures": [architecture], "model_type": family.model_type}
+    return known | dict(zip(names, sizes, strict=True)) | fields
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+# name -> (fields, what the reader makes of them)
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama-2-7B": (
+        config("LlamaForCausalLM", 4096, 11008, 32, 32, 32, 32000, 4096, pretraining_tp=1, rms_norm_eps=1e-5),
+        {"head_dim": 128, "rope_theta": 1e4, "qkv_bias": False},
+    ),
+    "Mistral-7B-v0.1": (
+        config("MistralForCausalLM", 4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096),
+        {"sliding_window": 4096, "layer_types": (SLIDES,) * 32},
+    ),
+    "Mistral-7B-v0.3": (
+        config(
+            "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32768, 32768, sliding_window=None, rope_theta=1e6
+        ),
+        {"sliding_window": None, "layer_types": (), "rope_theta": 1e6},
+    ),
+    "Qwen2.5-7B": (
+        config("Qwen2ForCausalLM", 3584, 18944, 28, 28, 4, 152064, 32768, rope_theta=1e6)
+        | {
+            "use_sliding_window": False,
+            "sliding_window": 131072,
+            "max_window_layers": 28,
+            "rope_scaling": YARN,
+        },
+        {"qkv_bias": True, "output_bias": False, "sliding_window": None, "max_position_embeddings": 131072},
+    ),
+    "Qwen3-0.6B": (
+        config("Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 151936, 40960, head_dim=128, rope_theta=1000000)
+        | {"attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+        | {"max_window_layers": 28, "tie_word_embeddings": True, "hidden_act": "silu"},
+        {"qk_norm": "head", "head_dim": 128, "tie_word_embeddings": True, "qkv_bias": False},
+    ),
+    "SmolLM3-3B": (
+        config("SmolLM3ForCausalLM", 2048, 11008, 36, 16, 4, 128256, 65536, rope_theta=5e6, pretraining_tp=2)
+        | {"no_rope_layers": [1, 1, 1, 0] * 9, "use_sliding_window": False, "sliding_window": None}
+        | {"layer_types": [FULL] * 36, "mlp_bias": False, "attention_bias": False},
+        {"no_rope_layers": tuple(range(3, 36, 4)), "tie_word_embeddings": True},
+    ),
+    "gemma-2-2b": (
+        config("Gemma2ForCausalLM", 2304, 9216, 26, 8, 4, 256000, 8192, head_dim=256, sliding_window=4096)
+        | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
+        | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {
+            **{
+                "layer_types": (SLIDES, FULL) * 13,
+                "post_norm": True,
+                "pre_norm": True,
+                "embedding_multiplier": 48.0,
+            },
+            **{
+                "attention_multiplier": 1 / 16,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            **{"tie_word_embeddings": True, "hidden_act": "gelu_tanh", "qk_norm": None},
+        },
+    ),
+    "gemma-3-1b": (
+        config("Gemma3ForCausalLM", 1152, 6912, 26, 4, 1, 262144, 32768, head_dim=256, sliding_window=512)
+        | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window_pattern": 6,
+        }
+        | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": False},
+        {
+            **{"layer_types": ((SLIDES,) * 5 + (FULL,)) * 4 + (SLIDES,) * 2, "qk_norm": "head"},
+            **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "attn_logit_softcapping": None},
+        },
+    ),
+    "Phi-3-mini-4k": (
+        config("Phi3ForCausalLM", 3072, 8192, 32, 32, 32, 32064, 4096, sliding_window=2047, rope_scaling=None)
+        | {"original_max_position_embeddings": 4096, "attention_bias": False},
+        {"sliding_window": 2047, "layer_types": (SLIDES,) * 32, "rope_scaling": None},
+    ),
+    "Phi-4-mini": (
+        config("Phi3ForCausalLM", 3072, 8192, 32, 24, 8, 200064, 131072, sliding_window=262144)
+        | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096, "rope_scaling": LONG}
+        | {"tie_word_embeddings": True},
+        {"partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+    ),
+    "OLMo-2-7B": (
+        config(
+            "Olmo2ForCausalLM", 4096, 11008, 32, 32, 32, 100352, 4096, rope_theta=500000, rms_norm_eps=1e-6
+        ),
+        {"pre_norm": False, "post_norm": True, "qk_norm": "all", "rope_theta": 5e5},
+    ),
+    "granite-3.1-2b": (
+        config("GraniteForCausalLM", 2048, 8192, 40, 32, 8, 49155, 131072, rope_theta=5e6, mlp_bias=False)
+        | {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+        | {"logits_scaling": 8.0, "tie_word_embeddings": True, "attention_bias": False},
+        {
+            **{"attention_multiplier": 1 / 64, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+            "logit_scale": 0.125,
+        },
+    ),
+    "c4ai-command-r-v01": (
+        config(
+            "CohereForCausalLM", 8192, 22528, 40, 64, 64, 256000, 8192, layer_norm_eps=1e-5, rope_theta=8e6
+        )
+        | {"logit_scale": 0.0625, "use_qk_norm": False, "attention_bias": False},
+        {
+            **{"layer_norm": True, "use_parallel_residual": True, "rope_interleaved": True},
+            **{"logit_scale": 0.0625, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+        },
+    ),
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_understood(write: Write, name: str) -> None:
+    fields, expected = PUBLISHED[name]
+    model, family = read_model(write(fields))
+    assert {key: getattr(model, key) for key in expected} == expected
+    names = [source.name for stacked in tensor_sources(model, family).values() for source in stacked]
+    assert len(set(names)) == len(names) and "model.embed_tokens.weight" in names
+    assert ("lm_head.weight" in names) == (not model.tie_word_embeddings)
+
+
+def test_longrope_and_yarn_numbers_are_those_of_their_papers(write: Write) -> None:
+    long = read_model(write(PUBLISHED["Phi-4-mini"][0]))[0].rope_scaling
+    assert long is not None and long.long_factor == (2.0,) * 48
+    assert long.attention_factor == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+    yarn = read_model(write(PUBLISHED["Qwen2.5-7B"][0]))[0].rope_scaling
+    assert yarn is not None and yarn.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("Qwen3-0.6B", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "Qwen3ForCausalLM"]),
+        ("Qwen3-0.6B", {"layer_types": [FULL]}, ["layer_types"]),
+        ("Qwen2.5-7B", {"use_mrope": True}, ["use_mrope"]),
+        ("Mistral-7B-v0.1", {"sliding_window": 0}, ["sliding_window"]),
+        ("Mistral-7B-v0.1", {"attention_bias": True}, ["attention_bias"]),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, ["no_rope_layers"]),
+        ("gemma-2-2b", {"hidden_activation": "relu"}, ["hidden_activation"]),
+        ("gemma-2-2b", {"layer_types": [SLIDES] * 26, "sliding_window": None}, ["sliding_window"]),
+        ("gemma-3-1b", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("Phi-4-mini", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor"]),
+        ("Phi-4-mini", {"rope_scaling": LONG | {"short_factor": []}}, ["short_factor"]),
+        ("Phi-4-mini", {"rope_scaling": LONG | {"long_factor": [1.0] * 7}}, ["long_factor", "48"]),
+        ("c4ai-command-r-v01", {"use_qk_norm": True}, ["use_qk_norm"]),
+        ("granite-3.1-2b", {"residual_multiplier": -1}, ["residual_multiplier"]),
+    ],
+)
+def test_what_a_family_does_not_know_is_refused_by_name(
+    write: Write, name: str, fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_model(write(PUBLISHED[name][0] | fields))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "eos"),
+    [
+        ("Llama-2-7B", {"eos_token_id": [10, 20, 30]}, (10, 20, 30)),
+        ("Qwen3-0.6B", {"eos_token_id": [151645, 151643], "pad_token_id": 151643}, (151645, 151643)),
+        ("gemma-3-1b", {"eos_token_id": [1, 106], "bos_token_id": 2}, (1, 106)),
+        ("Phi-4-mini", {"eos_token_id": [200020, 199999]}, (200020, 199999)),
+        ("OLMo-2-7B", {"eos_token_id": 100257}, (100257,)),
+    ],
+)
+def test_every_id_that_ends_a_text_is_known(
+    write: Write, name: str, generation: dict[str, Any], eos: tuple[int, ...]
+) -> None:
+    directory = write(PUBLISHED[name][0] | {"eos_token_id": 5}, generation)
+    assert read_special_tokens(directory, read_model(directory)[0]).eos_token_ids == eos
+
+
+# -- rotary embedding ----------------------------------------------------------------------------------------------
+
+
+def changed(**fields: Any) -> ModelConfig:
+    names = (name for name in ModelConfig.__slots__)
+    return ModelConfig(**{**{name: getattr(TINY, name) for name in names}, **fields})
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rows_in_rotary_order_turn_as_the_checkpoint_means(interleaved: bool, part: float) -> None:
+    """Scores of rotated and reordered heads are those of the checkpoint's own pairs, rotated in its own order."""
+    model = changed(rope_interleaved=interleaved, partial_rotary_factor=part)
+    order, turned = rotary_order(model), model.rotary_dim
+    assert sorted(order) == list(range(model.head_dim))
+    q, k = np.random.default_rng(0).standard_normal((2, 40, 1, model.head_dim)).astype(np.float32)
+    (table,) = rope_tables(model, 40)
+    ours = [np.asarray(apply_rope(jnp.asarray(x[..., order]), jnp.asarray(table)))[:, 0] for x in (q, k)]
+    angles = np.arange(40)[:, None] * inverse_frequencies(Rope(1e4, None), turned, 40)
+
+    def theirs(x: np.ndarray) -> np.ndarray:
+        if interleaved:
+            pairs = x[..., 0:turned:2] + 1j * x[..., 1:turned:2]
+        else:
+            pairs = x[..., : turned // 2] + 1j * x[..., turned // 2 : turned]
+        pairs = pairs[:, 0] * np.exp(1j * angles)
+        return np.concatenate([pairs.real, pairs.imag, x[:, 0, turned:]], axis=1)
+
+    np.testing.assert_allclose(ours[0] @ ours[1].T, theirs(q) @ theirs(k).T, atol=1e-4)
+
+
+def test_tables_are_one_per_distinct_rotation() -> None:
+    layers = (SLIDES, FULL, SLIDES, FULL)
+    local = changed(num_hidden_layers=4, layer_types=layers, sliding_window=8, rope_local_base_freq=100.0)
+    assert [local.rope_index(index) for index in range(4)] == [0, 1, 0, 1]
+    still = changed(num_hidden_layers=4, no_rope_layers=(1, 3))
+    table = rope_tables(still, 20)
+    assert table.shape == (2, 20, 2, TINY.head_dim // 2)
+    assert (table[1, :, 0] == 1).all() and not table[1, :, 1].any()
+    assert len(rope_tables(changed(), 20)) == 1
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_scalings_look_at_the_longest_request_and_never_at_a_table(kind: str) -> None:
+    scaling = RopeScaling(
+        rope_type=kind,
+        original_max_position_embeddings=64,
+        factor=4.0,
+        short_factor=(1.0,) * 8,
+        long_factor=(3.0,) * 8,
+    )
+    model = changed(rope_scaling=scaling)
+    whole = rope_tables(model, 128)
+    np.testing.assert_array_equal(rope_tables(model, 32, context_length=128), whole[:, :32])
+    assert not np.array_equal(rope_tables(model, 32), whole[:, :32])
+
+
+def test_a_window_over_the_whole_context_is_none() -> None:
+    model = changed(layer_types=(SLIDES, FULL), sliding_window=100)
+    assert model.within(101).attention(0).window == 100
+    assert model.within(100).attention(0).window is None
+    assert model.attention(1).window is None
+
+
+def test_flags_decide_which_parameters_a_layer_has() -> None:
+    plain = {name.split(".", 2)[2] for name in parameter_shapes(TINY) if name.startswith("layers.0")}
+    assert plain == {"input_norm", "qkv", "output", "pre_feedforward_norm", "gate_up", "down"}
+    odd = changed(
+        qkv_bias=True, qk_norm="all", attention_sinks=True, pre_norm=False, post_norm=True, mlp_bias=True
+    )
+    shapes = {name[9:]: shape for name, shape in parameter_shapes(odd).items() if name.startswith("layers.0")}
+    assert shapes.keys() - plain == {
+        *("qkv_bias", "q_norm", "k_norm", "sinks", "post_attention_norm", "post_feedforward_norm"),
+        *("gate_up_bias", "down_bias"),
+    }
+    assert plain - shapes.keys() == {"input_norm", "pre_feedforward_norm"}
+    assert shapes["q_norm"] == (96,) and shapes["k_norm"] == (48,) and shapes["sinks"] == (6,)
