@@ -67,6 +67,8 @@ class Attention(Protocol):
     def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
         """A zeroed cache of `rows` slots of `length` positions, whole blocks, for a model that computes in `dtype`.
 
+        A layer with a window may be a ring (`kept_positions`): position p lies at `p % capacity`, and what a slot held
+        before its window is gone.
         A pool of pages is a cache as well, of `rows` pages of `length` positions: 16, 32, 64, 128 or 256. ValueError
         where a backend's tiles need longer pages.
         """
@@ -124,7 +126,10 @@ class Attention(Protocol):
         ...
 
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are; `slot`, `block` i32 scalars."""
+        """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are; `slot`, `block` i32 scalars.
+
+        Of a ring what lies in their place. All blocks of a slot, written again in order, are the slot again.
+        """
         ...
 
     def write_block(
@@ -146,6 +151,14 @@ class Attention(Protocol):
 def whole_blocks(length: int) -> int:
     """`length` rounded up to whole key blocks."""
     return -(-length // KEY_BLOCK) * KEY_BLOCK
+
+
+def kept_positions(form: AttentionForm, length: int, call_positions: int | None) -> int:
+    """Positions that a layer keeps of slots of `length`: whole blocks with room for the window of a call's first query
+    beside all that the call writes, `call_positions` at most to one slot. None: keep all."""
+    if form.window is None or call_positions is None:
+        return length
+    return min(length, whole_blocks(form.window + call_positions))
 
 
 def check_length(length: int, least: int = 16) -> None:

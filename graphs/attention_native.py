@@ -23,6 +23,7 @@ from graphs.attention import (
     KVCache,
     LayerCache,
     check_length,
+    kept_positions,
     read_positions,
     write_positions,
 )
@@ -34,9 +35,13 @@ _LANES = 16  # keys, and dimensions, side by side in a tile
 
 @dataclass(frozen=True, slots=True)
 class NativeAttention:
-    """See `graphs.attention.Attention`; the layout of the cache is described in `attention_cache.h`."""
+    """See `graphs.attention.Attention`; the layout of the cache is described in `attention_cache.h`.
+
+    call_positions: see `kept_positions`.
+    """
 
     target: str = TARGET
+    call_positions: int | None = None
     name = "native"
     bounded_by_length = True
 
@@ -44,12 +49,13 @@ class NativeAttention:
         pack, width = _pack(dtype), _width(config.head_dim, dtype)
         check_length(length, least=_LANES * pack)
         heads = (rows, config.num_key_value_heads)
-        keys = (*heads, length // _LANES, width // pack, _LANES, pack)
-        values = (*heads, length // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
-        return [
-            LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
-            for _ in range(config.num_hidden_layers)
-        ]
+        cache: KVCache = []
+        for index in range(config.num_hidden_layers):
+            kept = kept_positions(config.attention(index), length, self.call_positions)
+            keys = (*heads, kept // _LANES, width // pack, _LANES, pack)
+            values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
+            cache.append(LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)))
+        return cache
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
         return layer  # stale values are never read
@@ -91,24 +97,25 @@ class NativeAttention:
         return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
 
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        keys, values = self._tiles(layer)
+        keys, values, own = self._tiles(layer, block)
         return LayerCache(
-            read_positions(layer.keys, slot, block * keys, keys),
-            read_positions(layer.values, slot, block * values, values),
+            read_positions(layer.keys, slot, own * keys, keys),
+            read_positions(layer.values, slot, own * values, values),
         )
 
     def write_block(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        keys, values = self._tiles(layer)
+        keys, values, own = self._tiles(layer, block)
         return LayerCache(
-            write_positions(layer.keys, slot, block * keys, moved.keys),
-            write_positions(layer.values, slot, block * values, moved.values),
+            write_positions(layer.keys, slot, own * keys, moved.keys),
+            write_positions(layer.values, slot, own * values, moved.values),
         )
 
-    def _tiles(self, layer: LayerCache) -> tuple[int, int]:
-        """Tiles of keys and of values in a block."""
-        return KEY_BLOCK // _LANES, KEY_BLOCK // (_LANES * _pack(layer.keys.dtype))
+    def _tiles(self, layer: LayerCache, block: jax.Array) -> tuple[int, int, jax.Array]:
+        """Tiles of keys and of values in a block, and where a block lies: rings go round."""
+        keys = KEY_BLOCK // _LANES
+        return keys, keys // _pack(layer.keys.dtype), block % (layer.keys.shape[2] // keys)
 
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = np.asarray(layer.keys), np.asarray(layer.values)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import KEY_BLOCK, AttentionWeights, KVCache, LayerCache, check_length
+from graphs.attention import KEY_BLOCK, AttentionWeights, KVCache, LayerCache, check_length, kept_positions
 from graphs.config import AttentionForm, ModelConfig
 from graphs.layers import apply_rope, norm_heads, split_heads
 from graphs.sums import sum_last
@@ -28,21 +28,26 @@ from graphs.sums import sum_last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XlaAttention:
-    """See `graphs.attention.Attention`. `cache_dtype` is what keys and values are stored in; None: as computed."""
+    """See `graphs.attention.Attention`.
+
+    cache_dtype: what keys and values are stored in; None: as computed. call_positions: see `kept_positions`.
+    """
 
     cache_dtype: jnp.dtype | None = None
+    call_positions: int | None = None
     name = "xla"
     bounded_by_length = False
 
     def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
         check_length(length)
         block = min(length, KEY_BLOCK)
-        shape = (length // block, rows, config.num_key_value_heads, block, config.head_dim)
         stored = self.cache_dtype or dtype
-        return [
-            LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
-            for _ in range(config.num_hidden_layers)
-        ]
+        cache: KVCache = []
+        for index in range(config.num_hidden_layers):
+            kept = kept_positions(config.attention(index), length, self.call_positions)
+            shape = (kept // block, rows, config.num_key_value_heads, block, config.head_dim)
+            cache.append(LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored)))
+        return cache
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
         blocks, rows, *shape = layer.values.shape
@@ -79,7 +84,8 @@ class XlaAttention:
             keys, values = (leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer)
         else:
             keys, values = _from_pages(layer, block_tables, length, key_length)
-        visible = _visible(length[:, None], key_length, form.window)  # [B, 1, S]
+        capacity = None if block_tables is not None else len(layer.keys) * KEY_BLOCK
+        visible = _visible(length[:, None], keys, form.window, capacity)  # [B, 1, S]
         grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
         sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1)
         out = _attention(grouped, keys, values, visible, form, sinks, keys_left=True)
@@ -119,7 +125,8 @@ class XlaAttention:
             keys, values = (leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer)
         else:
             keys, values = _from_pages(layer, block_tables[slot], start + count - 1, key_length)
-        visible = _visible(position, key_length, form.window)  # [P, T, S]
+        capacity = None if block_tables is not None else len(layer.keys) * KEY_BLOCK
+        visible = _visible(position, keys, form.window, capacity)  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
         sinks = None if weights.sinks is None else jnp.tile(weights.sinks.reshape(kv_heads, -1), width)
@@ -136,18 +143,22 @@ class XlaAttention:
         return layer, by_token.reshape(lanes * width, -1)
 
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        return LayerCache(*(leaf[block, slot] for leaf in layer))
+        return LayerCache(*(leaf[block % len(leaf), slot] for leaf in layer))
 
     def write_block(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        owned = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32) < length
-        return LayerCache(
-            *(
-                leaf.at[block, slot].set(jnp.where(owned[:, None], new, jnp.zeros((), new.dtype)))
-                for leaf, new in zip(layer, moved, strict=True)
+        position = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+        own, round_again = block % len(layer.keys), block >= len(layer.keys)  # of a ring, which is full then
+        owned = (position < length) | round_again
+
+        def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            new = jnp.where(owned[:, None], new, jnp.zeros((), new.dtype))
+            return leaf.at[own, slot].set(
+                jnp.where(round_again & (position[0] >= length), leaf[own, slot], new)
             )
-        )
+
+        return LayerCache(*(write(leaf, new) for leaf, new in zip(layer, moved, strict=True)))
 
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, block, Dh]
@@ -179,10 +190,17 @@ def _from_pages(
     return gather(pool.keys), jnp.where(inside[:, :, None, :, None], gather(pool.values), 0)
 
 
-def _visible(position: jax.Array, key_length: int, window: int | None) -> jax.Array:
-    """Which keys the queries at `position [N, R]` see: `[N, R, S]`."""
-    keys, last = jnp.arange(key_length, dtype=jnp.int32), position[:, :, None]
-    return keys <= last if window is None else (keys <= last) & (keys > last - window)
+def _visible(position: jax.Array, keys: jax.Array, window: int | None, capacity: int | None) -> jax.Array:
+    """Which of `keys [J, N, KV, block, Dh]` the queries at `position [N, R]` see: `[N, R, S]`.
+
+    A slot of `capacity` positions may be a ring: a query sees what was written less than a window before its own key.
+    What has been written since lies further back, going round. None: pages, which do not repeat.
+    """
+    last, key = position[:, :, None], jnp.arange(keys.shape[0] * KEY_BLOCK, dtype=jnp.int32)
+    if window is None:
+        return key <= last
+    age = last - key if capacity is None else (last - key) % capacity
+    return (age >= 0) & (age < jnp.minimum(window, last + 1))
 
 
 def _attention(
@@ -251,8 +269,8 @@ def _scatter(
     tables: jax.Array | None,
 ) -> jax.Array:
     """Set `position` of `slot` to `new [..., KV, Dh]` where wanted."""
-    rows, size = cache.shape[1], cache.shape[3]
-    block, row = (position // size, slot) if tables is None else (0, tables[slot, position // size])
+    blocks, rows, _, size, _ = cache.shape
+    block, row = (position // size % blocks, slot) if tables is None else (0, tables[slot, position // size])
     # What is not wanted goes out of bounds; indices stay unique as the scatter promises.
     beyond = rows + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
     at = cache.at[block, jnp.where(wanted, row, beyond), :, position % size]

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.attention import Attention, AttentionWeights, LayerCache
+from graphs.attention import KEY_BLOCK, Attention, AttentionWeights, LayerCache
 from graphs.attention_gpu import GpuAttention
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
-from graphs.config import AttentionForm
+from graphs.config import FULL, SLIDING, AttentionForm
 from graphs.model import ModelSpec
 from graphs.rope import rope_tables
 from tests.conftest import TINY, TINY_ENGINE
@@ -50,6 +50,7 @@ class Case:
         self.form = self.features.form(self.head_dim)
         self.weights = self.features.weights(self.heads, self.head_dim, draw)
         self.tables: np.ndarray | None = None
+        self.key_length = POSITIONS
         shape = (4, self.kv_heads, POSITIONS, self.head_dim)
         self.cache = tuple(
             np.asarray(jnp.asarray(draw.standard_normal(shape, np.float32), dtype)) for _ in range(2)
@@ -69,7 +70,7 @@ class Case:
         """Cache `[B, KV, S, Dh]` and result `[B, H Dh]` of a decode call; `changes` replace attributes."""
         own = {**vars(self), **changes}
         layer, out = _decode(backend, self.dtype, self.form, _stored(backend, own["cache"]), own["qkv"], self.rope,
-                             self.weights, own["length"], own["live"], own["tables"])  # fmt: skip
+                             self.weights, own["length"], own["live"], own["tables"], own["key_length"])  # fmt: skip
         return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32)
 
     def prefill(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
@@ -77,7 +78,8 @@ class Case:
         own = {**vars(self), **changes}
         chunks = own["chunks"]
         layer, out = _prefill(backend, self.dtype, self.form, _stored(backend, own["cache"]), chunks, self.rope,
-                              self.weights, own["slot"], own["start"], own["count"], own["tables"])  # fmt: skip
+                              self.weights, own["slot"], own["start"], own["count"], own["tables"],
+                              own["key_length"])  # fmt: skip
         return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32).reshape(
             *chunks.shape[:2], -1
         )
@@ -143,26 +145,26 @@ class Features:
         return AttentionWeights(*norms, draw.uniform(-1, 5, heads).astype(np.float32) if self.sinks else None)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 10))
 def _decode(
     backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, qkv: Any, rope: Any, weights: Any,
-    length: Any, live: Any, tables: Any,
+    length: Any, live: Any, tables: Any, key_length: int,
 ) -> Any:  # fmt: skip
     return backend.attend_decode(
         layer, qkv, form=form, weights=weights, rope=rope[length], length=length, live=live,
-        key_length=POSITIONS, compute_dtype=dtype, block_tables=tables,
+        key_length=key_length, compute_dtype=dtype, block_tables=tables,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 11))
 def _prefill(
     backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, chunks: Any, rope: Any, weights: Any,
-    slot: Any, start: Any, count: Any, tables: Any,
+    slot: Any, start: Any, count: Any, tables: Any, key_length: int,
 ) -> Any:  # fmt: skip
     return backend.attend_prefill(
         layer, chunks.reshape(-1, chunks.shape[2]), form=form, weights=weights,
         rope=rope[start[:, None] + jnp.arange(chunks.shape[1])], slot=slot, start=start, count=count,
-        key_length=POSITIONS, compute_dtype=dtype, block_tables=tables,
+        key_length=key_length, compute_dtype=dtype, block_tables=tables,
     )  # fmt: skip
 
 
@@ -227,6 +229,78 @@ def test_norms_windows_caps_sinks_and_pages(
         for contiguous, pages in zip(kept, pool, strict=True):
             by_slot = pages[paged["tables"]].swapaxes(1, 2).reshape(contiguous.shape)
             assert bits(by_slot) == bits(contiguous)
+
+
+@pytest.mark.parametrize("backend", [XlaAttention(call_positions=64)], ids=["xla"])
+def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
+    """Three rounds of it, in lanes of one call and of several, over stale values of another owner; then decode."""
+    case = Case((2, 1, 64), jnp.float32, features=Features(window=100))
+    case.rope = jnp.asarray(rope_tables(replace(TINY, head_dim=64), 4 * KEY_BLOCK)[0])
+    draw, runs = np.random.default_rng(2), []
+    tokens = draw.standard_normal((900, 256), np.float32)
+    for positions, apart in ((KEY_BLOCK, False), (KEY_BLOCK, True), (4 * KEY_BLOCK, False)):
+        cache = tuple(draw.standard_normal((4, 1, positions, 64), np.float32) for _ in range(2))
+        found, slot = [], np.array([2, 2], np.int32)
+        for at in range(0, 832, 64):
+            chunks = tokens[at : at + 64].reshape(2, 32, -1)
+            start, both = np.array([at, at + 32], np.int32), np.array([32, 32], np.int32)
+            for count in [both * [1, 0], both * [0, 1]] if apart else [both]:
+                own = {"slot": slot, "start": start, "count": count.astype(np.int32), "chunks": chunks}
+                cache, out = case.prefill(backend, cache=cache, key_length=4 * KEY_BLOCK, **own)
+                found.append(out[count > 0].reshape(-1, 128))
+        for at in range(832, 840):
+            own = {"length": np.full(4, at, np.int32), "live": np.arange(4) == 2, "qkv": tokens[[at] * 4]}
+            cache, out = case.decode(backend, cache=cache, key_length=4 * KEY_BLOCK, **own)
+            found.append(out[2:3])
+        runs.append(np.concatenate(found))
+    assert bits(runs[0]) == bits(runs[1])
+    np.testing.assert_allclose(runs[0], runs[2], atol=2e-5)
+
+
+@pytest.mark.parametrize(("length", "whole"), [(300, 2), (700, 3), (1024, 4)])
+@pytest.mark.parametrize("backend", [XlaAttention(), NativeAttention()], ids=lambda backend: backend.name)
+def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int) -> None:
+    """To another slot; blocks behind the length are written as well where the backend has stale values cleared."""
+    draw = np.random.default_rng(length)
+    cache = tuple(draw.standard_normal((2, 1, 512, 64), np.float32) for _ in range(2))
+    layer, size = _stored(backend, cache), jnp.int32(length)
+    blocks = [backend.read_block(layer, jnp.int32(0), jnp.int32(block)) for block in range(whole)]
+    for block in range(whole if backend.bounded_by_length else 4):
+        moved = blocks[min(block, whole - 1)]
+        layer = backend.write_block(layer, jnp.int32(1), jnp.int32(block), moved, size)
+    valid = min(length, 512)
+    for old, new in zip(cache, backend.to_host(layer, 64), strict=True):
+        assert bits(new[1, :, :valid]) == bits(old[0, :, :valid]) and bits(new[0]) == bits(old[0])
+
+
+def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
+    model = replace(TINY, num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=300)
+    for backend in (XlaAttention(call_positions=128), NativeAttention(call_positions=128)):
+        layers = backend.make_cache(model, 8, 2048, jnp.dtype(jnp.bfloat16))
+        kept = [backend.to_host(layer, model.head_dim)[0].shape[2] for layer in layers]
+        assert kept == [512, 2048]
+        short = backend.make_cache(model, 8, 256, jnp.dtype(jnp.bfloat16))
+        assert [backend.to_host(layer, model.head_dim)[0].shape[2] for layer in short] == [256, 256]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("auto", "bfloat16"), pytest.param("xla", "float32", marks=pytest.mark.slow)]
+)
+def test_an_engine_with_rings_keeps_the_law(
+    make_engine: Callable[..., XlaBatchEngine], name: str, dtype: str
+) -> None:
+    """Prompts longer than a ring, beside layers that keep everything."""
+    model = replace(
+        TINY, layer_types=(SLIDING, FULL), sliding_window=100, qk_norm="head", max_position_embeddings=1024
+    )
+    config = replace(
+        TINY_ENGINE, attention_backend=name, max_model_len=800, prefill_lanes=(8,), key_buckets=(512,)
+    )
+    engine = make_engine(config, dtype, model)
+    assert [keys.shape[2] for keys, _ in engine.runner.read_cache()] == [256, 1024]
+    report = verify(engine, requests=16, schedules=2, seed=6, lags=(0, 1))
+    assert report.ok, "\n".join(report.lines())
+    assert report.compiles_after_warmup == 0
 
 
 @each_backend
@@ -385,8 +459,18 @@ def test_the_kernels_lower_for_cuda(
     stored = case.in_pages(block_size) if block_size else {"cache": case.cache, "tables": None}
     layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in stored["cache"]))
     rest = case.rope, case.weights
-    decode = (case.form, layer, case.qkv, *rest, case.length, case.live, stored["tables"])
-    prefill = (case.form, layer, case.chunks, *rest, case.slot, case.start, case.count, stored["tables"])
+    decode = (case.form, layer, case.qkv, *rest, case.length, case.live, stored["tables"], POSITIONS)
+    prefill = (
+        case.form,
+        layer,
+        case.chunks,
+        *rest,
+        case.slot,
+        case.start,
+        case.count,
+        stored["tables"],
+        POSITIONS,
+    )
     with hopper():
         for function, arguments, kernels in ((_decode, decode, 3), (_prefill, prefill, 1)):
             lowered = function.trace(backend, case.dtype, *arguments).lower(lowering_platforms=("cuda",))

@@ -25,8 +25,11 @@ def serving_device() -> Any:
     return jax.devices()[0]
 
 
-def choose_attention(name: str) -> Attention:
-    """The attention backend that `EngineConfig.attention_backend` names on this platform. Raises ConfigError."""
+def choose_attention(name: str, call_positions: int | None = None) -> Attention:
+    """The attention backend that `EngineConfig.attention_backend` names on this platform. Raises ConfigError.
+
+    `call_positions` lets layers with a window forget what is behind it (`graphs.attention.kept_positions`).
+    """
     platform = jax.default_backend()
     if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
         from graphs.attention_gpu import GpuAttention  # Pallas takes a while to import
@@ -44,10 +47,11 @@ def choose_attention(name: str) -> Attention:
                 ) from error
             _log.warning("pure-JAX attention serves, the faster C++ one cannot be built: %s", error)
         else:
-            return NativeAttention()
+            return NativeAttention(call_positions=call_positions)
     # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
-    return XlaAttention(cache_dtype=jnp.dtype(jnp.float32) if old and platform == "cpu" else None)
+    stored = jnp.dtype(jnp.float32) if old and platform == "cpu" else None
+    return XlaAttention(cache_dtype=stored, call_positions=call_positions)
 
 
 def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype) -> Products | None:

@@ -137,6 +137,11 @@ class EngineConfig:
         return max(self.prefill_lanes[-1], SMALLEST_BATCH)
 
     @property
+    def call_positions(self) -> int:
+        """The most positions that one call writes to one slot."""
+        return self.chunk_size * self.prefill_lanes[-1]
+
+    @property
     def token_budget(self) -> int:
         """Rows of work per step."""
         if self.max_num_batched_tokens is not None:

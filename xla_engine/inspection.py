@@ -130,7 +130,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     def spec_of(length: int) -> ModelSpec:
         bounded = model.within(length)
         if bounded not in specs:
-            attention = choose_attention(config.attention_backend)
+            attention = choose_attention(config.attention_backend, config.call_positions)
             products = choose_products(config.linear_backend, bounded, dtype)
             specs[bounded] = ModelSpec(bounded, dtype, attention, products)
         return specs[bounded]

@@ -77,7 +77,7 @@ class Runner:
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
         model = model.within(self.context_length)
-        attention = choose_attention(config.attention_backend)
+        attention = choose_attention(config.attention_backend, config.call_positions)
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.

@@ -265,14 +265,20 @@ class _Probe:
         All prompts ask for the same number of samples, so that every row is inactive in the end.
         """
         self._runner.lane_choices, self._runner.bucket_choices = (lanes,), (keys,)
-        chunks = tuple(chunk for prompt in prompts for chunk in self._chunks(prompt))
+        if not self._runner.keeps_every_position:
+            self._runner.blank()  # what a ring holds of positions not computed depends on what ran before
+        every = [(chunk, prompt) for prompt in prompts for chunk in self._chunks(prompt)]
+        # Chunks before a gap run apart: in a ring those behind it may take their place.
+        before = tuple(chunk for chunk, prompt in every if chunk.start < prompt.tail)
+        chunks = tuple(chunk for chunk, prompt in every if chunk.start >= prompt.tail)
         rows = tuple(Row(slot=_slot(prompt), request_id=str(prompt.slot)) for prompt in prompts)
         settings = {str(prompt.slot): prompt.settings for prompt in prompts}
         decodes = prompts[0].settings.max_tokens - 1
-        plans = [_plan(chunks, rows if decodes else ()), *[_plan((), rows)] * (decodes - 1)]
+        plans = [_plan(before, ())] if before else []
+        plans += [_plan(chunks, rows if decodes else ()), *[_plan((), rows)] * (decodes - 1)]
         results = [self._runner.wait(step) for step in [self._runner.start(plan, settings) for plan in plans]]
-        samples = [[sample] for sample in results[0].first]
-        for result in results:
+        samples = [[sample] for result in results for sample in result.first]
+        for result in results[bool(before) :]:
             for row, sampled in zip(samples, result.decode, strict=bool(decodes)):
                 row.extend(sampled)
         return samples
