@@ -17,6 +17,9 @@ Kind = gguf.GGMLQuantizationType
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures whose rotary pairs llama.cpp puts side by side
 
 
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's words
+
+
 def write_gguf(
     model: Path,
     path: Path,
@@ -82,7 +85,17 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", _divisors(rope, base, width))
     kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
+    experts = config.get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if "moe_intermediate_size" in config:
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     tensors = {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
+    for name in [name for name in tensors if ".experts.0." in name]:
+        layer, part = name.split(".")[2], name.split(".")[-2]
+        stacked = [tensors.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)]
+        tensors[f"model.layers.{layer}.mlp.experts.{_PARTS.get(part, part)}.weight"] = np.stack(stacked)
     for name, tensor in tensors.items():
         values = tensor.astype(np.float32)
         if arch in INTERLEAVED and name.endswith(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from graphs.rope import rotary_order
 from tests.conftest import TINY
@@ -23,9 +24,11 @@ from tests.gguf_files import Kind, write_gguf
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.chat import ChatTemplate
 from xla_engine.checkpoint import load_checkpoint, random_weights
+from xla_engine.checkpoint_config import read_model
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import CheckpointError
+from xla_engine.families import tensor_sources
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tokenizer import Tokenizer
 
@@ -75,6 +78,7 @@ def test_a_float32_file_has_the_bits_of_its_source(name: str, tmp_path: Path) ->
         ("gemma2", "gemma2", "attention_multiplier"),
         ("gemma3", "gemma3", "layer_types rope_local_base_freq"),
         ("smollm3", "smollm3", "no_rope_layers"),
+        ("mixtral", "llama", ""),
     ],
 )
 def test_each_architecture_is_the_family_it_came_from(
@@ -93,6 +97,41 @@ def test_each_architecture_is_the_family_it_came_from(
     assert stored.weights.keys() == source.weights.keys()
     for leaf in source.weights:
         np.testing.assert_array_equal(stored.weights[leaf], source.weights[leaf], err_msg=leaf)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_experts_are_taken_out_of_their_stack(kind: Kind, tmp_path: Path) -> None:
+    """Qwen3-MoE with experts in every layer, as llama.cpp has it."""
+    model = tmp_path / "model"
+    model.mkdir()
+    fields = json.loads((GOLDEN / "families" / "qwen3_moe" / "config.json").read_text())
+    fields |= {"decoder_sparse_step": 1, "hidden_size": 64, "num_attention_heads": 4}
+    fields |= {"intermediate_size": 64, "moe_intermediate_size": 32}
+    (model / "config.json").write_text(json.dumps(fields))
+    config, family = read_model(model)
+    draw = np.random.default_rng(0)
+    sources = [source for stacked in tensor_sources(config, family).values() for source in stacked]
+    tensors = {source.name: draw.standard_normal(source.shape, np.float32) for source in sources}
+    save_file(tensors, model / "model.safetensors")
+    stored = load_checkpoint(
+        write_gguf(model, tmp_path / "m.gguf", arch="qwen3moe", kind=kind), dtype="float32"
+    )
+    source = load_checkpoint(model, dtype="float32")
+    assert stored.config == source.config and stored.config.experts is not None
+    for leaf, array in source.weights.items():
+        if kind != Kind.F32 and array.ndim > 1:
+            array = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+        np.testing.assert_array_equal(stored.weights[leaf], array, err_msg=leaf)
+
+
+def test_a_stack_of_other_length_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(GOLDEN / "families" / "mixtral", tmp_path / "m.gguf")
+    content = path.read_bytes()
+    key = b"llama.expert_count" + struct.pack("<I", 4)
+    assert content.count(key) == 1
+    at = content.index(key) + len(key)
+    path.write_bytes(content[:at] + struct.pack("<I", 4) + content[at + 4 :])  # of five
+    assert_refused(path, "experts.0.w2.weight is missing")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.BF16, ml_dtypes.bfloat16), (Kind.F16, np.float16)])
@@ -208,7 +247,7 @@ def test_paths_that_are_no_gguf_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "word"),
     [
-        ({"expert_count": 4}, "llama.expert_count = 4"),
+        ({"expert_shared_count": 4}, "llama.expert_shared_count = 4"),
         ({"attention.max_alibi_bias": 8.0}, "max_alibi_bias"),
         ({"attention.sliding_window": 16}, "sliding_window"),
     ],

@@ -6,6 +6,7 @@ unknown field of config.json that would change the computation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ class _Architecture:
 
     interleaved: its files have rotary pairs side by side, where transformers has them half a head apart.
     fields: of config.json, where the metadata does not say. words: other names of fields than those of `_FIELDS`.
+    experts: some layers have them.
     """
 
     name: str
@@ -33,6 +35,7 @@ class _Architecture:
     interleaved: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
+    experts: bool = False
 
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
@@ -54,7 +57,24 @@ _KINDS = (
         words={"logits_scaling": "logit_scale"},
     ),
 )
-_ARCHITECTURES = {kind.name: kind for kind in _KINDS}
+_WITH_EXPERTS = (
+    _Architecture(
+        name="llama",  # a Mixtral is a llama with experts there
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        interleaved=True,
+        words={"num_experts": "num_local_experts"},
+        experts=True,
+    ),
+    _Architecture(
+        name="qwen3moe",
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        fields={"norm_topk_prob": True},
+        experts=True,
+    ),
+)
+_ARCHITECTURES = {(kind.name, kind.experts): kind for kind in (*_KINDS, *_WITH_EXPERTS)}
 _FIELDS = {
     "{arch}.context_length": "max_position_embeddings",
     "{arch}.embedding_length": "hidden_size",
@@ -76,6 +96,11 @@ _FIELDS = {
     "{arch}.logit_scale": "logits_scaling",
     "tokenizer.ggml.bos_token_id": "bos_token_id",
 }
+_EXPERT_FIELDS = {
+    "{arch}.expert_count": "num_experts",
+    "{arch}.expert_used_count": "num_experts_per_tok",
+    "{arch}.expert_feed_forward_length": "moe_intermediate_size",
+}
 _ROPE = "{arch}.rope.scaling."
 _HANDLED = {  # below
     "{arch}.vocab_size",
@@ -85,24 +110,29 @@ _HANDLED = {  # below
     *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
     "{arch}.tensor_data_layout",
 }
+_EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def architecture(file: GgufFile) -> _Architecture:
     """The architecture of a file; CheckpointError for those that have no counterpart here."""
-    name = file.get("general.architecture")
-    if name not in _ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path}: general.architecture = {name!r}: not supported. Use a file of: {', '.join(_ARCHITECTURES)}"
-        )
-    return _ARCHITECTURES[name]
+    name, experts = file.get("general.architecture"), bool(file.get("{arch}.expert_count"))
+    for known in ((name, experts), (name, False)):
+        if known in _ARCHITECTURES:
+            return _ARCHITECTURES[known]
+    names = ", ".join(dict.fromkeys(name for name, _ in _ARCHITECTURES))
+    raise CheckpointError(
+        f"{file.path}: general.architecture = {name!r}: not supported. Use a file of: {names}"
+    )
 
 
 def config_fields(file: GgufFile) -> Fields:
     """The metadata as config.json would say it. Raises CheckpointError naming the key that is not supported."""
     kind = architecture(file)
     prefix = f"{file.get('general.architecture')}."
-    known = {key.replace("{arch}.", prefix) for key in (*_FIELDS, *_HANDLED)}
+    words = {**_FIELDS, **(_EXPERT_FIELDS if kind.experts else {})}
+    known = {key.replace("{arch}.", prefix) for key in (*words, *_HANDLED)}
     for key, value in file.metadata.items():
         if key.startswith(prefix) and key not in known and value not in (0, False, [], ""):
             raise CheckpointError(
@@ -115,7 +145,7 @@ def config_fields(file: GgufFile) -> Fields:
         "vocab_size": _vocabulary(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    for key, word in _FIELDS.items():
+    for key, word in words.items():
         value = _uniform(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
@@ -142,13 +172,22 @@ def as_stored(file: GgufFile, config: ModelConfig, family: Family) -> tuple[Mode
     return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
 
 
-def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str, str]:
-    """The file's names of tensors to the `wanted` ones of transformers."""
+def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str, tuple[str, int | None]]:
+    """The `wanted` names of transformers to the file's; of an expert's tensor, to that of all and its place there."""
     gguf = library(file.path)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
-    found = ((names.get_name(name, try_suffixes=(".weight", ".bias")), name) for name in wanted)
-    return {theirs: ours for theirs, ours in found if theirs is not None}
+    found = {}
+    for name in wanted:
+        expert = _EXPERT.fullmatch(name)
+        known = name
+        if expert is not None:
+            layer, place, part = expert.groups()
+            known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.weight"
+        theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        if theirs is not None:
+            found[name] = theirs, None if expert is None else int(place)
+    return found
 
 
 def _vocabulary(file: GgufFile) -> int | None:

@@ -68,9 +68,24 @@ class GgufFile:
             key.replace("{arch}", str(self.metadata.get("general.architecture"))), default
         )
 
-    def weight_files(self, names: Mapping[str, str]) -> GgufWeights:
-        """The tensors under other names: `names` maps a name in the file to that of the family."""
-        return GgufWeights(self, {names.get(name, name): info for name, info in self.tensors.items()})
+    def weight_files(self, names: Mapping[str, tuple[str, int | None]]) -> GgufWeights:
+        """The tensors under other names: `names` maps a name to that in the file, and to the place in it where the
+        file stacks the tensors of all experts. Tensors without another name keep their own."""
+        places: dict[str, set[int]] = {}
+        for theirs, place in names.values():
+            places.setdefault(theirs, set()).update(() if place is None else (place,))
+        stacked = {
+            name
+            for name, found in places.items()
+            if name in self.tensors and found == set(range(self.tensors[name].shape[0]))
+        }
+        tensors = {name: info for name, info in self.tensors.items() if name not in places}
+        for name, (theirs, place) in names.items():
+            if place is None and theirs in self.tensors:
+                tensors[name] = self.tensors[theirs]
+            elif place is not None and theirs in stacked:
+                tensors[name] = self.tensors[theirs].part(place)
+        return GgufWeights(self, tensors)
 
     @property
     def mapped(self) -> mmap.mmap:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     size: int
+
+    def part(self, index: int) -> TensorInfo:
+        """One of the tensors that this one stacks."""
+        size = self.size // self.shape[0]
+        return replace(self, shape=self.shape[1:], start=self.start + index * size, size=size)
 
 
 class TensorFiles:
