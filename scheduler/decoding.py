@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from operator import attrgetter
+from operator import itemgetter
 
 from scheduler.plan import NO_CHOICE, Row, Sample, TokenEvent
 from scheduler.state import RequestState
 
-_token_id = attrgetter("token_id")
+_token_id = itemgetter(0)
 
 
 class Decoding:
@@ -25,6 +25,7 @@ class Decoding:
         self._rows: dict[int, Row] = {}  # by slot index, in the order of joining
         self._states: dict[int, RequestState] = {}  # same keys, same order
         self._due: dict[int, dict[int, RequestState]] = {}  # last step -> slot index -> request
+        self._uncounted = 0  # tokens that every row has got and `credited` does not say yet
         # Derived from the membership; None until asked for.
         self._row_tuple: tuple[Row, ...] | None = None
         self._ids_and_stops: tuple[tuple[str, ...], frozenset[int]] | None = None
@@ -45,6 +46,7 @@ class Decoding:
 
     def join(self, state: RequestState, step: int, *, sampled: int) -> None:
         """Take a request that has `sampled` tokens before it decodes, from `step` on and if it may."""
+        self.settle()
         index, left = state.slot.index, state.request.max_tokens - sampled
         state.last_step = step + max(left - 1, 0)
         self._due.setdefault(state.last_step, {})[index] = state
@@ -56,6 +58,7 @@ class Decoding:
     def leave(self, state: RequestState) -> None:
         """Take a request out, when its last token is planned or before."""
         assert state.last_step is not None, f"{state.request_id!r} never joined"
+        self.settle()
         index = state.slot.index
         del self._due[state.last_step][index]
         if not self._due[state.last_step]:
@@ -90,8 +93,7 @@ class Decoding:
         request_ids, ending = self._ids_and_stops
         if not ending.isdisjoint(map(_token_id, flat)):
             return None
-        for state in self._states.values():
-            state.credited += 1
+        self._uncounted += 1
         if self._keeps_tokens:
             deque(map(list.append, self._tokens, map(_token_id, flat)), maxlen=0)
         # TokenEvent(...) without its Python frame.
@@ -103,11 +105,18 @@ class Decoding:
 
     def credit_steps(self, steps: int) -> int:
         """Credit everybody `steps` tokens; returns how many that are."""
-        for state in self._states.values():
-            state.credited += steps
-            if self._keeps_tokens:
+        self._uncounted += steps
+        if self._keeps_tokens:
+            for state in self._states.values():
                 state.generated.extend([0] * steps)
         return steps * len(self._states)
+
+    def settle(self) -> None:
+        """Let `credited` of every request say what it has got; for all who are about to read or change it."""
+        if self._uncounted:
+            for state in self._states.values():
+                state.credited += self._uncounted
+            self._uncounted = 0
 
     def check(self, next_step: int) -> None:
         """Raise AssertionError unless rows, requests and calendar agree."""

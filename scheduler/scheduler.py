@@ -128,6 +128,7 @@ class Scheduler:
             self._preemptions,
             self._cached_tokens,
         )
+        self._decoding.settle()
         lost = sum(state.credited for state in self._states.values())
         fresh._tokens_credited = self._tokens_credited - lost
         fresh._tokens_dropped = self._tokens_dropped + lost
@@ -251,9 +252,10 @@ class Scheduler:
                 f"result has {len(result.first)} and {len(result.decode)}"
             )
         self._committed += 1
-        events = self._credit(first_rows, [(sample,) for sample in result.first])
+        events = self._credit(first_rows, [(sample,) for sample in result.first]) if first_rows else []
         decoded = self._decoding.credit_all(plan.decode, result.decode)
         if decoded is None:
+            self._decoding.settle()
             return events + self._credit(plan.decode, result.decode)
         self._tokens_credited += len(decoded)
         return events + decoded
@@ -514,6 +516,7 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Slots, queue and counters, with the reason of each live request's last decision."""
+        self._decoding.settle()
         admitted = [
             state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
         ]
@@ -521,6 +524,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError on any broken invariant."""
+        self._decoding.settle()
         integrity.check(
             states=self._states,
             slots=self._slots,
