@@ -31,7 +31,7 @@ from xla_engine.admission import Admission
 from xla_engine.chat import ChatTemplate, Message, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
-from xla_engine.errors import EngineClosedError
+from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.fanout import Fanout
 from xla_engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.generation_config import sampling_defaults
@@ -121,7 +121,8 @@ class XlaBatchEngine:
 
     def _scheduler_config(self) -> SchedulerConfig:
         """What the scheduler may do, by the options and by what the self-check found to be exact."""
-        config, check = self.config, self.self_check
+        config = self.config
+        check = self.self_check if self.runner.has_one_row_code else None
         return SchedulerConfig(
             max_num_seqs=config.num_slots,
             chunk_size=config.chunk_size,
@@ -134,9 +135,14 @@ class XlaBatchEngine:
             prefill_equals_decode=check is not None and check.prefill_equals_decode,
             cut_invariant=check is not None and check.cut_invariant,
             preemption=config.preemption,
-            swap_tokens=int(config.swap_space * 2**30) // max(self.runner.kv_bytes_per_token, 1),
+            swap_tokens=self._swap_tokens(),
             recompute_tokens=RECOMPUTE_TOKENS,
         )
+
+    def _swap_tokens(self) -> int:
+        """Tokens of parked requests that the host has room for."""
+        room = int(self.config.swap_space * 2**30) if self.config.preemption else 0
+        return room // max(self.runner.kv_bytes_per_token, 1)
 
     @classmethod
     def from_pretrained(
@@ -269,6 +275,29 @@ class XlaBatchEngine:
         for name in ended:
             self._end(name, FinishReason.ABORT)
         return bool(ended)
+
+    def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
+        """Take a request's slot away: it goes on later, and its stream is the same; False where it holds no slot.
+
+        how: "park" (its state waits on the host), "recompute" (prompt and tokens are prefilled again, where that gives
+            the same bits), "replay" (it runs again from its beginning); None takes what is cheapest.
+        to_back: in line behind everybody of its priority, else at the place it had.
+
+        Raises InvalidRequestError for a way that this engine has not got.
+        """
+        self._settle()
+        if how not in (None, *self.ways_to_preempt):
+            raise InvalidRequestError(
+                f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
+            )
+        names = self._book.sequences(request_id)
+        return any([self.scheduler.preempt(name, how=how, to_back=to_back) is not None for name in names])
+
+    @property
+    def ways_to_preempt(self) -> tuple[str, ...]:
+        """What `preempt` can do here."""
+        parks = ("park",) if self.config.preemption else ()
+        return (*parks, *(("recompute",) if self.scheduler.config.keeps_tokens else ()), "replay")
 
     def abort_all(self) -> None:
         """End every live request now."""

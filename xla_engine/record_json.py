@@ -15,7 +15,7 @@ from xla_engine.errors import InvalidRequestError
 from xla_engine.fingerprint import EngineIdentity
 from xla_engine.record import Record, RecordError, Step, Trace
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import Action, Case, Schedule
+from xla_engine.schedule import PREEMPTS, Action, Case, Schedule
 from xla_engine.step_log import delta
 
 FORMAT, VERSION = "xla-engine record", 1
@@ -154,8 +154,8 @@ def _actions(rows: Any, names: Sequence[str]) -> tuple[Action, ...]:
     submitted = set()
     for turn, kind, index in _kind(rows, list, "actions"):
         name = names[_number(index)]
-        if kind not in ("submit", "abort"):
-            raise ValueError(f"an action is submit or abort, not {kind!r}")
+        if kind not in ("submit", "abort", *PREEMPTS):
+            raise ValueError(f"an action is submit, abort, {', '.join(PREEMPTS)}, not {kind!r}")
         if kind == "submit" and name in submitted:
             raise ValueError(f"{name} is submitted twice")
         if kind == "submit":

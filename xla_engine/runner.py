@@ -188,6 +188,14 @@ class Runner:
         return keeps_every_position(self._spec, self.context_length)
 
     @property
+    def has_one_row_code(self) -> bool:
+        """Whether a row goes through the same code in prefill and decode, at any place in a call: the C++ operations.
+
+        What a probe finds equal elsewhere may differ in one sample of a hundred.
+        """
+        return self._spec.products is not None and self._spec.attention.name == "native"
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one position of a slot takes on the device."""
         return memory.kv_bytes_per_token(self._spec)

@@ -24,6 +24,9 @@ class ScheduleError(XlaEngineError, ValueError):
     code = "invalid_schedule"
 
 
+PREEMPTS = ("park", "recompute", "replay")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One drawn request."""
@@ -35,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Something the caller does before a turn: "submit" or "abort" `request_id`."""
+    """What the caller does before a turn: "submit" or "abort" `request_id`, or take its slot away (`PREEMPTS`)."""
 
     turn: int
     kind: str
@@ -102,8 +105,13 @@ def _draw_params(draw: random.Random, cap: int, vocabulary: int) -> SamplingPara
     )
 
 
-def draw_schedule(cases: Sequence[Case], seed: int | str, *, lag: int) -> Schedule:
-    """Random arrival turns in random order, among neighbours of which most are aborted at random turns."""
+def draw_schedule(
+    cases: Sequence[Case], seed: int | str, *, lag: int, preempts: Sequence[str] = ()
+) -> Schedule:
+    """Random arrival turns in random order, among neighbours of which most are aborted at random turns.
+
+    preempts: ways in which requests lose their slots at random turns, about one request in three.
+    """
     draw = random.Random(seed)
     pace = draw.choice((0.3, 1.0, 4.0))  # arrivals per turn
     actions: list[Action] = []
@@ -119,6 +127,17 @@ def draw_schedule(cases: Sequence[Case], seed: int | str, *, lag: int) -> Schedu
             if draw.random() < 0.8:
                 end = int(turn) + draw.randrange(12)
                 actions.append(Action(turn=end, kind="abort", request_id=name))
+    if preempts:
+        again = random.Random(f"{seed}/preempt")
+        actions += [
+            Action(
+                turn=came.turn + again.randrange(1, 24),
+                kind=again.choice(preempts),
+                request_id=came.request_id,
+            )
+            for came in actions
+            if came.kind == "submit" and again.random() < 0.5
+        ]
     actions.sort(key=lambda action: action.turn)
     return Schedule(lag=lag, cases=tuple(cases), neighbours=tuple(neighbours), actions=tuple(actions))
 
@@ -178,6 +197,10 @@ def _act(engine: XlaBatchEngine, action: Action, requests: Mapping[str, Case]) -
     """Whether the action took effect. Raises ScheduleError."""
     if action.kind == "abort":
         return engine.abort(action.request_id)
+    if action.kind in PREEMPTS:
+        if action.kind not in engine.ways_to_preempt:
+            raise ScheduleError(f"this engine cannot {action.kind} {action.request_id} in turn {action.turn}")
+        return engine.preempt(action.request_id, how=action.kind)
     case = requests[action.request_id]
     try:
         engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)

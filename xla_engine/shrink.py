@@ -183,10 +183,10 @@ def _only(schedule: Schedule, kept: frozenset[str]) -> Schedule:
 def _aborts(trials: Trials) -> None:
     """Fewer aborts, by delta debugging."""
     schedule = trials.smallest
-    aborts = [action for action in schedule.actions if action.kind == "abort"]
+    aborts = [action for action in schedule.actions if action.kind != "submit"]
 
     def with_aborts(kept: tuple[Action, ...]) -> Schedule:
-        actions = (action for action in schedule.actions if action.kind != "abort" or action in kept)
+        actions = (action for action in schedule.actions if action.kind == "submit" or action in kept)
         return replace(schedule, actions=tuple(actions))
 
     ddmin(aborts, lambda kept: trials.fails(with_aborts(kept)))

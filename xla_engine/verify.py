@@ -15,7 +15,7 @@ import numpy as np
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.outputs import CompletionOutput
 from xla_engine.recording import RecordKeeper
-from xla_engine.schedule import Action, draw_cases, draw_schedule, run_alone, run_schedule
+from xla_engine.schedule import PREEMPTS, Action, draw_cases, draw_schedule, run_alone, run_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class VerifyReport:
     schedules: int = 0
     tokens: int = 0
     aborted_neighbours: int = 0
+    preempted: int = 0
+    cached_tokens: int = 0
     admitted_mid_stream: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
     differing_tokens: int = 0
@@ -65,6 +67,8 @@ class VerifyReport:
             f"tokens compared            {self.tokens}",
             f"admitted mid-stream        {self.admitted_mid_stream}",
             f"neighbours aborted         {self.aborted_neighbours}",
+            f"preempted                  {self.preempted}",
+            f"tokens found in slots      {self.cached_tokens}",
             f"differing tokens           {self.differing_tokens}",
             f"differing logprob bits     {self.differing_bits}",
             f"compiles after warm-up     {self.compiles_after_warmup}",
@@ -95,6 +99,7 @@ def verify(
     def count(action: Action, took_effect: bool) -> None:
         report.admitted_mid_stream += action.kind == "submit" and engine.num_running > 0
         report.aborted_neighbours += action.kind == "abort" and took_effect
+        report.preempted += action.kind in PREEMPTS and took_effect
 
     alone = {}
     for case in cases:
@@ -104,15 +109,19 @@ def verify(
     for result in alone.values():
         reason = str(result.finish_reason)
         report.finish_reasons[reason] = report.finish_reasons.get(reason, 0) + 1
+    known = engine.stats().cached_tokens
     run = run_schedule if keeper is None else partial(keeper.run, alone=alone)
     for schedule in range(schedules):
         dealt = cases[schedule::schedules]
-        drawn = draw_schedule(dealt, f"{seed}/{schedule}", lag=lags[schedule % len(lags)])
+        drawn = draw_schedule(
+            dealt, f"{seed}/{schedule}", lag=lags[schedule % len(lags)], preempts=engine.ways_to_preempt
+        )
         batched = run(engine, drawn, on_action=count)
         for case in dealt:
             compare(case.request_id, schedule, alone[case.request_id], batched[case.request_id], report)
             if progress is not None:
                 progress("batched")
+    report.cached_tokens = engine.stats().cached_tokens - known
     report.compiles_after_warmup = engine.stats().compiles_after_warmup - before
     return report
 

@@ -1,0 +1,157 @@
+"""A request may lose its slot at any step, in any way, and returns the bits it returns alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.conftest import TINY, TINY_ENGINE
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import InvalidRequestError
+from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.schedule import PREEMPTS
+from xla_engine.verify import verify
+
+MakeEngine = Callable[..., XlaBatchEngine]
+DRAW = random.Random(5)
+PROMPTS = [[DRAW.randrange(TINY.vocab_size) for _ in range(count)] for count in (1, 15, 16, 40, 90, 200)]
+PARAMS = [
+    SamplingParams(temperature=0.8, max_tokens=20, logprobs=2, seed=1, ignore_eos=True),
+    SamplingParams(
+        temperature=1.0,
+        max_tokens=24,
+        logprobs=0,
+        seed=2,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        min_tokens=15,
+        logit_bias={3: 4.0, 5: -4.0},
+    ),
+    SamplingParams(temperature=0, max_tokens=30, logprobs=0, stop_token_ids=[7, 11, 30]),
+]
+
+
+def answers(outputs: list[RequestOutput]) -> dict[str, tuple[tuple[int, ...], bytes, object]]:
+    return {
+        output.request_id: (
+            output.outputs[0].token_ids,
+            np.asarray(output.outputs[0].logprobs, np.float32).tobytes(),
+            output.outputs[0].top_logprobs,
+        )
+        for output in outputs
+    }
+
+
+def submit_all(engine: XlaBatchEngine) -> list[str]:
+    return [
+        engine.submit(prompt, params, request_id=f"{at}/{kind}")
+        for at, prompt in enumerate(PROMPTS)
+        for kind, params in enumerate(PARAMS)
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int) -> None:
+    """Half of the live requests lose their slot in some step, in every way there is; streams never repeat a token."""
+    ways = tiny.ways_to_preempt
+    assert ways == ("park", "replay"), "nobody knows that a recompute is exact"
+    expected: dict[str, object] = {}
+    for at, prompt in enumerate(PROMPTS):
+        for kind, params in enumerate(PARAMS):
+            tiny.reset_prefix_cache()
+            tiny.submit(prompt, params, request_id=f"{at}/{kind}")
+            expected.update(answers(tiny.drain()))
+    tiny.lag = lag
+    draw = random.Random(lag)
+    live = set(submit_all(tiny))
+    seen = dict.fromkeys(live, 0)
+    done: list[RequestOutput] = []
+    before = tiny.stats().preemptions
+    while tiny.has_unfinished:
+        for output in tiny.step():
+            count = len(output.outputs[0].token_ids)
+            assert count >= seen[output.request_id], "a token was taken back"
+            seen[output.request_id] = count
+            if output.finished:
+                done.append(output)
+                live.remove(output.request_id)
+        for name in sorted(live):
+            if draw.random() < 0.15:
+                tiny.preempt(name, how=draw.choice((None, *ways)), to_back=draw.random() < 0.3)
+        tiny.scheduler.check()
+    assert answers(done) == expected
+    assert tiny.stats().preemptions - before > 30
+    assert tiny.runner.num_parked == 0
+
+
+def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) -> None:
+    if not embedded.runner.has_one_row_code:
+        pytest.skip("this machine has no C++ products")
+    assert embedded.ways_to_preempt == PREEMPTS
+    report = verify(embedded, requests=60, schedules=3, seed=23, lags=(0, 1, 2))
+    assert report.ok and report.preempted > 10, "\n".join(report.lines())
+
+
+def test_by_the_attention_that_stale_values_harm(make_engine: MakeEngine) -> None:
+    """Cold, cached, preempted: the same bits also where slots have to be cleared behind what is written back."""
+    config = replace(
+        TINY_ENGINE, attention_backend="xla", prefill_lanes=(8,), key_buckets=(512,), max_num_seqs=4
+    )
+    engine = make_engine(config)
+    report = verify(engine, requests=40, schedules=2, seed=21, lags=(0, 2))
+    assert report.ok and report.preempted > 5, "\n".join(report.lines())
+
+
+def test_a_more_urgent_request_takes_the_slot_of_the_last_in_line(make_engine: MakeEngine) -> None:
+    engine = make_engine(replace(TINY_ENGINE, max_num_seqs=1, prefill_lanes=(8,), priority_aging=4))
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=40, logprobs=0, ignore_eos=True)
+    engine.submit(PROMPTS[3], params, request_id="patient")
+    (alone,) = engine.drain()
+    engine.reset_prefix_cache()
+    engine.submit(PROMPTS[3], params, request_id="patient")
+    for _ in range(6):
+        engine.step()
+    engine.submit(PROMPTS[1], replace(params, max_tokens=3), request_id="urgent", priority=-5)
+    ended = engine.drain()
+    assert [output.request_id for output in ended] == ["urgent", "patient"]
+    assert answers(ended)["patient"] == answers([alone])["patient"]
+    assert engine.stats().preemptions == 1
+
+
+def test_where_the_host_has_no_room_requests_run_again(make_engine: MakeEngine) -> None:
+    engine = make_engine(replace(TINY_ENGINE, swap_space=0.0, self_check=False, prefill_lanes=(8,)))
+    names = submit_all(engine)
+    ended = [output for _ in range(6) for output in engine.step(only_finished=True)]
+    for name in names[:8]:
+        engine.preempt(name)
+    assert engine.runner.num_parked == 0
+    found = answers([*ended, *engine.drain()])
+    assert engine.stats().preemptions > 0
+    engine.reset_prefix_cache()
+    submit_all(engine)
+    assert found == answers(engine.drain())
+    with pytest.raises(InvalidRequestError, match="preempts by park, replay, not 'recompute'"):
+        engine.preempt("x", how="recompute")
+    assert isinstance(engine.config, EngineConfig)
+
+
+def test_a_request_that_ends_while_it_is_parked_leaves_nothing(tiny: XlaBatchEngine) -> None:
+    tiny.submit(PROMPTS[3], PARAMS[0], request_id="a")
+    for _ in range(5):
+        tiny.step()
+    assert tiny.preempt("a", how="park")
+    assert not tiny.preempt("a"), "it has no slot to lose"
+    for _ in range(8):  # others take the slots, so that it stays where it is
+        tiny.submit(PROMPTS[2], PARAMS[0], priority=-10)
+    tiny.step()
+    assert tiny.runner.num_parked == 1
+    assert tiny.abort("a")
+    assert tiny.runner.num_parked == 0
+    tiny.drain()
