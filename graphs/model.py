@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from graphs.attention import Attention, AttentionWeights
 from graphs.attention_xla import XlaAttention
@@ -21,7 +22,8 @@ from graphs.config import ModelConfig
 from graphs.delta_net import DeltaWeights
 from graphs.layers import centred, rms_norm
 from graphs.mixers import DeltaNet, RoutedMlp, ones, zeros
-from graphs.projection import FeatureMajor, Norm, Products
+from graphs.projection import FeatureMajor, Norm, Products, Weight
+from graphs.quantized import SUFFIX, Quantized, quantize_weight
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
 # of a linear layer: (index, [N, projected features], its own weights) -> [N, inner features]
@@ -53,8 +55,8 @@ class Layer(nnx.Module):
         if experts is not None:
             self.experts = RoutedMlp(experts, d, dtype)
         else:
-            self.gate_up = zeros((2 * c.intermediate_size, d), dtype)
-            self.down = zeros((d, c.intermediate_size), dtype)
+            matrix(self, "gate_up", (2 * c.intermediate_size, d), dtype)
+            matrix(self, "down", (d, c.intermediate_size), dtype)
             if c.mlp_bias:
                 self.gate_up_bias = zeros((2 * c.intermediate_size,))
                 self.down_bias = zeros((d,))
@@ -63,7 +65,7 @@ class Layer(nnx.Module):
 
     def _init_attention(self, c: ModelConfig, dtype: jnp.dtype) -> None:
         d, heads = c.hidden_size, c.num_attention_heads * c.head_dim
-        self.qkv = zeros((c.qkv_features, d), dtype)
+        matrix(self, "qkv", (c.qkv_features, d), dtype)
         if c.qkv_bias:
             self.qkv_bias = zeros((c.qkv_features,))
         if c.qk_norm is not None:
@@ -72,7 +74,7 @@ class Layer(nnx.Module):
             self.k_norm = ones(c.num_key_value_heads * c.head_dim if whole else c.head_dim)
         if c.attention_sinks:
             self.sinks = zeros((c.num_attention_heads,))
-        self.output = zeros((d, heads), dtype)
+        matrix(self, "output", (d, heads), dtype)
         if c.output_bias:
             self.output_bias = zeros((d,))
 
@@ -92,7 +94,11 @@ class Layer(nnx.Module):
         if c.experts_of(index) is not None:
             return self.experts(source, behind, norm, products, live)
         hidden = products.gated(
-            self.gate_up[...], source, norm=norm, activation=c.hidden_act, bias=self._own("gate_up_bias")
+            weight_of(self, "gate_up"),
+            source,
+            norm=norm,
+            activation=c.hidden_act,
+            bias=self._own("gate_up_bias"),
         )
         return self._added("down", hidden, behind, "post_feedforward_norm", products)
 
@@ -100,7 +106,7 @@ class Layer(nnx.Module):
         c = self.config
         source = centred(x) if c.layer_norm else x
         qkv = products.linear(
-            self.qkv[...], source, norm=self._norm("input_norm"), bias=self._own("qkv_bias")
+            weight_of(self, "qkv"), source, norm=self._norm("input_norm"), bias=self._own("qkv_bias")
         )
         gate = None
         if c.attn_output_gate:
@@ -119,8 +125,7 @@ class Layer(nnx.Module):
         self, name: str, x: jax.Array | FeatureMajor, residual: jax.Array, norm: str, products: Products
     ) -> jax.Array:
         """`residual` plus the product of the weight `name` with x, normed and scaled where the model does so."""
-        weight, bias, post = self._own(name), self._own(f"{name}_bias"), self._norm(norm)
-        assert weight is not None
+        weight, bias, post = weight_of(self, name), self._own(f"{name}_bias"), self._norm(norm)
         if post is None and self.config.residual_multiplier == 1:
             return products.linear(weight, x, bias=bias, residual=residual)
         out = products.linear(weight, x, bias=bias)
@@ -146,13 +151,14 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder. Residual stream and norms are float32; products run in the weights' dtype."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        self.config = config
-        self.embed = zeros((config.vocab_size, config.hidden_size), dtype)
-        self.layers = nnx.List([Layer(config, index, dtype) for index in range(config.num_hidden_layers)])
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, quantized: bool = False) -> None:
+        self.config, self.dtype = config, dtype
+        kept = jnp.dtype(jnp.int8) if quantized else dtype
+        matrix(self, "embed", (config.vocab_size, config.hidden_size), kept)
+        self.layers = nnx.List([Layer(config, index, kept) for index in range(config.num_hidden_layers)])
         self.final_norm = ones(config.hidden_size)
         if not config.tie_word_embeddings:
-            self.head = zeros((config.vocab_size, config.hidden_size), dtype)
+            matrix(self, "head", (config.vocab_size, config.hidden_size), kept)
 
     def hidden(
         self, tokens: jax.Array, attend: Attend, products: Products, live: jax.Array | None = None
@@ -163,10 +169,13 @@ class Decoder(nnx.Module):
         returns the attention output.
         `products` is the form that suits the graph.
         """
-        embed = self.embed[...]
-        x = embed[tokens].astype(jnp.float32)  # [N, D]
+        embed = weight_of(self, "embed")
+        if isinstance(embed, Quantized):
+            x = embed.values[tokens].astype(jnp.float32) * embed.scale[tokens][:, None]
+        else:
+            x = embed[tokens].astype(jnp.float32)  # [N, D]
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
-            x = x * jnp.asarray(self.config.embedding_multiplier, embed.dtype).astype(jnp.float32)
+            x = x * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, attend, products, live)
         return x
@@ -174,9 +183,9 @@ class Decoder(nnx.Module):
     def logits(self, x: jax.Array, products: Products) -> jax.Array:
         """Vocabulary-major logits of the residual stream `[N, D]`: float32 `[V, N]`."""
         c = self.config
-        head = self.embed if c.tie_word_embeddings else self.head
+        head = weight_of(self, "embed" if c.tie_word_embeddings else "head")
         x = centred(x) if c.layer_norm else x
-        logits = products.head(head[...], Norm(self.final_norm[...], c.rms_norm_eps), x)
+        logits = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x)
         if c.logit_scale != 1:
             logits = logits * c.logit_scale
         if c.final_logit_softcapping is not None:
@@ -184,6 +193,19 @@ class Decoder(nnx.Module):
             capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
             logits = capped.reshape(logits.shape)
         return logits
+
+
+def matrix(module: nnx.Module, name: str, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Give `module` the weight `name`, and scales of its rows where it is int8."""
+    setattr(module, name, zeros(shape, dtype))
+    if dtype == jnp.int8:
+        setattr(module, name + SUFFIX, zeros(shape[:1]))
+
+
+def weight_of(module: nnx.Module, name: str) -> Weight:
+    """The weight `name` of `module` as products take it."""
+    values, scale = getattr(module, name)[...], getattr(module, name + SUFFIX, None)
+    return values if scale is None else Quantized(values, scale[...])
 
 
 class ModelSpec:
@@ -195,13 +217,16 @@ class ModelSpec:
         dtype: jnp.dtype,
         attention: Attention = _XLA_ATTENTION,
         products: Products | None = None,
+        *,
+        quantized: bool = False,
     ) -> None:
-        """`products`: None takes XLA's, in the operand order that suits each graph."""
+        """`products`: None takes XLA's, in the operand order that suits each graph. `quantized`: matrices in int8."""
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.attention = attention
         self.products = products
-        abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
+        self.quantized = quantized
+        abstract = nnx.eval_shape(lambda: Decoder(config, dtype, quantized=quantized))
         self._graph, state = nnx.split(abstract)
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
         self.names = tuple(_leaf_name(path) for path, _ in paths)
@@ -212,16 +237,24 @@ class ModelSpec:
         self.check_names(weights)
         return [weights[name] for name in self.names]
 
-    def stored(self, name: str, leaf: np.ndarray) -> np.ndarray:
-        """The leaf `name` of a checkpoint in the order in which this model's products read it."""
+    def stored(self, name: str, leaf: np.ndarray) -> dict[str, np.ndarray]:
+        """What this model keeps of the leaf `name` of a checkpoint, in the order in which its products read it."""
+        if name + SUFFIX in self.names:
+            values, scale = quantize_weight(leaf)
+            return {name: values, name + SUFFIX: scale}
         if self.products is None or leaf.ndim != 2 or name.rsplit(".", 1)[-1] not in LINEAR:
-            return leaf
-        return self.products.pack(leaf)
+            return {name: leaf}
+        return {name: self.products.pack(leaf)}
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The leaves that a checkpoint has to have."""
+        return tuple(name for name in self.names if not name.endswith(SUFFIX))
 
     def check_names(self, weights: Mapping[str, Any]) -> None:
         """Raise KeyError unless `weights` has exactly the names of this model's leaves."""
-        if set(weights) != set(self.names):
-            raise KeyError(f"weights do not match the model: {sorted(set(weights) ^ set(self.names))}")
+        if set(weights) != set(self.sources):
+            raise KeyError(f"weights do not match the model: {sorted(set(weights) ^ set(self.sources))}")
 
     def merge(self, leaves: list[jax.Array]) -> Decoder:
         """Rebuild the decoder around traced leaves; call inside a graph only."""

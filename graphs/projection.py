@@ -19,6 +19,7 @@ from jax import lax
 
 from graphs.layers import rms_norm
 from graphs.moe import Experts, Route, blocked_experts
+from graphs.quantized import Quantized, quantize_rows
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -28,6 +29,9 @@ class Norm(NamedTuple):
 
     weight: jax.Array
     eps: float
+
+
+Weight = jax.Array | Quantized
 
 
 class FeatureMajor(NamedTuple):
@@ -48,7 +52,7 @@ class Products(Protocol):
 
     def linear(
         self,
-        weight: jax.Array,
+        weight: Weight,
         x: jax.Array | FeatureMajor,
         *,
         norm: Norm | None = None,
@@ -60,7 +64,7 @@ class Products(Protocol):
 
     def gated(
         self,
-        weight: jax.Array,
+        weight: Weight,
         x: jax.Array,
         *,
         norm: Norm | None = None,
@@ -81,7 +85,7 @@ class Products(Protocol):
         """A layer's weight `[F, D]` as `linear` and `gated` want it, in an array of the same shape."""
         ...
 
-    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
+    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
         """`weight [V, D]`, not packed, times the norm of x, vocabulary-major: float32 `[V, N]`."""
         ...
 
@@ -94,7 +98,7 @@ class XlaProducts:
 
     def linear(
         self,
-        weight: jax.Array,
+        weight: Weight,
         x: jax.Array | FeatureMajor,
         *,
         norm: Norm | None = None,
@@ -108,7 +112,7 @@ class XlaProducts:
 
     def gated(
         self,
-        weight: jax.Array,
+        weight: Weight,
         x: jax.Array,
         *,
         norm: Norm | None = None,
@@ -117,12 +121,12 @@ class XlaProducts:
     ) -> jax.Array | FeatureMajor:
         both = self._product(weight, normed(x, norm))
         if not self.weight_left:
-            return activated(both if bias is None else both + bias, activation).astype(weight.dtype)
+            return activated(both if bias is None else both + bias, activation).astype(kept_dtype(weight))
         # Features stay in front until the next product: nothing of size F is transposed. Gates and ups are flat: an
         # exponential over rows of no more than 8 entries is rounded otherwise (findings/011).
         both = both if bias is None else both + bias[:, None]
         flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
-        hidden = (activate(flat[0], activation) * flat[1]).astype(weight.dtype)
+        hidden = (activate(flat[0], activation) * flat[1]).astype(kept_dtype(weight))
         return FeatureMajor(lax.optimization_barrier(hidden).reshape(-1, len(x)))
 
     def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
@@ -131,23 +135,40 @@ class XlaProducts:
     def pack(self, weight: np.ndarray) -> np.ndarray:
         return weight
 
-    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
+    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
         return feature_major(weight, normed(x, norm))
 
-    def _product(self, weight: jax.Array, x: jax.Array | FeatureMajor) -> jax.Array:
+    def _product(self, weight: Weight, x: jax.Array | FeatureMajor) -> jax.Array:
         """`[F, N]` where weights are the left operands, else `[N, F]`."""
-        if isinstance(x, FeatureMajor):
-            return _contract(weight, x.values, right_axis=0)
-        return feature_major(weight, x) if self.weight_left else _contract(x.astype(weight.dtype), weight)
+        if self.weight_left or isinstance(x, FeatureMajor):
+            return feature_major(weight, x)
+        return rows_first(weight, x)
 
 
 WEIGHT_LEFT = XlaProducts(weight_left=True)  # decode: as fast as weights can be read, to some 64 rows
 ROWS_LEFT = XlaProducts(weight_left=False)  # prefill: faster from some 128 rows on
 
 
-def feature_major(weight: jax.Array, x: jax.Array) -> jax.Array:
+def feature_major(weight: Weight, x: jax.Array | FeatureMajor) -> jax.Array:
     """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields."""
-    return _contract(weight, x.astype(weight.dtype))
+    rows, axis = (x.values, 0) if isinstance(x, FeatureMajor) else (x, 1)
+    if not isinstance(weight, Quantized):
+        return _contract(weight, rows.astype(weight.dtype), axis)
+    values, scale = quantize_rows(rows, axis)
+    return _contract(weight.values, values, axis) * weight.scale[:, None] * scale
+
+
+def rows_first(weight: Weight, x: jax.Array) -> jax.Array:
+    """`x [N, D]` times `weight [F, D]`: float32 `[N, F]`."""
+    if not isinstance(weight, Quantized):
+        return _contract(x.astype(weight.dtype), weight)
+    values, scale = quantize_rows(x, 1)
+    return _contract(values, weight.values) * weight.scale * scale[:, None]
+
+
+def kept_dtype(weight: Weight) -> jnp.dtype:
+    """What the hidden features of a gated product are handed on in: int8 products round by themselves."""
+    return jnp.dtype(jnp.float32) if isinstance(weight, Quantized) else weight.dtype
 
 
 def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
@@ -174,12 +195,14 @@ def activated(both: jax.Array, activation: Activation) -> jax.Array:
 
 def _contract(left: jax.Array, right: jax.Array, right_axis: int = 1) -> jax.Array:
     """Contract left's last axis with `right_axis` of right: `[M, K] x [N, K] -> [M, N]` in float32."""
+    exact = left.dtype == jnp.int8  # sums in int32
     # HIGHEST only matters for float32 operands: it forbids TF32 on GPUs.
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    return lax.dot_general(
+    sums = lax.dot_general(
         left,
         right,
         (((1,), (right_axis,)), ((), ())),
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.int32 if exact else jnp.float32,
     )
+    return sums.astype(jnp.float32)

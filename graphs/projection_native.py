@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from graphs.config import ModelConfig
 from graphs.moe import Experts, Route
 from graphs.moe_native import native_experts
-from graphs.projection import Activation, FeatureMajor, Norm, activated, finished
+from graphs.projection import Activation, FeatureMajor, Norm, Weight, activated, finished
+from graphs.quantized import Quantized
 
 HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"
 _WHOLE = 32  # features of a tile
@@ -31,14 +32,14 @@ class NativeProducts:
 
     def linear(
         self,
-        weight: jax.Array,
+        weight: Weight,
         x: jax.Array | FeatureMajor,
         *,
         norm: Norm | None = None,
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        assert not isinstance(x, FeatureMajor)
+        assert not isinstance(x, FeatureMajor) and not isinstance(weight, Quantized)
         if bias is not None:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
         if weight.shape[0] % _WHOLE:  # not packed: a router of few experts
@@ -48,13 +49,14 @@ class NativeProducts:
 
     def gated(
         self,
-        weight: jax.Array,
+        weight: Weight,
         x: jax.Array,
         *,
         norm: Norm | None = None,
         bias: jax.Array | None = None,
         activation: Activation = "silu",
     ) -> jax.Array:
+        assert not isinstance(weight, Quantized)
         if bias is not None:
             both = self.linear(weight, x, norm=norm, bias=bias)
             return activated(both, activation).astype(weight.dtype)
@@ -72,7 +74,8 @@ class NativeProducts:
         blocks = words.reshape(-1, 16, words.shape[1]).swapaxes(1, 2)  # [F / 16, K / 2, 16]
         return np.ascontiguousarray(blocks).view(weight.dtype).reshape(weight.shape)
 
-    def head(self, weight: jax.Array, norm: Norm, x: jax.Array) -> jax.Array:
+    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
+        assert not isinstance(weight, Quantized)
         return self._by_rows(weight, x, norm)
 
     def _by_rows(self, weight: jax.Array, x: jax.Array, norm: Norm | None) -> jax.Array:

@@ -12,8 +12,10 @@ from graphs.attention import Attention
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
+from graphs.model import ModelSpec
 from graphs.projection import Products
 from graphs.projection_native import NativeProducts, fits
+from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.native import NativeBuildError, register
 
@@ -52,6 +54,21 @@ def choose_attention(name: str, call_positions: int | None = None) -> Attention:
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
     stored = jnp.dtype(jnp.float32) if old and platform == "cpu" else None
     return XlaAttention(cache_dtype=stored, call_positions=call_positions)
+
+
+def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> ModelSpec:
+    """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError."""
+    attention = choose_attention(config.attention_backend, config.call_positions)
+    if config.quantization is None:
+        return ModelSpec(model, dtype, attention, choose_products(config.linear_backend, model, dtype))
+    if model.experts is not None or model.delta is not None:
+        raise ConfigError(
+            f"quantization {config.quantization!r} is for dense models; this one has routed experts or recurrent "
+            "layers. Leave it out"
+        )
+    if config.linear_backend == "native":
+        raise ConfigError("linear_backend 'native' multiplies bfloat16, not int8; use 'auto'")
+    return ModelSpec(model, dtype, attention, quantized=True)
 
 
 def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype) -> Products | None:

@@ -18,6 +18,7 @@ GENERATION_CONFIGS = ("engine", "model")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
+QUANTIZATIONS = (None, "int8")
 LINEAR_BACKENDS = ("auto", "native", "xla")
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
@@ -44,6 +45,8 @@ class EngineConfig:
         elsewhere.
     linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for CPUs with matrix tiles (Intel
         AMX) in bfloat16; "xla" runs anywhere.
+    quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
+        activations row by row: half the memory, other tokens (findings/024). None keeps them as `dtype` says.
     max_waiting: queued requests at most; None is unbounded.
     priority_aging: later arrivals that one class of priority may go before.
     logprobs_mode: "raw_logprobs" gives the log-probabilities of the model's logits as they are, "processed_logprobs"
@@ -74,6 +77,7 @@ class EngineConfig:
     generation_config: str = "engine"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    quantization: str | None = None
     max_waiting: int | None = None
     priority_aging: int = 64
     enable_prefix_caching: bool = True
@@ -106,6 +110,8 @@ class EngineConfig:
             )
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, not {self.logprobs_mode!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization must be None or 'int8', not {self.quantization!r}")
         if self.linear_backend not in LINEAR_BACKENDS:
             raise ConfigError(
                 f"linear_backend must be one of {', '.join(LINEAR_BACKENDS)}, not {self.linear_backend!r}"

@@ -13,7 +13,7 @@ from typing import Any
 from graphs.config import ModelConfig
 from graphs.model import ModelSpec, parameter_shapes
 from xla_engine import memory
-from xla_engine.backends import choose_attention, choose_products, serving_device
+from xla_engine.backends import make_spec, serving_device
 from xla_engine.chat import ChatTemplate
 from xla_engine.checkpoint import load_checkpoint
 from xla_engine.checkpoint_config import config_fields, read_model, read_special_tokens
@@ -130,9 +130,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     def spec_of(length: int) -> ModelSpec:
         bounded = model.within(length)
         if bounded not in specs:
-            attention = choose_attention(config.attention_backend, config.call_positions)
-            products = choose_products(config.linear_backend, bounded, dtype)
-            specs[bounded] = ModelSpec(bounded, dtype, attention, products)
+            specs[bounded] = make_spec(config, bounded, dtype)
         return specs[bounded]
 
     length = config.context_length(model.max_position_embeddings)

@@ -22,13 +22,12 @@ from graphs.config import ModelConfig
 from graphs.delta_net import DeltaState
 from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
-from graphs.model import ModelSpec
 from graphs.rope import rope_tables
 from graphs.rows import Rows, Tables, make_rows
 from graphs.slots import num_blocks
 from scheduler import Chunk, Plan, Row, StepResult
 from xla_engine import memory
-from xla_engine.backends import choose_attention, choose_products
+from xla_engine.backends import make_spec
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
 from xla_engine.in_flight import (
@@ -77,14 +76,12 @@ class Runner:
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
         model = model.within(self.context_length)
-        attention = choose_attention(config.attention_backend, config.call_positions)
+        self._spec = make_spec(config, model, jnp.dtype(dtype))
         buckets = config.buckets(self.context_length)
-        self.buckets = buckets[-1:] if attention.bounded_by_length else buckets
+        self.buckets = buckets[-1:] if self._spec.attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
-        products = choose_products(config.linear_backend, model, jnp.dtype(dtype))
-        self._spec = ModelSpec(model, jnp.dtype(dtype), attention, products)
         self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
         began = time.perf_counter()
         self._weights = self._place(weights, load_progress)
@@ -102,7 +99,7 @@ class Runner:
         self._moves = SlotMoves(
             self._inventory,
             num_blocks(self.buckets[-1]),
-            stale_is_harmless=attention.bounded_by_length,
+            stale_is_harmless=self._spec.attention.bounded_by_length,
         )
         began = time.perf_counter()
         programs = make_programs(
@@ -291,15 +288,16 @@ class Runner:
         self, weights: Mapping[str, np.ndarray], progress: Callable[[int, int], None] | None
     ) -> list[jax.Array]:
         """Bring the leaves to the device one by one, so that the host holds one at a time."""
-        placed: list[jax.Array] = []
+        placed: dict[str, jax.Array] = {}
         self._spec.check_names(weights)
         total, done = memory.weights_bytes(self._spec), 0
-        for name in self._spec.names:
-            placed.append(jax.block_until_ready(jax.device_put(self._spec.stored(name, weights[name]))))
-            done += placed[-1].nbytes
+        for name in self._spec.sources:
+            for part, array in self._spec.stored(name, weights[name]).items():
+                placed[part] = jax.block_until_ready(jax.device_put(array))
+                done += placed[part].nbytes
             if progress is not None:
                 progress(done, total)
-        return placed
+        return [placed[name] for name in self._spec.names]
 
     def _idle_rows(self) -> Rows:
         return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length)

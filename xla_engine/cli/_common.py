@@ -75,6 +75,11 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Type of weights and activations; auto is the checkpoint's.",
         ),
         click.option(
+            "--quantization",
+            type=click.Choice(["int8"]),
+            help="Keep the weights of a dense model in eight bits: half the memory, other tokens.",
+        ),
+        click.option(
             "--attention-backend",
             metavar="NAME",
             default="auto",
