@@ -137,6 +137,8 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "model": str(tmp_path / "mine"),
         "max_num_seqs": 3,
         "memory_utilization": 0.9,
+        "scheduling_policy": "priority",
+        "quantum": 64,
         "max_model_len": 99,
         "dtype": "float32",
         "lag": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,10 @@ from hypothesis import strategies as st
 
 from scheduler import FinishReason, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult, policy
 from tests.fake_runner import VOCABULARY, Loop
+from xla_engine.config import EngineConfig
+from xla_engine.engine import XlaBatchEngine
+from xla_engine.errors import ConfigError
+from xla_engine.schedule import draw_cases, draw_schedule, run_alone, run_schedule
 
 
 class PolicyLoop(Loop):
@@ -259,3 +264,27 @@ def test_live_rows_stall_for_one_budget_and_prompts_start_within_the_chunks_befo
         rows = len(plan.decode)
         assert len(plan.chunks) <= max(1, (budget - rows + 1) // 4), plan
     assert all(done[name] <= due[name] for name in done) and len(done) == len(lengths)
+
+
+def test_tokens_and_logprobs_are_those_of_alone_under_each_policy_on_the_device(tiny: XlaBatchEngine) -> None:
+    """More requests than slots, arriving in between, at a quantum of 3."""
+    usual = tiny.scheduler
+    cases = draw_cases(tiny, 24, seed=11, max_new_tokens=12)
+    alone = {case.request_id: run_alone(tiny, case) for case in cases}
+    for name in policy.POLICIES:
+        options = {"scheduling_policy": name, "quantum": 3, "priority_aging": 4, "preemption": False}
+        tiny.scheduler = Scheduler(replace(usual.config, **options))
+        found = run_schedule(tiny, draw_schedule(cases, 7, lag=1))
+        for case in cases:
+            mine, theirs = alone[case.request_id], found[case.request_id]
+            assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs), (name, case)
+        assert (tiny.scheduler.counters().preemptions > 0) == (name == "round_robin")
+    tiny.scheduler = usual
+    tiny.reset_prefix_cache()
+
+
+def test_engine_refuses_a_policy_that_is_not() -> None:
+    with pytest.raises(ConfigError, match="round_robin"):
+        EngineConfig(scheduling_policy="lifo")
+    with pytest.raises(ConfigError, match="quantum"):
+        EngineConfig(quantum=0)

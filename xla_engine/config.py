@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from graphs.attention import whole_blocks
+from scheduler.policy import POLICIES
 from xla_engine.errors import ConfigError
 
 AUTO: Final = "auto"
@@ -48,7 +49,12 @@ class EngineConfig:
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
         activations row by row: half the memory, other tokens (findings/024). None keeps them as `dtype` says.
     max_waiting: queued requests at most; None is unbounded.
-    priority_aging: later arrivals that one class of priority may go before.
+    scheduling_policy: who goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
+        "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
+        in which requests take turns on the slots; `scheduler.policy` states the bounds.
+    priority_aging: later arrivals that one class of priority may go before; under shortest_prompt, deadline and
+        longest_prefix how many may go before the request that waits longest.
+    quantum: steps of a turn under round_robin.
     logprobs_mode: "raw_logprobs" gives the log-probabilities of the model's logits as they are, "processed_logprobs"
         those of the distribution drawn from: after bias, penalties, masks, temperature and truncation (-inf for what
         cannot be drawn; a greedy row has no temperature and no truncation).
@@ -57,7 +63,7 @@ class EngineConfig:
     enable_prefix_caching: prompts that begin as an earlier one did, of the same `cache_salt`, prefill only the rest;
         where the model keeps no window or recurrent state, and never at the cost of a bit.
     block_size: tokens of a page, the unit in which cached prefixes are found.
-    preemption: a request that is before another in line (by priority) takes its slot; the other goes on later.
+    preemption: under priority, a request that is before another in line takes its slot; the other goes on later.
     swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
@@ -79,7 +85,9 @@ class EngineConfig:
     linear_backend: str = "auto"
     quantization: str | None = None
     max_waiting: int | None = None
+    scheduling_policy: str = "priority"
     priority_aging: int = 64
+    quantum: int = 64
     enable_prefix_caching: bool = True
     block_size: int = 64
     preemption: bool = True
@@ -96,6 +104,11 @@ class EngineConfig:
             )
         _at_least("lag", self.lag, 0)
         _at_least("priority_aging", self.priority_aging, 1)
+        _at_least("quantum", self.quantum, 1)
+        if self.scheduling_policy not in POLICIES:
+            raise ConfigError(
+                f"scheduling_policy must be one of {', '.join(POLICIES)}, not {self.scheduling_policy!r}"
+            )
         _at_least("chunk_size", self.chunk_size, 8)
         _at_least("block_size", self.block_size, 1)
         if not 0 <= self.swap_space < 2**20:

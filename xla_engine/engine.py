@@ -27,6 +27,7 @@ from scheduler import (
     StepResult,
     TokenEvent,
 )
+from scheduler.policy import PREEMPTIVE
 from xla_engine.admission import Admission
 from xla_engine.chat import ChatTemplate, Message, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
@@ -128,13 +129,15 @@ class XlaBatchEngine:
             chunk_size=config.chunk_size,
             max_num_batched_tokens=config.token_budget,
             max_waiting=config.max_waiting,
+            scheduling_policy=config.scheduling_policy,
             priority_aging=config.priority_aging,
+            quantum=config.quantum,
             enable_prefix_caching=config.enable_prefix_caching and self.runner.keeps_every_position,
             block_size=config.block_size,
             cache_key=self.checkpoint.fingerprint,
             prefill_equals_decode=check is not None and check.prefill_equals_decode,
             cut_invariant=check is not None and check.cut_invariant,
-            preemption=config.preemption,
+            preemption=config.preemption and config.scheduling_policy in PREEMPTIVE,
             swap_tokens=self._swap_tokens(),
             recompute_tokens=RECOMPUTE_TOKENS,
         )

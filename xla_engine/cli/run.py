@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from scheduler.policy import POLICIES
 from xla_engine.batch_lines import MAX_LINE_BYTES
 from xla_engine.cli import _batch_run, _common
 from xla_engine.output_file import Mode
@@ -38,6 +39,16 @@ from xla_engine.sampling_params import SamplingParams
     type=click.IntRange(0, 1),
     default=1,
     help="1: the host reads a step while the device computes the next; 0: one by one.",
+)
+@click.option(
+    "--policy",
+    "scheduling_policy",
+    type=click.Choice(list(POLICIES)),
+    default="priority",
+    help="Who gets a slot next.",
+)
+@click.option(
+    "--quantum", type=click.IntRange(1), default=64, help="Steps of a turn under the policy round_robin."
 )
 @click.option("--seed", type=int, default=0, help="Randomness of requests that bring no seed of their own.")
 @click.option(
