@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
@@ -52,6 +53,8 @@ def test_the_workspace_covers_every_graph(fixture: str, request: pytest.FixtureR
     engine = request.getfixturevalue(fixture)
     spec, rows = engine.runner._spec, engine.config.device_rows
     temp = {report.name: report.temp_bytes for report in engine.inventory_report()}
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
+        temp.pop("copy_block", None)  # there XLA:CPU copies a cache before it writes into it
     for name, taken in temp.items():
         limit = rows * memory.scratch_bytes(spec) + memory.workspace_bytes(spec, engine.config)
         assert taken <= limit, name

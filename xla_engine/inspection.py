@@ -168,6 +168,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
 def report_lines(report: Inspection) -> list[str]:
     """The report for people."""
     lines = [_row("model", report.path), _row("architecture", report.architecture or "unknown")]
+    window = None
     if report.shape is not None:
         shape = report.shape
         kinds = ", ".join(f"{count} {kind}" for kind, count in (report.layers or {}).items())
@@ -191,7 +192,7 @@ def report_lines(report: Inspection) -> list[str]:
         lines += [
             _row("serves", f"{found['attention']} attention, {found['linear']} products, {found['device']}"),
             _row("engine dtype", str(report.dtype)),
-            _row("KV per token", size(account["kv_bytes_per_token"])),
+            _row("KV per token", size(account["kv_bytes_per_token"]) + (" beyond windows" if window else "")),
             _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),
             _row("needed", account["arithmetic"]),
             "",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.attention import whole_blocks
 from graphs.footprint import cache_bytes, rows_bytes, tree_bytes
 from graphs.model import ModelSpec
 from graphs.widths import MAX_LOGIT_BIAS
@@ -19,7 +18,7 @@ from xla_engine.config import SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
-_LONGEST = 1 << 20  # positions, above every window
+_LONGEST = 1 << 24  # positions, whole blocks and above every window
 _GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the part of the use that is clean file cache
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -34,8 +33,7 @@ def weights_bytes(spec: ModelSpec) -> int:
 def kv_bytes_per_token(spec: ModelSpec) -> int:
     """What one more position of `max_model_len` costs one slot, once every window is full: layers that keep a window
     or a recurrent state add nothing."""
-    length = whole_blocks(min(spec.config.max_position_embeddings, _LONGEST))
-    return (cache_bytes(spec, 1, 2 * length) - cache_bytes(spec, 1, length)) // length
+    return (cache_bytes(spec, 1, 2 * _LONGEST) - cache_bytes(spec, 1, _LONGEST)) // _LONGEST
 
 
 def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
