@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from scheduler import Scheduler
 from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine import XlaBatchEngine
@@ -100,7 +102,7 @@ def check_cells(timeline: Timeline, log: StepLog) -> None:
         for slot in range(timeline.slots):
             kind, request = cells.get((slot, number), ("idle", -1))
             if slot in prefill:
-                assert (kind, request) == ("prefill", prefill[slot])
+                assert (kind, request) in (("prefill", prefill[slot]), ("cached", prefill[slot]))
             else:
                 assert (kind == "decode") == (slot in step.decode), (slot, number)
     busy = [len({*(slot for _, slot, *_ in step.chunks), *step.decode}) for step in log.steps]
@@ -116,6 +118,37 @@ def test_timeline_shows_each_slot_doing_what_the_plans_say(log_path: Path) -> No
         assert decoded[index] == max(each.max_tokens - 2, 0), each
     assert timeline.waiting[0] == 20 - timeline.slots
     assert timeline.waiting[-1] == 0
+
+
+def test_parked_and_cached_are_drawn(tiny: XlaBatchEngine, tmp_path: Path) -> None:
+    """Twelve requests that begin alike take turns on eight slots."""
+    usual = tiny.scheduler
+    options = {"scheduling_policy": "round_robin", "quantum": 4, "preemption": False}
+    tiny.scheduler = Scheduler(replace(usual.config, **options))
+    with logging_steps(tiny, tmp_path / "turns.jsonl"):
+        for index in range(12):
+            params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+            tiny.submit([*range(1, 81), index], params, request_id=f"r{index}")
+            tiny.step()
+        tiny.drain()
+    tiny.scheduler = usual
+    tiny.reset_prefix_cache()
+    log, timeline = read_step_log(tmp_path / "turns.jsonl"), read_timeline(tmp_path / "turns.jsonl")
+    check_cells(timeline, log)
+    cells = drawn(timeline)
+    for number, step in enumerate(log.steps):
+        for request, slot, _, length in step.reuses:
+            assert length >= 64 and cells[slot, number] == ("cached", request)
+    kinds = Counter(segment.kind for segment in timeline.segments)
+    assert kinds["cached"] == sum(len(step.reuses) for step in log.steps) > 0
+    assert kinds["parked"] == sum(len(step.parks) for step in log.steps) > 0
+    assert timeline.lanes > timeline.slots
+    for lane, first, last, kind, request in timeline.segments:
+        assert (kind == "parked") == (lane >= timeline.slots)
+        if kind == "parked":
+            assert request in [who for who, *_ in log.steps[first].parks]
+            assert request in [who for who, *_ in log.steps[last + 1].resumes]
+    write_timeline(timeline, tmp_path / "t.html")
 
 
 def test_record_of_verify_is_drawn_too(tiny: XlaBatchEngine, tmp_path: Path) -> None:

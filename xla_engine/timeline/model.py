@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,8 @@ class Segment(NamedTuple):
     """One stretch of steps, first and last included, in which a slot did one thing for one request.
 
     lane: the slot; from `Timeline.slots` on, places of parked requests. kind: one of `KINDS`; "held" is a slot whose
-    request did not run, for want of token budget or because its last token was not read yet.
+    request did not run, for want of token budget or because its last token was not read yet, "cached" the step in
+    which a prompt began with what a slot held of it.
     request: index into `Timeline.requests`.
     """
 
@@ -77,13 +78,18 @@ class _Step(NamedTuple):
     admitted: Sequence[int]  # requests
     chunks: Sequence[tuple[int, int]]  # (request, slot)
     decode: Sequence[int]  # slots
+    parks: Sequence[tuple[int, int]] = ()  # as chunks
+    resumes: Sequence[tuple[int, int]] = ()
+    reuses: Sequence[tuple[int, int]] = ()
 
 
 class _Lanes:
     """Builds segments step by step; a step like the one before costs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
         self.segments: list[Segment] = []
+        self._slots = slots
+        self._parked: dict[int, tuple[int, int]] = {}  # request -> (lane, first step)
         self._open: dict[int, tuple[int, str, int]] = {}  # slot -> (request, kind, first step)
         self._holder: dict[int, int] = {}  # slot -> request
         self._since: dict[int, int] = {}  # request -> step from which nothing was drawn for it
@@ -92,12 +98,20 @@ class _Lanes:
 
     def add(self, number: int, step: _Step) -> None:
         self._since.update(dict.fromkeys(step.admitted, number))
+        for request, _ in step.parks:
+            taken = {lane for lane, _ in self._parked.values()}
+            lane = next(lane for lane in count(self._slots) if lane not in taken)
+            self._parked[request] = lane, number
+        for request, slot in step.resumes:
+            self.fetch(request, number)
+            self._holder[slot] = request
         if not (step.chunks or self._prefilled) and step.decode == self._decode:
             return
         self._decode, self._prefilled = step.decode, bool(step.chunks)
         self._holder.update((slot, request) for request, slot in step.chunks)
         now = {slot: (self._holder[slot], "decode") for slot in step.decode}
         now |= {slot: (request, "prefill") for request, slot in step.chunks}
+        now |= {slot: (request, "cached") for request, slot in step.reuses}
         for slot, (request, kind, _) in list(self._open.items()):
             if now.get(slot) != (request, kind):
                 self._close(slot, number - 1)
@@ -107,7 +121,15 @@ class _Lanes:
                     self.segments.append(Segment(slot, self._since[request], number - 1, "held", request))
                 self._open[slot] = (request, kind, number)
 
+    def fetch(self, request: int, number: int) -> None:
+        """A request is parked no longer from a step on."""
+        if request in self._parked:
+            lane, first = self._parked.pop(request)
+            self.segments.append(Segment(lane, first, number - 1, "parked", request))
+
     def end(self, steps: int) -> None:
+        for request in list(self._parked):
+            self.fetch(request, steps)
         for slot in list(self._open):
             self._close(slot, steps - 1)
 
@@ -117,12 +139,17 @@ class _Lanes:
         self._since[request] = last + 1
 
 
-def _build(steps: Iterable[_Step]) -> tuple[Segment, ...]:
-    lanes, count = _Lanes(), 0
+def _build(steps: Sequence[_Step], slots: int, taken_back: Mapping[int, int]) -> tuple[Segment, ...]:
+    """taken_back: by request, the step before which its caller ended it."""
+    lanes = _Lanes(slots)
+    leaving: dict[int, list[int]] = {}
+    for request, number in taken_back.items():
+        leaving.setdefault(number, []).append(request)
     for number, step in enumerate(steps):
+        for request in leaving.get(number, ()):
+            lanes.fetch(request, number)
         lanes.add(number, step)
-        count = number + 1
-    lanes.end(count)
+    lanes.end(len(steps))
     return tuple(sorted(lanes.segments))
 
 
@@ -137,7 +164,20 @@ def read_timeline(path: Path | str) -> Timeline:
 
 def of_step_log(log: StepLog) -> Timeline:
     """The timeline of a run or a simulation, with its times."""
-    steps = [_Step(step.admitted, [chunk[:2] for chunk in step.chunks], step.decode) for step in log.steps]
+    steps = [
+        _Step(
+            step.admitted,
+            [part[:2] for part in step.chunks],
+            step.decode,
+            *([part[:2] for part in parts] for parts in (step.parks, step.resumes, step.reuses)),
+        )
+        for step in log.steps
+    ]
+    taken_back = {
+        index: each.taken_back.started
+        for index, each in enumerate(log.requests)
+        if each.taken_back is not None
+    }
     times: list[tuple[float, float]] = []
     free = 0.0
     for step in log.steps:
@@ -153,23 +193,19 @@ def of_step_log(log: StepLog) -> Timeline:
             Label(each.name, each.prompt_tokens, each.tokens if each.end else None, each.end)
             for each in log.requests
         ),
-        segments=_build(steps),
+        segments=_build(steps, int(log.scheduler["max_num_seqs"]), taken_back),
         times=tuple(times),
         waiting=_waiting(
             steps,
             [each.came.started for each in log.requests],
-            {
-                index: each.taken_back.started
-                for index, each in enumerate(log.requests)
-                if each.taken_back is not None
-            },
+            taken_back,
         ),
     )
 
 
 def of_record(record: Record) -> Timeline:
     """The timeline of a verified schedule, which has steps but no times."""
-    schedule = record.schedule
+    schedule, slots = record.schedule, int(record.identity.config["max_num_seqs"])
     cases = (*schedule.cases, *schedule.neighbours)
     number = {case.request_id: index for index, case in enumerate(cases)}
     steps = [
@@ -177,6 +213,7 @@ def of_record(record: Record) -> Timeline:
             [number[name] for name, *_ in step.admitted],
             [(number[name], slot) for name, slot, *_ in step.chunks],
             step.decode,
+            resumes=[(number[name], slot) for name, slot, *_ in step.admitted],
         )
         for step in record.steps
     ]
@@ -192,10 +229,10 @@ def of_record(record: Record) -> Timeline:
         labels.append(Label(case.request_id, len(case.prompt_token_ids), tokens, end))
     return Timeline(
         title=f"{record.model_path or 'embedded'} · {record.identity.dtype}",
-        slots=int(record.identity.config["max_num_seqs"]),
+        slots=slots,
         steps=len(steps),
         requests=tuple(labels),
-        segments=_build(steps),
+        segments=_build(steps, slots, aborts),
         times=None,
         waiting=_waiting(steps, [turns["submit"][name] for name in number], aborts),
     )
