@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import SchedulerConfig
+from scheduler import Scheduler, SchedulerConfig
 from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine import XlaBatchEngine
@@ -44,15 +44,18 @@ MACHINE = Machine(lanes=(2, 8), key_buckets=(512,), rows=8)
 
 
 def record(engine: XlaBatchEngine, path: Path, *, seed: int, lag: int = 1) -> None:
-    """A run of every kind of end: caps, stop ids, stop strings, aborts; priorities; arrivals in the middle."""
+    """A run of every kind of end: caps, stop ids, stop strings, aborts; priorities, prompts that begin alike, arrivals
+    in the middle."""
     draw = random.Random(seed)
     engine.lag = lag
     vocabulary = engine.checkpoint.config.vocab_size
+    stem = [draw.randrange(vocabulary) for _ in range(150)]
     with logging_steps(engine, path):
         for index in range(60):
             stops = [draw.randrange(vocabulary) for _ in range(6)] if index % 3 == 0 else []
             engine.submit(
-                [draw.randrange(vocabulary) for _ in range(draw.choice((1, 3, 20, 70, 200)))],
+                stem[: draw.choice((0, 0, 70, 150))]
+                + [draw.randrange(vocabulary) for _ in range(draw.choice((1, 3, 20, 70, 200)))],
                 SamplingParams(
                     temperature=1.0,
                     seed=index,
@@ -71,16 +74,31 @@ def record(engine: XlaBatchEngine, path: Path, *, seed: int, lag: int = 1) -> No
     engine.lag = engine.config.lag
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(
+    ("lag", "policy"), [(0, "priority"), (1, "priority"), (1, "round_robin"), (1, "longest_prefix")]
+)
 def test_simulated_schedule_is_the_real_one_step_for_step(
-    embedded: XlaBatchEngine, tmp_path: Path, lag: int
+    embedded: XlaBatchEngine, tmp_path: Path, lag: int, policy: str
 ) -> None:
+    usual = embedded.scheduler
+    options = {
+        "scheduling_policy": policy,
+        "quantum": 5,
+        "preemption": policy == "priority",
+        "max_num_seqs": 4,
+    }
+    embedded.scheduler = Scheduler(replace(usual.config, **options))
     record(embedded, tmp_path / "steps.jsonl", seed=lag, lag=lag)
+    preemptions = embedded.scheduler.counters().preemptions
+    embedded.scheduler = usual
+    embedded.reset_prefix_cache()
     log = read_step_log(tmp_path / "steps.jsonl")
     assert {each.end for each in log.requests} >= {"length", "stop", "abort"}
     found = compare(log, COST)
     assert found.first_difference is None, f"of {found.steps} steps, {found.first_difference} differs"
     tokens = sum(each.tokens for each in log.requests)
+    assert any(step.reuses for step in log.steps)
+    assert found.predicted.preemptions == preemptions and (preemptions > 0) == (policy != "longest_prefix")
     assert found.measured.new_tokens == found.predicted.new_tokens == tokens
 
     # And a schedule that is not the real one is seen.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from xla_engine.errors import RecordError
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine
 
+PIECE, PIECES = 16, 1 << 16  # tokens of a piece of a prompt, and how many of these are remembered
 FORMAT, VERSION = "xla-engine step log", 1
 
 
@@ -35,7 +37,8 @@ class Moment(NamedTuple):
 class LoggedRequest:
     """One request. Times in seconds since the log began.
 
-    came: when it was submitted.
+    came: when it was submitted. like: an earlier request, and how many tokens both prompts begin with; None if none is
+        known. What a prompt has in common with the answer to an earlier one is not known.
     end: why it ended, None if it did not. taken_back: when the caller, or its time, ended it; None where a token did.
         tokens: new tokens it had then.
     """
@@ -47,6 +50,7 @@ class LoggedRequest:
     lockstep: bool
     submitted: float
     came: Moment
+    like: tuple[int, int] | None = None
     end: str | None = None
     ended: float | None = None
     taken_back: Moment | None = None
@@ -85,6 +89,34 @@ class StepLog:
     steps: list[LoggedStep] = field(default_factory=list)
 
 
+class _Prefixes:
+    """Finds the earlier prompt that begins as a new one does, by hashes of its pieces and then token by token."""
+
+    def __init__(self) -> None:
+        self._pieces: OrderedDict[int, tuple[int, Sequence[int]]] = OrderedDict()
+
+    def add(self, number: int, prompt: Sequence[int]) -> tuple[int, int] | None:
+        """Enter a prompt; returns the number of the latest that has most of it, and how many tokens that is."""
+        found: tuple[int, Sequence[int]] | None = None
+        same, chain, unbroken = 0, 0, True
+        for start in range(0, len(prompt) - PIECE + 1, PIECE):
+            chain = hash((chain, *prompt[start : start + PIECE]))
+            held = self._pieces.get(chain)
+            unbroken = unbroken and held is not None
+            if unbroken:
+                found, same = held, start + PIECE
+            self._pieces[chain] = number, prompt
+            self._pieces.move_to_end(chain)
+        while len(self._pieces) > PIECES:
+            self._pieces.popitem(last=False)
+        if found is None:
+            return None
+        other, tokens = found
+        while same < min(len(prompt), len(tokens)) and prompt[same] == tokens[same]:
+            same += 1
+        return other, same
+
+
 class StepLogWriter:
     """Writes a log line by line. Times are seconds on any clock; the log counts from `began` on it."""
 
@@ -95,6 +127,7 @@ class StepLogWriter:
         self._began = began
         self._numbers: dict[str, int] = {}  # of live requests
         self._tokens: dict[str, int] = {}  # same keys: tokens credited
+        self._prefixes = _Prefixes()
         self._count = 0
         self._first: int | None = None  # the log's step 0, in the scheduler's count
         self._decode: tuple[Any, ...] = ()
@@ -109,6 +142,8 @@ class StepLogWriter:
         line: dict[str, Any] = {
             "submit": [request.request_id, len(request.prompt_token_ids), request.max_tokens]
         }
+        if (like := self._prefixes.add(self._count - 1, request.prompt_token_ids)) is not None:
+            line["like"] = like
         if request.priority:
             line["priority"] = request.priority
         if request.lockstep:
@@ -266,6 +301,7 @@ def _read(file: TextIO) -> StepLog:
                     lockstep=bool(line.get("lockstep", False)),
                     submitted=at,
                     came=Moment(len(log.steps), reads),
+                    like=_like(line, len(log.requests)),
                 )
             )
         elif "step" in line:
@@ -286,6 +322,15 @@ def _read(file: TextIO) -> StepLog:
                 if "read" not in line:
                     request.taken_back = Moment(len(log.steps), reads)
     return log
+
+
+def _like(line: Mapping[str, Any], number: int) -> tuple[int, int] | None:
+    if "like" not in line:
+        return None
+    other, tokens = line["like"]
+    if not 0 <= other < number or tokens < 1:
+        raise ValueError(f"request {number} is like {other} in {tokens} tokens")
+    return int(other), int(tokens)
 
 
 def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: StepLog) -> LoggedStep:

@@ -119,6 +119,8 @@ def simulate(
             raise _common.NotStarted("--memory and --max-num-seqs both say how many slots; give one")
         widths = (_slots_in(memory, source),)
     configs = _configs(source, widths, policies, quantum, max_num_batched_tokens)
+    if recorded is None:  # nothing is known of what prompts have in common
+        configs = {name: replace(config, enable_prefix_caching=False) for name, config in configs.items()}
     if record_path is not None and len(configs) > 1:
         raise _common.NotStarted("--record takes the steps of one simulation; ask for one")
     if made and rate is None:
@@ -182,9 +184,7 @@ def _configs(
                 scheduling_policy=policy,
                 quantum=quantum or recorded.quantum,
                 preemption=recorded.preemption and policy in PREEMPTIVE,
-                # No trace says what prompts have in common.
-                enable_prefix_caching=False,
-                prefill_equals_decode=False,
+                prefill_equals_decode=False,  # there are no generated tokens to use again
             )
     return found
 

@@ -25,13 +25,12 @@ from scheduler import (
 )
 from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work
 from xla_engine.simulator.quantiles import Quantiles
-from xla_engine.simulator.trace import Arrival
+from xla_engine.simulator.trace import Arrival, distinct
 from xla_engine.step_log import Moment, StepLogWriter
 
 TOKEN, STOP = Sample(0), Sample(1)
 STOPS = frozenset({STOP.token_id})
 PREEMPTED = ("park", "recompute", "replay")
-SPREAD = 1 << 24  # token ids of one prompt; no two prompts share a prefix
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,12 +201,14 @@ class Simulation:
 
     def _submit(self, arrival: Arrival) -> None:
         self.report.requests += 1
-        first = self.report.requests * SPREAD
         # Recorded arrivals come when the loop gets to them; timed ones have waited since their time.
         came = self._clock.now if arrival.moment is not None else arrival.time
+        prompt = arrival.prompt
+        if prompt is None:
+            prompt = distinct(self.report.requests, arrival.prompt_tokens)
         request = Request(
             request_id=arrival.name,
-            prompt_token_ids=range(first, first + arrival.prompt_tokens),
+            prompt_token_ids=prompt,
             max_tokens=arrival.max_tokens,
             stop_token_ids=STOPS,
             lockstep=arrival.lockstep,

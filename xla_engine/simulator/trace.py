@@ -14,13 +14,15 @@ import csv
 import gzip
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from xla_engine.errors import RecordError
 from xla_engine.step_log import Moment, StepLog
+
+SPREAD = 1 << 24  # token ids of one prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class Arrival:
     moment: when it comes in steps of the loop, in place of the time; None in traces that do not say.
     gives_up: when its caller ends it, and the reason.
     deadline: seconds after its arrival.
+    prompt: token ids that stand for the real ones, where it is known what prompts have in common; else None.
     """
 
     name: str
@@ -43,11 +46,23 @@ class Arrival:
     moment: Moment | None = None
     gives_up: tuple[Moment, str] | None = None
     deadline: float | None = None
+    prompt: Sequence[int] | None = None
+
+
+def distinct(number: int, tokens: int) -> range:
+    """A prompt that begins as none of another number does."""
+    return range(number * SPREAD, number * SPREAD + tokens)
 
 
 def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
     """The requests of a recorded run, arriving before the steps they came before, or at the times they came."""
-    for each in log.requests:
+    prompts: list[Sequence[int]] = []
+    for number, each in enumerate(log.requests):
+        prompt: Sequence[int] = distinct(number, each.prompt_tokens)
+        if each.like is not None:
+            other, same = each.like
+            prompt = (*prompts[other][:same], *prompt[same:])
+        prompts.append(prompt)
         stopped = each.end in ("stop", "error")
         gives_up = None
         if each.taken_back is not None and not stopped and not by_time:
@@ -62,6 +77,7 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             lockstep=each.lockstep,
             moment=None if by_time else each.came,
             gives_up=gives_up,
+            prompt=prompt,
         )
 
 
