@@ -205,20 +205,33 @@ def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, i
 
 FEATURES = [
     ((6, 2, 64), jnp.bfloat16, Features(norms=True), 64),
-    ((4, 1, 80), jnp.float32, Features(window=100, softcap=5.0, scale=0.3), 16),
+    ((4, 1, 80), jnp.float32, Features(window=100, softcap=5.0, scale=0.3, sinks=True), 16),
     ((20, 1, 48), jnp.float32, Features(window=33, sinks=True), 128),
     ((6, 2, 96), jnp.bfloat16, Features(window=300, softcap=20.0, norms=True, sinks=True), 32),
 ]
 
 
-@pytest.mark.parametrize(("heads", "dtype", "features", "block_size"), FEATURES, ids=str)
-@each_backend
+# What is slow to compile or interpret, and shown by the others.
+SLOW = {("xla", 0), ("xla", 2), *[("gpu", index) for index in (0, 2, 3) if INTERPRET]}
+
+
+@pytest.mark.parametrize(
+    ("backend", "heads", "dtype", "features", "block_size"),
+    [
+        pytest.param(
+            backend,
+            *case,
+            id=f"{backend.name}-{case}",
+            marks=[pytest.mark.slow] * ((backend.name, index) in SLOW),
+        )
+        for index, case in enumerate(FEATURES)
+        for backend in BACKENDS
+    ],
+)
 def test_norms_windows_caps_sinks_and_pages(
     backend: Attention, heads: tuple[int, int, int], dtype: Any, features: Features, block_size: int
 ) -> None:
     """Against NumPy with contiguous slots, and the same bits from pages, also what is written."""
-    if backend.name == "gpu" and dtype == jnp.bfloat16 and INTERPRET:
-        pytest.skip("interpreted kernels are slow; two other cases and the norms below show them")
     case = Case(heads, dtype, features=features)
     assert_as_numpy(case, backend)
     paged = case.in_pages(block_size)
