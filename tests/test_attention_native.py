@@ -180,7 +180,11 @@ def test_prefill_and_decode_over_stale_nan_are_the_oracle(attention: NativeAtten
     np.testing.assert_allclose(np.concatenate(ours), oracle(tokens[:55], shape), atol=tolerance)
 
 
-RICH = [Shape(2, 3, 64, jnp.bfloat16, 9, rich=True), Shape(1, 2, 80, jnp.float32, 33, rich=True)]
+RICH = [
+    Shape(2, 3, 64, jnp.bfloat16, 9, rich=True),
+    Shape(1, 2, 80, jnp.float32, 33, rich=True),
+    Shape(1, 4, 256, jnp.bfloat16, 40, rich=True),
+]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES[:3], *RICH], ids=str)
