@@ -48,10 +48,6 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.self_check import SelfCheck, run_self_check
 from xla_engine.tokenizer import Tokenizer
 
-# A request of so many tokens at most is prefilled again when it was preempted, where that gives the same bits:
-# cheaper than a trip to the host (findings/023).
-RECOMPUTE_TOKENS = 64
-
 
 class XlaBatchEngine:
     """Continuous batching over one model.
@@ -139,7 +135,6 @@ class XlaBatchEngine:
             cut_invariant=check is not None and check.cut_invariant,
             preemption=config.preemption and config.scheduling_policy in PREEMPTIVE,
             swap_tokens=self._swap_tokens(),
-            recompute_tokens=RECOMPUTE_TOKENS,
         )
 
     def _swap_tokens(self) -> int:

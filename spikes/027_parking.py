@@ -1,6 +1,6 @@
 """A request that lost its slot: what do parking, prefilling again and replaying cost, by its length?
 
-python -m spikes.024_parking
+python -m spikes.027_parking
 """
 
 # %%

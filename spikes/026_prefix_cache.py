@@ -1,6 +1,6 @@
 """What does the prefix cache gain on prompts that begin alike, and what does it cost where they do not?
 
-python -m spikes.022_prefix_cache
+python -m spikes.026_prefix_cache
 """
 
 # %%
