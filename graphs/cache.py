@@ -10,10 +10,12 @@ from graphs.delta_net import make_state
 from graphs.model import ModelSpec
 
 
-def make_cache(spec: ModelSpec, rows: int, length: int) -> KVCache:
+def make_cache(spec: ModelSpec, rows: int, length: int, *, num_blocks: int | None = None) -> KVCache:
     """Zeroed state of `rows` slots of `length` positions, whole key blocks.
 
-    Layers of attention have keys and values in the layout of the spec's backend, linear ones a `DeltaState`.
+    Layers of attention have keys and values in the layout of the spec's backend, linear ones a `DeltaState`. With
+    `num_blocks`, keys and values are a pool of so many pages of `length` positions each, for block tables; other
+    state stays by row. Raises ValueError for a page the backend cannot read.
     """
     config = spec.config
     cache: KVCache = []
@@ -22,7 +24,8 @@ def make_cache(spec: ModelSpec, rows: int, length: int) -> KVCache:
             assert config.delta is not None
             cache.append(make_state(config.delta, rows))
         else:
-            cache += spec.attention.make_cache(_only(config, index), rows, length, spec.dtype)
+            slots = rows if num_blocks is None else num_blocks
+            cache += spec.attention.make_cache(_only(config, index), slots, length, spec.dtype)
     return cache
 
 

@@ -23,6 +23,7 @@ def decode_step(
     rows: Rows,
     scheduled: jax.Array,
     tables: Tables,
+    block_tables: jax.Array | None = None,
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
@@ -32,6 +33,7 @@ def decode_step(
     `processed_logprobs`, see `sample`.
     `rope [K, S, 2, Dh/2]`, see `graphs.rope`; `scheduled bool [B]`: rows the plan names. A row is live when it is
     scheduled and still has tokens to sample; other rows write nothing and keep their state.
+    `block_tables i32 [B, max_blocks]`: keys and values lie in pages, see `graphs.attention`; None: in slots.
     Returns cache, rows, the packed samples `[2, B]` (token -1 where the row was not live), and the most likely tokens
     as `graphs.logprobs.logprobs` packs them.
     """
@@ -57,6 +59,7 @@ def decode_step(
             live=live,
             key_length=key_length,
             compute_dtype=spec.dtype,
+            block_tables=block_tables,
         )
         return out
 

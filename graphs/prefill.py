@@ -53,6 +53,7 @@ def prefill_chunk(
     rows: Rows,
     lanes: Lanes,
     tables: Tables,
+    block_tables: jax.Array | None = None,
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
@@ -60,7 +61,7 @@ def prefill_chunk(
 
     Static: `spec`; `key_length`, the bucket of keys attended to, every lane ends at or below it; `head_rows >= P`,
     the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
-    `processed_logprobs`, see `sample`.
+    `processed_logprobs`, see `sample`. `block_tables`: see `decode_step`.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
     as `graphs.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`.
     """
@@ -78,8 +79,10 @@ def prefill_chunk(
             updated[index], out = delta_prefill(spec.config.delta, own, layer, projected, **place)
             return out
         assert isinstance(own, AttentionWeights)
+        if block_tables is None:
+            layer = spec.attention.clear_values(layer, lanes.slot, fresh)
         updated[index], out = spec.attention.attend_prefill(
-            spec.attention.clear_values(layer, lanes.slot, fresh),
+            layer,
             projected,
             form=spec.config.attention(index),
             weights=own,
@@ -87,6 +90,7 @@ def prefill_chunk(
             **place,
             key_length=key_length,
             compute_dtype=spec.dtype,
+            block_tables=block_tables,
         )
         return out
 

@@ -260,6 +260,24 @@ def test_a_lane_outside_the_cache_is_an_error(attention: NativeAttention) -> Non
         slots.feed([(0, sequence(SHAPES[0], 8, 8))], 16)
 
 
+def test_a_table_that_names_no_page_is_an_error(attention: NativeAttention) -> None:
+    shape = SHAPES[0]
+    pool = np.zeros((4, shape.kv_heads, 32, shape.head_dim), shape.dtype)
+    layer, rope = attention.from_host(pool, pool), angles(np.zeros(2, np.int32), shape.head_dim)
+    own = {"form": shape.form(), "weights": shape.weights(), "key_length": S, "compute_dtype": shape.dtype}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def decode(layer: LayerCache, tables: Array) -> Any:
+        place = {"length": np.full(2, 40, np.int32), "live": np.array([True, False])}
+        return attention.attend_decode(
+            layer, sequence(shape, 2, 1), rope=rope, block_tables=tables, **place, **own
+        )
+
+    layer, _ = decode(layer, np.array([[2, 0], [9, -1]], np.int32))  # a row that is not live needs none
+    with pytest.raises(Exception, match="names no page"):
+        jax.block_until_ready(decode(layer, np.array([[2, 4], [0, 1]], np.int32)))
+
+
 def test_without_a_compiler_pure_jax_serves_with_a_notice(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
