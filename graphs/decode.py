@@ -46,7 +46,9 @@ def decode_step(
         layer = cache[index]
         if isinstance(layer, DeltaState):
             assert isinstance(own, DeltaWeights) and spec.config.delta is not None
-            updated[index], out = delta_decode(spec.config.delta, own, layer, projected, live=live)
+            updated[index], out = delta_decode(
+                spec.config.delta, own, layer, projected, live=live, native=spec.native_state
+            )
             return out
         assert isinstance(own, AttentionWeights)
         updated[index], out = spec.attention.attend_decode(

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from graphs.config import AttentionForm
 from graphs.sums import sum_last
+
+
+def flatly(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
+    """`function` of each of few values, computed over one flat row.
+
+    XLA:CPU rounds exponentials over rows of no more than 8 entries otherwise than over longer ones (findings/011).
+    """
+    flat = function(jax.lax.optimization_barrier(values.reshape(-1)))
+    return jax.lax.optimization_barrier(flat).reshape(values.shape)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

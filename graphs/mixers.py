@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from graphs.config import DeltaForm, RoutedExperts
 from graphs.delta_net import DeltaWeights
-from graphs.layers import rms_norm
+from graphs.layers import flatly, rms_norm
 from graphs.moe import Experts, route
 from graphs.projection import Norm, Products
 from graphs.sums import sum_last
@@ -103,6 +103,5 @@ def _rounded(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _sigmoid(value: jax.Array) -> jax.Array:
-    """Of `value [N, 1]`; side by side with copies, as an exponential over few entries is rounded otherwise (011)."""
-    copies = jax.lax.optimization_barrier(jnp.broadcast_to(value, (len(value), _FLAT)))
-    return jax.lax.optimization_barrier(jax.nn.sigmoid(copies.reshape(-1))).reshape(-1, _FLAT)[:, :1]
+    """Of `value [N, 1]`, in the company of copies, as even a flat row of N may be short."""
+    return flatly(jax.nn.sigmoid, jnp.broadcast_to(value, (len(value), _FLAT)))[:, :1]

@@ -20,6 +20,7 @@ from graphs.attention import Attention, AttentionWeights
 from graphs.attention_xla import XlaAttention
 from graphs.config import ModelConfig
 from graphs.delta_net import DeltaWeights
+from graphs.delta_rule_native import fits
 from graphs.layers import centred, rms_norm
 from graphs.mixers import DeltaNet, RoutedMlp, ones, zeros
 from graphs.projection import FeatureMajor, Norm, Products, Weight
@@ -231,6 +232,12 @@ class ModelSpec:
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
         self.names = tuple(_leaf_name(path) for path, _ in paths)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in paths)
+
+    @property
+    def native_state(self) -> bool:
+        """Whether linear layers run in C++: where attention does, and their heads are whole vectors."""
+        delta = self.config.delta
+        return delta is not None and self.attention.name == "native" and fits(delta)
 
     def flatten(self, weights: Mapping[str, Any]) -> list[Any]:
         """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""

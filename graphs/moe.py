@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from graphs.layers import flatly
 from graphs.sums import sum_last
 
 BLOCK_ROWS = 16  # rows of one expert that are multiplied together (findings/020)
@@ -48,18 +49,12 @@ def route(logits: jax.Array, count: int, *, renormalise: bool, live: jax.Array |
     """
     experts = logits.shape[1]
     chosen, expert = lax.top_k(logits, count)
-    weight = _flat_exp(chosen - chosen[:, :1])
-    over = weight if renormalise else _flat_exp(logits - chosen[:, :1])
+    weight = flatly(jnp.exp, chosen - chosen[:, :1])
+    over = weight if renormalise else flatly(jnp.exp, logits - chosen[:, :1])
     weight = weight / sum_last(over)
     if live is not None:
         expert = jnp.where(live[:, None], expert, experts)
     return Route(expert.astype(jnp.int32), weight)
-
-
-def _flat_exp(values: jax.Array) -> jax.Array:
-    """Exponentials of `values [N, M]`; flat, because over short rows they are rounded otherwise (findings/011)."""
-    flat = jnp.exp(lax.optimization_barrier(values.reshape(-1)))
-    return lax.optimization_barrier(flat).reshape(values.shape)
 
 
 def gate(gates: jax.Array, ups: jax.Array, limit: float | None) -> jax.Array:

@@ -76,7 +76,9 @@ def prefill_chunk(
         layer, place = cache[index], {"slot": lanes.slot, "start": lanes.start, "count": lanes.count}
         if isinstance(layer, DeltaState):
             assert isinstance(own, DeltaWeights) and spec.config.delta is not None
-            updated[index], out = delta_prefill(spec.config.delta, own, layer, projected, **place)
+            updated[index], out = delta_prefill(
+                spec.config.delta, own, layer, projected, **place, native=spec.native_state
+            )
             return out
         assert isinstance(own, AttentionWeights)
         if block_tables is None:

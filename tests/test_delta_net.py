@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from graphs.delta_net import (
     delta_prefill,
     make_state,
 )
+from xla_engine.native import NativeBuildError, register
 
-FORM = DeltaForm(key_heads=2, value_heads=6, key_dim=12, value_dim=20, kernel=4, norm_eps=1e-6)
+FORM = DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=80, kernel=4, norm_eps=1e-6)
 SLOTS, WIDTH = 8, 32
 RNG = np.random.default_rng(0)
 WEIGHTS = DeltaWeights(
@@ -28,8 +29,24 @@ WEIGHTS = DeltaWeights(
         for shape in ((FORM.mixed_features, FORM.kernel), FORM.value_heads, FORM.value_heads, FORM.value_dim)
     )
 )
-decode = jax.jit(functools.partial(delta_decode, FORM))
-prefill = jax.jit(functools.partial(delta_prefill, FORM))
+
+
+class Forms(NamedTuple):
+    """Decode and prefill of one form."""
+
+    decode: Any
+    prefill: Any
+
+
+@pytest.fixture(scope="module", params=["pure JAX", "native"])
+def forms(request: pytest.FixtureRequest) -> Forms:
+    native = request.param == "native"
+    if native:
+        try:
+            register()
+        except NativeBuildError as error:
+            pytest.skip(str(error))
+    return Forms(*(jax.jit(functools.partial(f, FORM, native=native)) for f in (delta_decode, delta_prefill)))
 
 
 def sequence(length: int, seed: int = 0) -> np.ndarray:
@@ -84,10 +101,10 @@ def lanes(pieces: list[tuple[int, int, np.ndarray]], count: int) -> dict[str, An
 
 
 def run(
-    state: DeltaState, pieces: list[tuple[int, int, np.ndarray]], count: int
+    forms: Forms, state: DeltaState, pieces: list[tuple[int, int, np.ndarray]], count: int
 ) -> tuple[DeltaState, list[np.ndarray]]:
     arguments = lanes(pieces, count)
-    state, out = prefill(WEIGHTS, state, **arguments)
+    state, out = forms.prefill(WEIGHTS, state, **arguments)
     by_lane = np.asarray(out).reshape(count, WIDTH, -1)
     return state, [by_lane[lane, : len(rows)] for lane, (_, _, rows) in enumerate(pieces)]
 
@@ -96,13 +113,13 @@ def chunks(slot: int, projected: np.ndarray) -> list[tuple[int, int, np.ndarray]
     return [(slot, at, projected[at : at + WIDTH]) for at in range(0, len(projected), WIDTH)]
 
 
-def steps(state: DeltaState, slot: int, projected: np.ndarray) -> tuple[DeltaState, np.ndarray]:
+def steps(forms: Forms, state: DeltaState, slot: int, projected: np.ndarray) -> tuple[DeltaState, np.ndarray]:
     outputs = []
     live = np.arange(SLOTS) == slot
     for row in projected:
         fed = np.full((SLOTS, len(row)), np.nan, np.float32)  # of rows that are not live
         fed[slot] = row
-        state, out = decode(WEIGHTS, state, fed, live=live)
+        state, out = forms.decode(WEIGHTS, state, fed, live=live)
         outputs.append(np.asarray(out)[slot])
     return state, np.array(outputs)
 
@@ -117,57 +134,71 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("length", [1, 3, 16, 17, 31, 70])
-def test_prefill_then_decode_is_the_recurrence(length: int) -> None:
+def test_prefill_then_decode_is_the_recurrence(forms: Forms, length: int) -> None:
     projected = sequence(length + 5)
     expected, memory = recurrence(projected)
-    state, pieces = run(poisoned(), chunks(2, projected[:length]), 3)
+    state, pieces = run(forms, poisoned(), chunks(2, projected[:length]), 3)
     np.testing.assert_allclose(np.concatenate(pieces), expected[:length], atol=2e-5)
-    state, behind = steps(state, 2, projected[length:])
+    state, behind = steps(forms, state, 2, projected[length:])
     np.testing.assert_allclose(behind, expected[length:], atol=2e-5)
     np.testing.assert_allclose(state.memory[2], memory, atol=2e-5)
 
 
-def test_equal_keys_without_decay_stay_exact() -> None:
+def test_equal_keys_without_decay_stay_exact(forms: Forms) -> None:
     """The worst triangular system: powers of it are large, its inverse is not."""
     projected = np.tile(sequence(1, seed=4), (64, 1))
     projected[:, -FORM.value_heads :] = -30  # no decay
     projected[:, -2 * FORM.value_heads : -FORM.value_heads] = 6  # a rate of almost one
     expected, _ = recurrence(projected)
-    _, pieces = run(poisoned(), chunks(0, projected), 3)
+    _, pieces = run(forms, poisoned(), chunks(0, projected), 3)
     np.testing.assert_allclose(np.concatenate(pieces), expected, atol=1e-4)
 
 
-def test_how_a_prompt_falls_into_lanes_and_calls_changes_no_bit() -> None:
+def test_how_a_prompt_falls_into_lanes_and_calls_changes_no_bit(forms: Forms) -> None:
     projected = sequence(70, seed=1)
     (first, second, third), other = chunks(5, projected), chunks(1, sequence(40, seed=2))
-    state, (a, b, c) = run(poisoned(), [first, second, third], 3)
+    state, (a, b, c) = run(forms, poisoned(), [first, second, third], 3)
     apart = poisoned()
-    apart, (_, d) = run(apart, [other[0], first], 2)
-    apart, (e, _) = run(apart, [second, other[1]], 3)
-    apart, (f,) = run(apart, [third], 2)
+    apart, (_, d) = run(forms, apart, [other[0], first], 2)
+    apart, (e, _) = run(forms, apart, [second, other[1]], 3)
+    apart, (f,) = run(forms, apart, [third], 2)
     assert same(np.concatenate([a, b, c]), np.concatenate([d, e, f]))
     assert same(state.memory[5], apart.memory[5]) and same(state.inputs[5], apart.inputs[5])
 
 
-def test_rows_decode_alone_as_among_others() -> None:
-    state, _ = run(poisoned(), chunks(0, sequence(20, seed=1)), 3)
-    state, _ = run(state, chunks(7, sequence(20, seed=1)), 3)
+def test_rows_decode_alone_as_among_others(forms: Forms) -> None:
+    state, _ = run(forms, poisoned(), chunks(0, sequence(20, seed=1)), 3)
+    state, _ = run(forms, state, chunks(7, sequence(20, seed=1)), 3)
     row = sequence(1, seed=9)[0]
-    alone, out = decode(WEIGHTS, state, np.tile(row, (SLOTS, 1)), live=np.arange(SLOTS) == 0)
+    alone, out = forms.decode(WEIGHTS, state, np.tile(row, (SLOTS, 1)), live=np.arange(SLOTS) == 0)
     crowd = sequence(SLOTS, seed=8)
     crowd[7] = row
-    among, others = decode(WEIGHTS, state, crowd, live=np.ones(SLOTS, bool))
+    among, others = forms.decode(WEIGHTS, state, crowd, live=np.ones(SLOTS, bool))
     assert same(np.asarray(out)[0], np.asarray(others)[7])
     assert same(alone.memory[0], among.memory[7]) and same(alone.inputs[0], among.inputs[7])
 
 
-def test_what_is_not_named_keeps_its_bytes() -> None:
+def test_what_is_not_named_keeps_its_bytes(forms: Forms) -> None:
     """Neither rows that are not live nor unused lanes (whose slot is 0) write."""
     before = jax.tree.map(
         lambda leaf: jnp.asarray(RNG.standard_normal(leaf.shape), jnp.float32), make_state(FORM, SLOTS)
     )
-    after, _ = run(before, chunks(3, sequence(20)), 3)
-    after, _ = steps(after, 3, sequence(2))
+    after, _ = run(forms, before, chunks(3, sequence(20)), 3)
+    after, _ = steps(forms, after, 3, sequence(2))
     others = np.arange(SLOTS) != 3
     for old, new in zip(before, after, strict=True):
         assert same(np.asarray(old)[others], np.asarray(new)[others])
+
+
+def test_the_native_form_gives_the_bits_of_decode_by_prefill() -> None:
+    forms = Forms(*(jax.jit(functools.partial(f, FORM, native=True)) for f in (delta_decode, delta_prefill)))
+    try:
+        register()
+    except NativeBuildError as error:
+        pytest.skip(str(error))
+    projected = sequence(40, seed=6)
+    state, (a, b) = run(forms, poisoned(), chunks(3, projected), 2)
+    other, (c,) = run(forms, poisoned(), chunks(3, projected[:5]), 2)
+    other, d = steps(forms, other, 3, projected[5:])
+    assert same(np.concatenate([a, b]), np.concatenate([c, d]))
+    assert same(state.memory[3], other.memory[3]) and same(state.inputs[3], other.inputs[3])

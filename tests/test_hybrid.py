@@ -26,7 +26,7 @@ MODEL = replace(  # whole tiles throughout, so that every C++ operation serves w
     layer_types=("linear_attention", "full_attention"),
     attn_output_gate=True,
     qk_norm="head",
-    delta=DeltaForm(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4, norm_eps=1e-6),
+    delta=DeltaForm(key_heads=2, value_heads=4, key_dim=16, value_dim=32, kernel=4, norm_eps=1e-6),
     experts=RoutedExperts(
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64
     ),
@@ -80,4 +80,4 @@ def test_kinds_of_layers_lie_side_by_side(hybrid: XlaBatchEngine) -> None:
     kinds = [isinstance(layer, DeltaState) for layer in hybrid.runner._cache]
     assert kinds == [True, False]
     inputs, memory = hybrid.runner.read_cache()[0]
-    assert inputs.shape == (8, 3, 160) and memory.shape == (8, 4, 16, 24)
+    assert inputs.shape == (8, 3, 192) and memory.shape == (8, 4, 16, 32)

@@ -21,12 +21,13 @@ import jax
 
 import graphs
 from graphs.attention_native import TARGET
+from graphs.delta_rule_native import DELTA_RULE
 from graphs.moe_native import EXPERTS
 from graphs.projection_native import GATED_LINEAR, HEAD, LINEAR
 from xla_engine.config import compiler, native_cache_directory
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
-_ATTENTION = {TARGET: "XlaEngineAttend"}
+_STATE = {TARGET: "XlaEngineAttend", DELTA_RULE: "XlaEngineDeltaRule"}
 _PRODUCTS = {
     LINEAR: "XlaEngineLinear",
     HEAD: "XlaEngineHead",
@@ -44,12 +45,12 @@ class NativeBuildError(Exception):
 def register() -> bool:
     """Make the operations known to XLA:CPU, once per process. Raises NativeBuildError.
 
-    Returns whether this machine has the matrix tiles that products need; attention does without.
+    Returns whether this machine has the matrix tiles that products need; attention and delta rule do without.
     """
     library = ctypes.CDLL(str(build()))
     library.XlaEngineTiles.restype = ctypes.c_bool
     tiles = bool(library.XlaEngineTiles())
-    for target, symbol in {**_ATTENTION, **(_PRODUCTS if tiles else {})}.items():
+    for target, symbol in {**_STATE, **(_PRODUCTS if tiles else {})}.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return tiles
 

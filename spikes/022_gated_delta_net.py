@@ -1,6 +1,6 @@
 """What does the recurrence of a gated DeltaNet layer cost beside its two products, at decode and at prefill?
 
-python -m spikes.021_gated_delta_net
+python -m spikes.022_gated_delta_net
 """
 
 # %%
@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from graphs import delta_net
+from graphs import delta_rule
 from graphs.config import DeltaForm
 from graphs.delta_net import DeltaWeights, delta_decode, delta_prefill, make_state
 from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, Products
@@ -31,6 +31,7 @@ arguments.add_argument("--lanes", type=int, default=4)
 arguments.add_argument("--width", type=int, default=64)
 options = arguments.parse_known_args()[0]
 
+TILES = register()
 HIDDEN = 2048  # Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B
 FORM = DeltaForm(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-6)
 
@@ -78,10 +79,11 @@ variants: dict[tuple[str, str], Any] = {}
 for rows in options.rows:
     where = f"decode, {rows} rows"
     x, projected = draw(5, rows, HIDDEN), draw(6, rows, FORM.projected_features)
-    variants[where, "recurrence, pure JAX"] = Step(
-        rows, functools.partial(delta_decode, FORM), projected, live=jnp.ones(rows, bool)
-    )
-    for name, form in (("pure JAX", WEIGHT_LEFT), ("C++", NativeProducts() if register() else None)):
+    for name, native in (("pure JAX", False), ("C++", True)):
+        variants[where, f"recurrence, {name}"] = Step(
+            rows, functools.partial(delta_decode, FORM, native=native), projected, live=jnp.ones(rows, bool)
+        )
+    for name, form in (("pure JAX", WEIGHT_LEFT), ("C++", NativeProducts() if TILES else None)):
         if form is not None:
             run = jax.jit(functools.partial(products, form)).lower(into, back, x).compile()
             variants[where, f"products, {name}"] = functools.partial(finish, run, into, back, x)
@@ -89,17 +91,18 @@ tokens = options.lanes * options.width
 where = f"prefill, {options.lanes} x {options.width} tokens"
 x, projected = draw(5, tokens, HIDDEN), draw(6, tokens, FORM.projected_features)
 slot = jnp.arange(options.lanes, dtype=jnp.int32)
-for segment in options.segment:
-    with mock.patch.object(delta_net, "SEGMENT", segment):
-        variants[where, f"recurrence, pure JAX, segments of {segment}"] = Step(
+for segment in (*options.segment, 0):
+    with mock.patch.object(delta_rule, "SEGMENT", segment):
+        name = f"pure JAX, segments of {segment}" if segment else "C++"
+        variants[where, f"recurrence, {name}"] = Step(
             options.lanes,
-            functools.partial(delta_prefill, FORM),
+            functools.partial(delta_prefill, FORM, native=not segment),
             projected,
             slot=slot,
             start=jnp.zeros_like(slot),
             count=jnp.full_like(slot, options.width),
         )
-for name, form in (("pure JAX", ROWS_LEFT), ("C++", NativeProducts() if register() else None)):
+for name, form in (("pure JAX", ROWS_LEFT), ("C++", NativeProducts() if TILES else None)):
     if form is not None:
         run = jax.jit(functools.partial(products, form)).lower(into, back, x).compile()
         variants[where, f"products, {name}"] = functools.partial(finish, run, into, back, x)
