@@ -302,6 +302,28 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
 }
 
 
+def beside(vision: str, text: dict[str, Any]) -> dict[str, Any]:
+    """A decoder within a model that also sees, whose vision part is as small as can be."""
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    seeing = {"model_type": vision, "image_size": 16, "patch_size": 8, "head_dim": 8, **size}
+    return {"text_config": {"vocab_size": VOCABULARY, **text}, "vision_config": seeing}
+
+
+CASES |= {
+    "gemma3_vision": (
+        "Gemma3ForConditionalGeneration",
+        0.3,
+        beside("siglip_vision_model", CASES["gemma3"][2]) | {"mm_tokens_per_image": 4},
+    ),
+    "mistral3_vision": (
+        "Mistral3ForConditionalGeneration",
+        0.4,
+        beside("pixtral", {"model_type": "mistral", **CASES["mistral_full"][2], "tie_word_embeddings": False})
+        | {"tie_word_embeddings": False},
+    ),
+}
+
+
 def main() -> None:
     for name in sys.argv[1:] or CASES:
         for seed in range(1000):
@@ -341,7 +363,10 @@ def random_model(name: str, seed: int) -> Any:
                 parameter += 1
             if parameter_name.endswith("A_log"):
                 parameter -= 3  # slow decay: what lies far behind still counts
-            if parameter_name == "model.norm.weight" and config.tie_word_embeddings:
+            if (
+                parameter_name in ("model.norm.weight", "model.language_model.norm.weight")
+                and config.tie_word_embeddings
+            ):
                 # Random signs: a tied head likes the token it was just given too well.
                 parameter -= 2 * torch.randint(2, parameter.shape, generator=generator)
             parameter.copy_(parameter.bfloat16().float())

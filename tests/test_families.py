@@ -22,9 +22,19 @@ from xla_engine.verify import verify
 
 GOLDEN = Path(__file__).parent / "golden" / "families"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-# One of each architecture, the oddest; the others are `slow`.
+# The oddest of each family; the others are `slow`.
 QUICK = (
-    *("llama_yarn", "smollm3", "mistral_window", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"),
+    *(
+        "llama_yarn",
+        "smollm3",
+        "mistral_window",
+        "ministral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_vision",
+    ),
     *("phi3_long", "olmo2", "olmo3", "granite", "cohere", "cohere2"),
     *("qwen3_moe", "gpt_oss_mxfp4", "qwen3_next"),
 )

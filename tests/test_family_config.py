@@ -204,6 +204,50 @@ def test_what_a_family_does_not_know_is_refused_by_name(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        **{
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+        },
+        **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+
+
+def test_the_decoder_of_a_model_that_sees(write: Write) -> None:
+    directory = write(GEMMA3_4B)
+    model, family = read_model(directory)
+    assert (model.num_attention_heads, model.head_dim, model.vocab_size) == (8, 256, 262208)
+    assert model.rope_scaling is not None and model.rope_scaling.factor == 8
+    assert model.layer_types[4:6] == (SLIDES, FULL) and model.max_position_embeddings == 131072
+    (embed,) = tensor_sources(model, family)["embed"]
+    assert embed.name == "language_model.model.embed_tokens.weight"
+    assert read_special_tokens(directory, model).eos_token_ids == (1, 106)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"text_config": None}, ["text_config", "decoder"]),
+        ({"text_config": {"model_type": "ministral3"}}, ["text_config.model_type", "ministral3"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+    ],
+)
+def test_a_decoder_that_is_not_described_is_refused(
+    write: Write, fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_model(write(GEMMA3_4B | fields))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
 @pytest.mark.parametrize(
     ("name", "generation", "eos"),
     [

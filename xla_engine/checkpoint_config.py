@@ -79,7 +79,8 @@ def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
     place = model_path(path)
     fields = config_fields(place)
     family = _family(fields)
-    fields = Fields(fields.file, {**family.defaults, **fields.values})
+    fields = _text_fields(fields, family) if family.text_type else fields
+    fields = fields.with_defaults(family.defaults)
     _check_plain(fields, family)
     hidden_size = _size(fields, "hidden_size")
     heads = _size(fields, "num_attention_heads")
@@ -124,7 +125,10 @@ def read_special_tokens(path: Path | str, config: ModelConfig) -> SpecialTokens:
     generation = place / "generation_config.json"
     eos: tuple[int, ...] = ()
     bos: tuple[int, ...] = ()
-    for fields in (*([Fields.of_file(generation)] if generation.exists() else []), config_fields(place)):
+    config_json = config_fields(place)
+    files = [Fields.of_file(generation)] if generation.exists() else []
+    text = config_json.within("text_config")  # of a model that also sees
+    for fields in (*files, config_json, *([] if text is None else [text])):
         eos = eos or fields.token_ids("eos_token_id", config.vocab_size)
         bos = bos or fields.token_ids("bos_token_id", config.vocab_size)
         if len(bos) > 1:
@@ -159,6 +163,18 @@ def _family(fields: Fields) -> Family:
             quantised.fail("quant_method", "not supported. Use an unquantised or an MXFP4 checkpoint")
         return replace(family, tensors={**family.tensors, **family.mxfp4})
     return family
+
+
+def _text_fields(fields: Fields, family: Family) -> Fields:
+    """What describes the decoder of a model that also sees. Quantisation is said beside it."""
+    text = fields.within("text_config")
+    if text is None:
+        fields.fail(
+            "text_config", f"must describe the decoder of {family.architecture}. Download the file again"
+        )
+    if text.values.get("model_type") not in (None, family.text_type):
+        text.fail("model_type", f"not supported within {family.architecture}, only {family.text_type!r} is")
+    return text.with_defaults({"quantization_config": fields.values.get("quantization_config")})
 
 
 def _check_plain(fields: Fields, family: Family) -> None:

@@ -63,6 +63,10 @@ class Fields:
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise CheckpointError(f"{self.file}: {self._prefix}{name} = {shown}: {problem}")
 
+    def with_defaults(self, values: Mapping[str, Any]) -> Fields:
+        """The same object, with `values` where it says nothing."""
+        return Fields(self.file, {**values, **self.values}, self._prefix)
+
     def given(self, name: str) -> bool:
         """Whether the object has `name`, and not null."""
         return self.values.get(name) is not None

@@ -61,7 +61,9 @@ def read_rope(fields: Fields, family: Family) -> RopeFields:
     if len(parts) > 1:
         fields.fail("partial_rotary_factor", "given twice and differently. Keep the one that is right")
     limit = None
-    if scaling is not None and scaling.rope_type in ("linear", "dynamic", "yarn"):
+    # Gemma 3's max_position_embeddings is the scaled one already.
+    stretched = ("dynamic", "yarn") if family.rope_local else ("linear", "dynamic", "yarn")
+    if scaling is not None and scaling.rope_type in stretched:
         limit = min(int(scaling.original_max_position_embeddings * scaling.factor), _LARGEST)
     theta = _theta([fields, *objects], family.rope_theta)
     return RopeFields(

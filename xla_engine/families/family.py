@@ -62,6 +62,7 @@ class Family:
     activations: config.json's words for those that are built in.
     norm_offset: added to every norm weight.
     ignores: pattern of tensors that are no part of the decoder.
+    text_type: model_type of config.json's `text_config`, which describes the decoder where it is a part of a model.
     """
 
     architecture: str
@@ -76,7 +77,28 @@ class Family:
     activations: Mapping[str, Literal["silu", "gelu_tanh"]] = field(default_factory=lambda: ACTIVATIONS)
     norm_offset: float = 0.0
     ignores: str = ""
+    text_type: str = ""
     layer: str = "model.layers.{index}."
+
+
+def within_vision_model(family: Family, architecture: str, model_type: str) -> Family:
+    """The text decoder of a checkpoint that also sees; what sees is left on disk."""
+    beside = {
+        leaf: names for leaf, names in family.tensors.items() if leaf in ("embed", "final_norm", "head")
+    }
+    renamed = {
+        leaf: tuple(f"language_model.{name}" for name in names) if not callable(names) else names
+        for leaf, names in beside.items()
+    }
+    return replace(
+        family,
+        architecture=architecture,
+        model_type=model_type,
+        tensors={**family.tensors, **renamed},
+        layer="language_model.model.layers.{index}.",
+        ignores=r"(vision_tower|multi_modal_projector)\..*",
+        text_type=family.model_type,
+    )
 
 
 def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Source, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_engine.checkpoint_json import Fields
-from xla_engine.families.family import ACTIVATIONS, Family
+from xla_engine.families.family import ACTIVATIONS, Family, within_vision_model
 from xla_engine.families.llama import ATTENTION, HEAD_NORMS, MLP, MODEL, PRE_NORMS
 from xla_engine.families.windows import all_but_each, sliding
 
@@ -76,8 +76,10 @@ GEMMA3 = Family(
         **_DEFAULTS,
         **{"hidden_activation": "gelu_pytorch_tanh", "num_key_value_heads": 4, "sliding_window": 4096},
         **{"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "max_position_embeddings": 131072},
+        **{"num_attention_heads": 8, "vocab_size": 262208},
     },
     rope_theta=1e6,
     rope_local=True,
     norm_offset=1.0,
 )
+GEMMA3_VISION = within_vision_model(GEMMA3, "Gemma3ForConditionalGeneration", "gemma3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_engine.checkpoint_json import Fields
-from xla_engine.families.family import Family
+from xla_engine.families.family import Family, within_vision_model
 from xla_engine.families.llama import TENSORS
 from xla_engine.families.windows import every, sliding
 
@@ -30,3 +30,4 @@ MINISTRAL = Family(
     flags=_windows,
     defaults=MISTRAL.defaults,
 )
+MISTRAL3 = within_vision_model(MISTRAL, "Mistral3ForConditionalGeneration", "mistral3")
