@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention_gpu, sampling
+from graphs import attention_gpu_kernels as kernels
+from graphs import sampling
 from graphs.attention import KEY_BLOCK, AttentionWeights, LayerCache
 from graphs.attention_xla import XlaAttention
 from graphs.projection import ROWS_LEFT, WEIGHT_LEFT
@@ -92,11 +93,14 @@ def attention(scale: Scale) -> list[Table]:
 
             def with_warps(self: Any, kernel: Any, *, warps: int, to: int = warps, **rest: Any) -> Any:
                 return call(
-                    self, kernel, warps=to if kernel is attention_gpu._split_kernel else warps, **rest
+                    self,
+                    kernel,
+                    warps=to if getattr(kernel, "func", None) is kernels.split_kernel else warps,
+                    **rest,
                 )
 
             with (
-                mock.patch.object(attention_gpu, "KEY_TILE", tile),
+                mock.patch.object(kernels, "KEY_TILE", tile),
                 mock.patch.object(type(scale.attention), "_call", with_warps),
             ):
                 cells = [f"{1e3 * measure(scale.attention, rows, scale.contexts[-1] // 4 or 64)[0]:.1f}"

@@ -105,7 +105,7 @@ def _no_attention(self: Any, layer: LayerCache, qkv: jax.Array, **_: Any) -> tup
 
 
 def _written_by_xla(
-    self: Any, layer: LayerCache, qkv: jax.Array, rope: jax.Array, position: jax.Array
+    self: Any, layer: LayerCache, qkv: jax.Array, rope: jax.Array, position: jax.Array, *_: Any
 ) -> Any:
     """Rotation and write as XLA fuses them, in place of the write kernel: qkv `[B, H + 2 KV, Dh]`."""
     rows, kv_heads, positions, head_dim = layer.keys.shape

@@ -4,6 +4,7 @@
 // function of its own sequence, whatever lane, slot, page, neighbour, chunk or number of threads computed it.
 
 #include "attention_cache.h"
+#include "attention_heads.h"
 #include "attention_scores.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
@@ -12,62 +13,18 @@ namespace xla_engine {
 namespace {
 
 struct Arguments {
-  const float* qkv;    // [F, N], or [N, F]
-  const float* rope;   // [N, 2, Dh / 2]
+  Projection projection;
   const int32_t *slot, *start, *count;  // [P]
   const int32_t* tables;                // [B, pages]
   const float *q_norm, *k_norm;         // [Dh] or null
   const float* sinks;                   // [heads] or null
-  int64_t lanes, width, heads, kv_heads, head_dim, padded;
-  int64_t rows, pages, page;           // of the tables; positions of a page
-  int64_t row_stride, feature_stride;  // of qkv
-  int64_t window;                      // keys a query sees, itself included; 0: all
+  int64_t lanes, width, heads, kv_heads;
+  int64_t rows, pages, page;  // of the tables; positions of a page
+  int64_t window;             // keys a query sees, itself included; 0: all
   ScoreForm form;
-  float eps;  // of the norms
 
   // The first key that a query at `position` sees.
   int64_t First(int64_t position) const { return window ? std::max<int64_t>(position + 1 - window, 0) : 0; }
-
-  // One head of row `row` of qkv, rounded and padded; queries and keys are normed, if `norm` is there, and rotated.
-  template <typename T>
-  void Value(int64_t row, int64_t head, T* to) const {
-    const float* from = qkv + row * row_stride + head * head_dim * feature_stride;
-    for (int64_t d = 0; d < head_dim; ++d) to[d] = Storage<T>::Round(from[d * feature_stride]);
-    for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
-  }
-
-  template <typename T>
-  void Rotated(int64_t row, int64_t head, const float* norm, T* to) const {
-    const float* from = qkv + row * row_stride + head * head_dim * feature_stride;
-    if (norm == nullptr) return Rotate(row, from, feature_stride, to);
-    alignas(64) float normed[kMaxWidth];
-    Norm(from, norm, normed);
-    Rotate(row, normed, 1, to);
-  }
-
-  // Half-split pairs, as in Hugging Face.
-  template <typename T>
-  void Rotate(int64_t row, const float* from, int64_t stride, T* to) const {
-    const int64_t half = head_dim / 2;
-    const float *cosine = rope + row * head_dim, *sine = cosine + half;
-    for (int64_t d = 0; d < half; ++d) {
-      const float low = from[d * stride], high = from[(d + half) * stride];
-      to[d] = Storage<T>::Round(low * cosine[d] - high * sine[d]);
-      to[d + half] = Storage<T>::Round(high * cosine[d] + low * sine[d]);
-    }
-    for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
-  }
-
-  // Root-mean-square normalisation of a head (Zhang and Sennrich 2019).
-  void Norm(const float* from, const float* weight, float* to) const {
-    for (int64_t d = 0; d < head_dim; ++d) to[d] = from[d * feature_stride];
-    for (int64_t d = head_dim; d < padded; ++d) to[d] = 0;
-    Vec squares = {};
-    for (int64_t d = 0; d < padded; d += kVector) squares += Load(to + d) * Load(to + d);
-    const float square = Reduce(squares, [](Vec a, Vec b) { return a + b; });
-    const float scale = 1.0f / std::sqrt(square / static_cast<float>(head_dim) + eps);
-    for (int64_t d = 0; d < head_dim; ++d) to[d] *= scale * weight[d];
-  }
 };
 
 // What a thread needs for a task, kept between tasks. Rows are whole cache lines, an odd number of them: rows a power of
@@ -102,10 +59,10 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
   const int64_t groups = a.heads / a.kv_heads;
   const int64_t tokens = std::max<int64_t>(1, kQueries / groups);  // of one task
   const int64_t pieces = (a.width + tokens - 1) / tokens;
-  const int64_t head_size = a.page * a.padded;
+  const int64_t head_size = a.page * a.projection.padded;
   auto head_of = [&](int64_t lane, int64_t kv) {
     return Head<T>{keys + kv * head_size,  values + kv * head_size, a.tables + a.slot[lane] * a.pages, a.pages, a.page,
-                   a.kv_heads * head_size, a.padded};
+                   a.kv_heads * head_size, a.projection.padded};
   };
 
   auto write = [&](int64_t lane, int64_t kv) {
@@ -116,8 +73,8 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
                            a.count[lane + 1] > 0;
     for (int64_t t = 0; t < a.count[lane]; ++t) {
       const int64_t row = lane * a.width + t;
-      a.Rotated(row, a.heads + kv, a.k_norm, key);
-      a.Value(row, a.heads + a.kv_heads + kv, value);
+      a.projection.Rotated(row, a.heads + kv, a.k_norm, key);
+      a.projection.Value(row, a.heads + a.kv_heads + kv, value);
       head.Write(a.start[lane] + t, key, value, t + 1 == a.count[lane] && !continued);
     }
   };
@@ -126,8 +83,8 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
     const int64_t last_token = std::min<int64_t>(first_token + tokens, a.width);
     const int64_t used = std::min<int64_t>(last_token, a.count[lane]);
     for (int64_t t = std::max<int64_t>(first_token, used); t < last_token; ++t)  // padding
-      std::memset(static_cast<void*>(out + ((lane * a.width + t) * a.heads + kv * groups) * a.head_dim), 0,
-                  groups * a.head_dim * sizeof(T));
+      std::memset(static_cast<void*>(out + ((lane * a.width + t) * a.heads + kv * groups) * a.projection.head_dim), 0,
+                  groups * a.projection.head_dim * sizeof(T));
     if (first_token >= used) return;
     thread_local Scratch<T> scratch;
     // Whole tiles by absolute position, so that a row's keys stand in the same tiles whatever rows are beside it.
@@ -142,7 +99,7 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
       seen.rows = std::min(kQueries, rows_wanted - from);
       for (int64_t r = 0; r < seen.rows; ++r) {
         const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
-        a.Rotated(lane * a.width + t, head, a.q_norm, queries + r * a.padded);
+        a.projection.Rotated(lane * a.width + t, head, a.q_norm, queries + r * a.projection.padded);
         seen.first[r] = a.First(a.start[lane] + t) - begin;
         seen.last[r] = a.start[lane] + t + 1 - begin;
         seen.sink[r] = a.sinks ? a.sinks[head] : kLowest;
@@ -159,8 +116,8 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
         AttendVectors(scratch.context, queries, seen, a.form, scratch.scores(), scratch.score_stride, result, sums);
       for (int64_t r = 0; r < seen.rows; ++r) {
         const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
-        T* to = out + ((lane * a.width + t) * a.heads + head) * a.head_dim;
-        for (int64_t d = 0; d < a.head_dim; ++d) to[d] = Storage<T>::Round(result[r * a.padded + d] / sums[r]);
+        T* to = out + ((lane * a.width + t) * a.heads + head) * a.projection.head_dim;
+        for (int64_t d = 0; d < a.projection.head_dim; ++d) to[d] = Storage<T>::Round(result[r * a.projection.padded + d] / sums[r]);
       }
     }
   };
@@ -211,8 +168,10 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
                   int64_t window, float scale, float softcap, float eps) {
   const auto shape = keys.dimensions();  // [pages, KV, S / 16, D / W, 16, W]
   Arguments a;
-  a.qkv = qkv.typed_data();
-  a.rope = rope.typed_data();
+  Projection& projection = a.projection;
+  projection.qkv = qkv.typed_data();
+  projection.rope = rope.typed_data();
+  projection.eps = eps;
   a.slot = slot.typed_data();
   a.start = start.typed_data();
   a.count = count.typed_data();
@@ -222,20 +181,19 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
   a.sinks = OrNull(sinks);
   a.window = window;
   a.form = {scale, softcap};
-  a.eps = eps;
   const int64_t rows = rope.dimensions()[0];
   a.lanes = slot.element_count();
   a.width = rows / a.lanes;
-  a.head_dim = 2 * rope.dimensions()[2];
+  projection.head_dim = 2 * rope.dimensions()[2];
   a.kv_heads = shape[1];
-  a.heads = static_cast<int64_t>(qkv.element_count()) / rows / a.head_dim - 2 * a.kv_heads;
-  a.padded = shape[3] * shape[5];
+  a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - 2 * a.kv_heads;
+  projection.padded = shape[3] * shape[5];
   a.rows = tables.dimensions()[0];
   a.pages = tables.dimensions()[1];
   a.page = shape[2] * kVector;
-  a.row_stride = feature_major ? 1 : (a.heads + 2 * a.kv_heads) * a.head_dim;
-  a.feature_stride = feature_major ? rows : 1;
-  if (a.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
+  projection.row_stride = feature_major ? 1 : (a.heads + 2 * a.kv_heads) * projection.head_dim;
+  projection.feature_stride = feature_major ? rows : 1;
+  if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
   if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
     return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
   if (const char* complaint = Misplaced(a, shape[0])) return ffi::Error::InvalidArgument(complaint);
