@@ -33,6 +33,7 @@ REFERENCE = (
     "transformers"  # whose streams others are compared with, and whose own errors excuse as large ones
 )
 PEERS = {
+    "xla-engine-int8": Peer("xla:Int8", "this engine, weights and activations in eight bits"),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
     "openvino": Peer("openvino_cb:Plain", "OpenVINO GenAI ContinuousBatchingPipeline"),

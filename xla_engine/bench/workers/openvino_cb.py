@@ -35,7 +35,7 @@ class Plain:
             convert(model, directory)
         short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
         options = openvino_genai.SchedulerConfig()
-        options.max_num_seqs = max_num_seqs
+        options.max_num_seqs = self._slots = max_num_seqs
         options.max_num_batched_tokens = max_num_seqs + PROMPT_TOKENS
         options.cache_size = cache_gib(model, max_num_seqs * max_model_len)
         options.enable_prefix_caching = False
@@ -63,7 +63,8 @@ class Plain:
         began = time.perf_counter()
         while submitted < len(order) or pipeline.has_non_finished_requests():
             now = time.perf_counter() - began
-            while submitted < len(order) and arrivals[order[submitted]] <= now:
+            # Its scheduler takes more than max_num_seqs when prompts are split (dynamic_split_fuse, the default).
+            while submitted < len(order) and arrivals[order[submitted]] <= now and len(running) < self._slots:
                 index = order[submitted]
                 running[index] = self._add(prompts[index], max_tokens[index])
                 submitted += 1

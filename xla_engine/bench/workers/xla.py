@@ -64,7 +64,9 @@ class Watch:
 
 
 class Engine:
-    """Our side of the protocol in `worker.py`."""
+    """Our side of the protocol in `worker.py`; weights as the model has them."""
+
+    quantization: str | None = None
 
     def __init__(self, threads: int) -> None:
         self._engine: XlaBatchEngine | None = None
@@ -76,6 +78,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             dtype=dtype,
+            quantization=self.quantization,
             enable_prefix_caching=False,  # prompts come again in the next round, and are to be computed again
         )
         self._engine = XlaBatchEngine(load_checkpoint(model, dtype=dtype), None, config)
@@ -205,6 +208,12 @@ class Engine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class Int8(Engine):
+    """The same with weights and activations in eight bits."""
+
+    quantization = "int8"
 
 
 class Judge:
