@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import LayerCache
+from graphs.attention import AttentionWeights, LayerCache
 from graphs.decode import decode_step
 from graphs.layers import rms_norm
-from graphs.model import Decoder, ModelSpec
+from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT, feature_major
 from graphs.rows import Rows, Tables, pack_samples
 from spikes.timing import (
@@ -58,7 +58,6 @@ def stack(weights: list[jax.Array]) -> Stacked:
 
 
 def one_layer(
-    model: Decoder,
     weights: dict[str, jax.Array],
     x: jax.Array,
     layer: LayerCache,
@@ -68,12 +67,12 @@ def one_layer(
 ) -> tuple[jax.Array, LayerCache]:
     """The body of `Decoder.hidden` with a layer's leaves passed in: x `[B, D]`."""
     eps = SMOLLM2_135M.rms_norm_eps
-    q, k, v = model._heads(WEIGHT_LEFT.linear(weights["qkv"], rms_norm(x, weights["input_norm"], eps)))
+    qkv = WEIGHT_LEFT.linear(weights["qkv"], rms_norm(x, weights["input_norm"], eps))
     layer, out = spec.attention.attend_decode(
         layer,
-        q,
-        k,
-        v,
+        qkv,
+        form=SMOLLM2_135M.attention(0),
+        weights=AttentionWeights(),
         rope=rope,
         length=length,
         live=jnp.ones(length.shape, bool),
@@ -81,7 +80,7 @@ def one_layer(
         compute_dtype=spec.dtype,
     )
     x = x + WEIGHT_LEFT.linear(weights["output"], out.reshape(x.shape[0], -1))
-    normed = rms_norm(x, weights["post_attention_norm"], eps)
+    normed = rms_norm(x, weights["pre_feedforward_norm"], eps)
     hidden = WEIGHT_LEFT.gated(weights["gate_up"], normed)
     return x + WEIGHT_LEFT.linear(weights["down"], hidden), layer
 
@@ -99,20 +98,19 @@ def scanned_step(
     tables: Tables,
 ) -> tuple[LayerCache, Rows, jax.Array, jax.Array]:
     """A decode step over `cache [L, B, KV, S, Dh]`, scanned slice by slice or carried whole."""
-    model = Decoder(SMOLLM2_135M, spec.dtype)  # for its head split and norm; its own leaves are not used
     x = weights["embed"][rows.token].astype(jnp.float32)
-    angles = rope[rows.length]
+    angles = rope[0, rows.length]
 
     def slices(x: jax.Array, inputs: tuple[dict[str, jax.Array], LayerCache]) -> tuple[jax.Array, LayerCache]:
         leaves, layer = inputs
-        return one_layer(model, leaves, x, layer, angles, rows.length, key_length)
+        return one_layer(leaves, x, layer, angles, rows.length, key_length)
 
     def carried(
         state: tuple[jax.Array, LayerCache], inputs: tuple[jax.Array, dict[str, jax.Array]]
     ) -> tuple[tuple[jax.Array, LayerCache], None]:
         (x, whole), (index, leaves) = state, inputs
         layer = LayerCache(*(lax.dynamic_index_in_dim(each, index, keepdims=False) for each in whole))
-        x, layer = one_layer(model, leaves, x, layer, angles, rows.length, key_length)
+        x, layer = one_layer(leaves, x, layer, angles, rows.length, key_length)
         parts = zip(whole, layer, strict=True)
         return (x, LayerCache(*(lax.dynamic_update_index_in_dim(a, b, index, 0) for a, b in parts))), None
 
