@@ -22,6 +22,11 @@ def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
     return tree_bytes(jax.eval_shape(lambda: make_cache(spec, rows, whole_blocks(length))))
 
 
+def pool_bytes(spec: ModelSpec, num_blocks: int, block_size: int) -> int:
+    """Bytes of a pool of pages."""
+    return tree_bytes(jax.eval_shape(lambda: make_cache(spec, 1, block_size, num_blocks=num_blocks)))
+
+
 def keeps_every_position(spec: ModelSpec, length: int) -> bool:
     """Whether every layer keeps keys and values of all positions of a slot, so that any prefix of one can be reused.
 

@@ -49,12 +49,14 @@ class Tables:
     A graph reads it only in steps where a live row has it, so the entries of other slots may be stale.
 
     bias_ids: i32 `[B, MAX_LOGIT_BIAS]`, padded with the vocabulary's size.   bias: f32, the same shape.
+    block_tables: i32 `[B, max_blocks]`, the pages of each slot; None where slots are contiguous.
     mask: u32 `[B, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set where token t is allowed.
     """
 
     bias_ids: jax.Array
     bias: jax.Array
     mask: jax.Array
+    block_tables: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -103,13 +105,14 @@ def make_sampling_rows(count: int) -> SamplingRows:
     )
 
 
-def make_tables(count: int, vocabulary: int) -> Tables:
-    """No bias, everything allowed, as host arrays."""
+def make_tables(count: int, vocabulary: int, max_blocks: int | None = None) -> Tables:
+    """No bias, everything allowed, no pages, as host arrays."""
     host: Any = np
     return Tables(
         bias_ids=host.full((count, MAX_LOGIT_BIAS), vocabulary, np.int32),
         bias=host.zeros((count, MAX_LOGIT_BIAS), np.float32),
         mask=host.full((count, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
+        block_tables=None if max_blocks is None else host.zeros((count, max_blocks), np.int32),
     )
 
 

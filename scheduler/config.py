@@ -22,6 +22,8 @@ class SchedulerConfig:
     quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
     enable_prefix_caching: slots keep what they hold for prompts that begin alike; see `scheduler.prefix_cache`.
     block_size: tokens of one page of the prefix cache.
+    num_blocks: pages of `block_size` tokens that slots borrow, as many as a request may need in all; None: every slot
+        has room of its own. Without the prefix cache only.
     cache_key: what the keys of pages begin with; names the model.
     prefill_equals_decode: prefill gives the bits of decode on this device, so that generated tokens may be reused and
         recomputed.
@@ -41,6 +43,7 @@ class SchedulerConfig:
     quantum: int = 64
     enable_prefix_caching: bool = False
     block_size: int = 64
+    num_blocks: int | None = None
     cache_key: str = ""
     prefill_equals_decode: bool = False
     cut_invariant: bool = False
@@ -56,6 +59,7 @@ class SchedulerConfig:
             "max_waiting",
             "priority_aging",
             "block_size",
+            "num_blocks",
             "quantum",
         ):
             value = getattr(self, name)
@@ -69,6 +73,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"preemption under {self.scheduling_policy!r} would let newcomers take a slot away again and "
                 "again; use it with fcfs or priority"
+            )
+
+        if self.num_blocks is not None and self.enable_prefix_caching:
+            raise ValueError(
+                "num_blocks is for slots without a prefix cache; set enable_prefix_caching to False"
             )
 
     @property

@@ -70,6 +70,15 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """The pages of a new tenancy, in order of position."""
+
+    slot: Slot
+    request_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What the scheduler did with a request, and why in plain words.
 
@@ -88,6 +97,7 @@ class Plan:
 
     step: counts non-empty plans from 0. Plans are started and committed in this order.
     parks, resumes, reuses: what happens to slots before anything else in the step, in this order.
+    tables: of the requests admitted, where slots have pages.
     replays: ids of requests that lost their slot and will sample all their tokens anew.
     admitted: ids of the requests that left the queue for a slot, first in line first.
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
@@ -107,6 +117,7 @@ class Plan:
     resumes: tuple[Swap, ...] = ()
     reuses: tuple[Reuse, ...] = ()
     replays: tuple[str, ...] = ()
+    tables: tuple[BlockTable, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from scheduler import integrity, policy, snapshot
+from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.decoding import Decoding
 from scheduler.lockstep import Lockstep
 from scheduler.plan import (
     NO_CHOICE,
+    BlockTable,
     Chunk,
     Decision,
     Plan,
@@ -62,11 +64,15 @@ class Scheduler:
         self._cache: PrefixCache | None = None
         if config.enable_prefix_caching:
             self._cache = PrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
+        self._pool: BlockPool | None = None
+        if config.num_blocks is not None:
+            self._pool = BlockPool(config.num_blocks, config.block_size)
         self._prefilling = Prefilling(config, self._cache)
         self._decoding = Decoding(keeps_tokens=config.keeps_tokens)
         self._lockstep = Lockstep()
         self._parks: list[tuple[RequestState, Swap]] = []  # since the last plan
         self._replays: list[RequestState] = []
+        self._tables: list[BlockTable] = []  # of the plan being made
         self._parked_tokens = 0
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt
         self._turns = 0
@@ -80,11 +86,18 @@ class Scheduler:
         self._tokens_dropped = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for an id in use and QueueFullError; nothing changes then."""
+        """Queue a request. Raises ValueError for an id in use or one that can never have pages enough, and
+        QueueFullError; nothing changes then."""
+        if (why := self.never_fits(len(request.prompt_token_ids), request.max_tokens)) is not None:
+            raise ValueError(f"request {request.request_id!r} can never run: {why}")
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
         self._queue(RequestState(request=request, arrival=self._submitted, turn=self._next_turn()))
         self._submitted += 1
+
+    def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
+        """Why a request can never have pages enough, with the arithmetic; None if it can."""
+        return None if self._pool is None else self._pool.never_fits(prompt_tokens + max_tokens - 1)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; False when no live request has this id."""
@@ -172,7 +185,9 @@ class Scheduler:
             resumes=resumes,
             reuses=work.reuses,
             replays=self._take_replays(),
+            tables=tuple(self._tables),
         )
+        self._tables.clear()
         for reuse in plan.reuses:
             self._cached_tokens += reuse.length
             self._slots.revalue(reuse.source, self._use())
@@ -303,17 +318,22 @@ class Scheduler:
             if state.credited < state.planned_before:
                 decisions.append(state.decide("wait", "tokens of it are in flight"))
                 break
-            if not self._slots.num_free and not self._make_room(state, decisions):
+            if (missing := self._missing(state)) is not None:
+                if self._make_room(state, decisions):
+                    continue
                 decision = state.decision
                 if decision is None or decision.action != "wait":
-                    decision = state.decide(
-                        "wait", f"no free slot: {len(self._slots)} of {len(self._slots)} busy"
-                    )
+                    decision = state.decide("wait", missing)
                 decisions.append(decision)
                 break
             self._waiting.take(state)
             self._spared = None
             state.tenancy, state.holds_slot = self._choose_slot(state), True
+            if self._pool is not None:
+                state.blocks = tuple(self._pool.allocate(self._blocks_for(state)))
+                self._tables.append(
+                    BlockTable(slot=state.tenancy, request_id=state.request_id, blocks=state.blocks)
+                )
             admitted.append(state.request_id)
             if state.status is Status.PARKED:
                 resumes.append(self._resume(state))
@@ -324,6 +344,19 @@ class Scheduler:
                 self._prefilling.join(state)
                 decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
         return tuple(admitted), tuple(resumes)
+
+    def _missing(self, state: RequestState) -> str | None:
+        """What a request needs and there is not enough of, in words."""
+        if not self._slots.num_free:
+            return f"no free slot: {len(self._slots)} of {len(self._slots)} busy"
+        if self._pool is None or self._pool.can_admit(self._blocks_for(state)):
+            return None
+        return f"needs {self._blocks_for(state)} blocks; {self._pool.num_free} of {self._pool.num_blocks} are free"
+
+    def _blocks_for(self, state: RequestState) -> int:
+        """Pages for all a request may ever write: nobody runs out of them on the way."""
+        assert self._pool is not None
+        return self._pool.blocks_for(len(state.request.prompt_token_ids) + state.request.max_tokens - 1)
 
     def _next_in_line(self) -> RequestState:
         """Who gets the next slot."""
@@ -358,15 +391,20 @@ class Scheduler:
         """Preempt whoever is last in line of those that hold a slot, if `head` is before them.
 
         A place in line never changes by itself, and nobody is preempted by a request of a later place: the first of
-        all that live never is, and each arrival preempts one other at most.
+        all that live never is, and each arrival preempts no more than it needs the room of.
         """
         if not self.config.preemption or head is self._spared:
             return False
         holders = (*self._prefilling, *self._decoding, *self._lockstep)
-        last = max(holders, key=self._waiting.place)
-        if self._waiting.place(last) < self._waiting.place(head):
+        later = [state for state in holders if self._waiting.place(state) > self._waiting.place(head)]
+        if not later:
             self._spared = head
             return False
+        if self._pool is not None:
+            gained = sum(len(state.blocks) for state in later)
+            if self._blocks_for(head) > self._pool.num_free + gained:
+                return False  # nobody loses a slot in vain
+        last = max(later, key=self._waiting.place)
         self.preempt(last.request_id)
         assert last.decision is not None
         decisions.append(last.decision)
@@ -495,6 +533,9 @@ class Scheduler:
     def _release(self, state: RequestState) -> None:
         kept = self._cache is not None and self._cache.length(state.slot.index) > 0
         self._slots.release(state.slot, self._use() if kept else 0)
+        if self._pool is not None:
+            self._pool.release(reversed(state.blocks))
+            state.blocks = ()
         state.holds_slot = False
 
     def _use(self) -> int:
@@ -538,6 +579,8 @@ class Scheduler:
         )
         if self._cache is not None:
             self._cache.check()
+        if self._pool is not None:
+            self._pool.check(state.blocks for state in self._states.values())
 
     def counters(self) -> Counters:
         """Totals since the start."""

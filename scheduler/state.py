@@ -25,6 +25,7 @@ class RequestState:
         they are prefilled again.
     page_keys: of the context, made when first needed.
     turn_ends: the step from which others may have its slot, under "round_robin" and while it runs.
+    blocks: its pages while it holds a slot, where slots have pages.
     parked: KV entries of it that are on the host.
     decision: the latest about it, None before the first.
     """
@@ -44,6 +45,7 @@ class RequestState:
     page_keys: tuple[bytes, ...] | None = None
     turn_ends: int = 0
     parked: int = 0
+    blocks: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     decision: Decision | None = None
 

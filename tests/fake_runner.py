@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler import (
     NO_CHOICE,
+    BlockTable,
     Chunk,
     FinishReason,
     Plan,
@@ -96,6 +97,7 @@ class FakeRunner:
         self.rows = [DeviceRow() for _ in range(config.max_num_seqs)]
         self.requests: dict[str, Request] = {}
         self.host: dict[str, DeviceRow] = {}  # state of parked requests
+        self.pages: dict[Slot, tuple[str, tuple[int, ...]]] = {}
         self.steps = 0
         self.prefilled = 0  # tokens
 
@@ -103,6 +105,7 @@ class FakeRunner:
         """What the rows held is gone."""
         self.rows = [DeviceRow() for _ in self.rows]
         self.host.clear()
+        self.pages.clear()
 
     def release(self, request_id: str) -> None:
         """The engine will not ask for this request again; what it has may be overwritten."""
@@ -111,6 +114,7 @@ class FakeRunner:
 
     def vacate(self, request_id: str) -> None:
         """The request has no row any more."""
+        self.pages = {slot: own for slot, own in self.pages.items() if own[0] != request_id}
         for row in self.rows:
             if row.request_id == request_id:
                 row.over = True
@@ -123,6 +127,8 @@ class FakeRunner:
         self._check_budget(plan)
         for swap in plan.parks:
             self._park(swap)
+        for table in plan.tables:
+            self._check_pages(table)
         for swap in plan.resumes:
             self._resume(swap)
         for reuse in plan.reuses:
@@ -136,6 +142,23 @@ class FakeRunner:
         tokens = len(plan.decode) + len(plan.chunks) * self.config.chunk_size
         within = tokens <= self.config.max_num_batched_tokens
         require(within or len(plan.chunks) <= 1, f"{tokens} tokens, beyond budget and floor: {plan}")
+
+    def _check_pages(self, table: BlockTable) -> None:
+        """Nobody who still runs has any of these pages."""
+        over = {row.slot for row in self.rows if row.over}
+        self.pages = {slot: own for slot, own in self.pages.items() if slot not in over}
+        taken = {block for _, blocks in self.pages.values() for block in blocks}
+        require(len(set(table.blocks)) == len(table.blocks), f"a page twice in {table}")
+        require(not taken & set(table.blocks), f"{table} has pages of others: {taken}")
+        there_are = range(self.config.num_blocks or 0)
+        require(all(block in there_are for block in table.blocks), f"no such page: {table}")
+        self.pages[table.slot] = table.request_id, table.blocks
+
+    def _fits_its_pages(self, row: DeviceRow) -> None:
+        if self.config.num_blocks is not None:
+            assert row.slot is not None
+            room = len(self.pages[row.slot][1]) * self.config.block_size
+            require(len(row.kv) <= room, f"{row} has written beyond its {room} positions")
 
     def _take_over(self, slot: Slot, request_id: str) -> DeviceRow:
         """A blank row for a new tenancy."""
@@ -192,6 +215,7 @@ class FakeRunner:
         require(chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last")
         require(chunk.is_last or len(chunk.tokens) == self.config.chunk_size, f"{chunk} is short")
         row.kv.extend(chunk.tokens)
+        self._fits_its_pages(row)
         self.prefilled += len(chunk.tokens)
         if not chunk.is_last:
             return None
@@ -212,6 +236,7 @@ class FakeRunner:
             return ()
         assert row.token is not None
         row.kv.append(row.token if self.config.prefill_equals_decode else ~row.token)
+        self._fits_its_pages(row)
         return (row.take(self._sample(row)),)
 
     def _check_all_decode(self, plan: Plan) -> None:
@@ -332,6 +357,8 @@ class Loop:
         ready = line[: min((line.index(name) for name in unread), default=len(line))]
         by_preemption = [each for each in plan.decisions if each.action in PREEMPTED]
         granted = min(free + len(by_preemption), len(ready))
+        if self.scheduler.config.num_blocks is not None:  # pages may be short instead
+            granted = min(granted, len(plan.admitted))
         require(plan.admitted == tuple(ready[:granted]), f"{free} free slots are for {ready}: {plan}")
         require(self.scheduler.config.preemption or not by_preemption, f"preempted unasked: {plan}")
         for request_id in plan.admitted:
@@ -358,6 +385,7 @@ class Loop:
         waiting = self.scheduler.snapshot().waiting
         if (
             self.scheduler.config.preemption
+            and self.scheduler.config.num_blocks is None
             and held
             and waiting
             and waiting[0].credited == waiting[0].planned

@@ -9,6 +9,7 @@ mechanisms have had elsewhere, and sees them caught.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,16 @@ STEMS = [tuple(TREE.randrange(VOCABULARY) for _ in range(24)) for _ in range(2)]
 
 
 def draw_config(draw: random.Random) -> SchedulerConfig:
+    config = _draw_config(draw)
+    if draw.random() < 0.25:  # the largest request takes 36 + 8 tokens
+        pages = draw.choice((44, 50, 90))
+        return replace(
+            config, enable_prefix_caching=False, num_blocks=-(-pages // config.block_size), swap_tokens=0
+        )
+    return config
+
+
+def _draw_config(draw: random.Random) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_seqs=draw.randint(1, 4),
         chunk_size=draw.choice((2, 3, 4)),
@@ -98,6 +109,7 @@ def check_all(seeds: range) -> None:
     assert sum(each.cached_tokens for each in counters) > len(loops), "hits were rare"
     for how in ("park", "recompute", "replay"):
         assert sum(loop.preempted[how] for loop in loops) > len(loops) / 10, how
+    assert sum(loop.scheduler.config.num_blocks is not None for loop in loops) > len(loops) / 8
     plans = [plan for loop in loops for plan in loop.plans]
     reuses = [reuse for plan in plans for reuse in plan.reuses]
     assert any(reuse.source == reuse.slot.index for reuse in reuses), "in place"

@@ -18,6 +18,7 @@ DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
 GENERATION_CONFIGS = ("engine", "model")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
+PAGE_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
 QUANTIZATIONS = (None, "int8")
 LINEAR_BACKENDS = ("auto", "native", "xla")
@@ -63,6 +64,9 @@ class EngineConfig:
     enable_prefix_caching: prompts that begin as an earlier one did, of the same `cache_salt`, prefill only the rest;
         where the model keeps no window or recurrent state, and never at the cost of a bit.
     block_size: tokens of a page, the unit in which cached prefixes are found.
+    num_blocks: pages of `block_size` tokens that slots borrow, as many as prompt and max_tokens need, where otherwise
+        each slot has `max_model_len` of its own: more requests fit when most are short. Without the prefix cache, and
+        requests that lose their slot run again from their beginning.
     preemption: under priority, a request that is before another in line takes its slot; the other goes on later.
     swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
@@ -90,6 +94,7 @@ class EngineConfig:
     quantum: int = 64
     enable_prefix_caching: bool = True
     block_size: int = 64
+    num_blocks: int | None = None
     preemption: bool = True
     swap_space: float = 4.0
     compile_cache: bool = True
@@ -111,6 +116,16 @@ class EngineConfig:
             )
         _at_least("chunk_size", self.chunk_size, 8)
         _at_least("block_size", self.block_size, 1)
+        if self.num_blocks is not None:
+            _at_least("num_blocks", self.num_blocks, 1)
+            if self.block_size not in PAGE_SIZES:
+                raise ConfigError(
+                    f"pages hold {', '.join(map(str, PAGE_SIZES))} tokens, not {self.block_size}"
+                )
+            if self.scheduling_policy == "round_robin":
+                raise ConfigError(
+                    "requests cannot be parked with num_blocks, and round_robin lives by it: choose another"
+                )
         if not 0 <= self.swap_space < 2**20:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space!r}")
         if self.max_model_len is not None:
@@ -144,6 +159,16 @@ class EngineConfig:
         if self.max_num_seqs == AUTO:
             raise ConfigError('max_num_seqs "auto" is decided when an engine starts; give a number')
         return self.max_num_seqs
+
+    @property
+    def reuses_slots(self) -> bool:
+        """Whether slots are looked into for the beginnings of prompts."""
+        return self.enable_prefix_caching and self.num_blocks is None
+
+    @property
+    def parks(self) -> bool:
+        """Whether the state of a request can wait on the host."""
+        return self.preemption and self.num_blocks is None
 
     @property
     def device_rows(self) -> int:

@@ -32,7 +32,7 @@ from xla_engine.admission import Admission
 from xla_engine.chat import ChatTemplate, Message, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
-from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.fanout import Fanout
 from xla_engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.generation_config import sampling_defaults
@@ -94,7 +94,7 @@ class XlaBatchEngine:
         )
         self.config = self.runner.config
         self.self_check: SelfCheck | None = None
-        if self.config.self_check:
+        if self.config.self_check and self.config.num_blocks is None:
             self.self_check = run_self_check(self.runner, checkpoint.config.vocab_size)
         self.scheduler = Scheduler(self._scheduler_config())
         self.admission = Admission(
@@ -128,8 +128,9 @@ class XlaBatchEngine:
             scheduling_policy=config.scheduling_policy,
             priority_aging=config.priority_aging,
             quantum=config.quantum,
-            enable_prefix_caching=config.enable_prefix_caching and self.runner.keeps_every_position,
+            enable_prefix_caching=config.reuses_slots and self.runner.keeps_every_position,
             block_size=config.block_size,
+            num_blocks=config.num_blocks,
             cache_key=self.checkpoint.fingerprint,
             prefill_equals_decode=check is not None and check.prefill_equals_decode,
             cut_invariant=check is not None and check.cut_invariant,
@@ -139,7 +140,7 @@ class XlaBatchEngine:
 
     def _swap_tokens(self) -> int:
         """Tokens of parked requests that the host has room for."""
-        room = int(self.config.swap_space * 2**30) if self.config.preemption else 0
+        room = int(self.config.swap_space * 2**30) if self.config.parks else 0
         return room // max(self.runner.kv_bytes_per_token, 1)
 
     @classmethod
@@ -206,6 +207,10 @@ class XlaBatchEngine:
         self._book.check_free(request_id, params.n)
         self.admission.check_patience(priority, deadline_s, queue_timeout_s)
         token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
+        if (why := self.scheduler.never_fits(len(token_ids), params.max_tokens)) is not None:
+            raise TokenLimitError(
+                f"prompt and max_tokens never fit: {why}; ask for less or give more num_blocks"
+            )
         stop_ids = self.admission.stop_token_ids(params)
         masks = [self.admission.token_mask(params, stop_ids) for _ in range(params.n)]
         self._check_room(params.n)
@@ -294,7 +299,7 @@ class XlaBatchEngine:
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
         """What `preempt` can do here."""
-        parks = ("park",) if self.config.preemption else ()
+        parks = ("park",) if self.config.parks else ()
         return (*parks, *(("recompute",) if self.scheduler.config.keeps_tokens else ()), "replay")
 
     def abort_all(self) -> None:

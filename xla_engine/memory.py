@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.footprint import cache_bytes, rows_bytes, tree_bytes
+from graphs.footprint import cache_bytes, pool_bytes, rows_bytes, tree_bytes
 from graphs.model import ModelSpec
 from graphs.widths import MAX_LOGIT_BIAS
 from xla_engine.config import SMALLEST_BATCH, EngineConfig
@@ -82,11 +82,12 @@ def available_bytes(device: Any) -> int | None:
 class MemoryPlan:
     """What an engine takes.
 
-    slot: state of one slot. scratch: of its row in a step. workspace: of the largest prefill graph. available: None if
-    unknown.
+    pages: all there are, where slots borrow them. slot: state of one slot. scratch: of its row in a step. workspace:
+    of the largest prefill graph. available: None if unknown.
     """
 
     weights: int
+    pages: int = 0
     slot: int
     scratch: int
     slots: int
@@ -95,7 +96,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        return self.weights + self.slots * (self.slot + self.scratch) + self.workspace
+        return self.weights + self.pages + self.slots * (self.slot + self.scratch) + self.workspace
 
     @property
     def fits(self) -> bool:
@@ -106,13 +107,16 @@ class MemoryPlan:
         """Slots that fit, possibly none; None if nobody knows."""
         if self.available is None:
             return None
-        return max(0, (self.available - self.weights - self.workspace) // (self.slot + self.scratch))
+        return max(
+            0, (self.available - self.weights - self.pages - self.workspace) // (self.slot + self.scratch)
+        )
 
     def arithmetic(self) -> str:
         """The sum, as in `weights 2.5 GB + 16 slots x (67 MB + 3 MB scratch) + workspace 31 MB = 3.6 GB`."""
+        pages = f" + pages {size(self.pages)}" if self.pages else ""
         total = (
-            f"weights {size(self.weights)} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} scratch) "
-            f"+ workspace {size(self.workspace)} = {size(self.needed)}"
+            f"weights {size(self.weights)}{pages} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} "
+            f"scratch) + workspace {size(self.workspace)} = {size(self.needed)}"
         )
         return total if self.available is None else f"{total} of {size(self.available)} available"
 
@@ -121,9 +125,14 @@ def plan_memory(
     spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None
 ) -> MemoryPlan:
     """The account of an engine with these options on a device with `available` bytes."""
+    slot, pages = slot_bytes(spec, max_model_len), 0
+    if config.num_blocks is not None:
+        slot -= cache_bytes(spec, 1, max_model_len)
+        pages = pool_bytes(spec, config.num_blocks, config.block_size)
     return MemoryPlan(
         weights=weights_bytes(spec),
-        slot=slot_bytes(spec, max_model_len),
+        pages=pages,
+        slot=slot,
         scratch=scratch_bytes(spec),
         slots=config.device_rows,
         workspace=workspace_bytes(spec, config),

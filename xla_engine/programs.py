@@ -44,7 +44,7 @@ def make_programs(
         programs.append(
             Program(
                 name=decode_name(bucket),
-                function=functools.partial(decode_step, spec, bucket, processed_logprobs=processed),
+                function=_paged(functools.partial(decode_step, spec, bucket, processed_logprobs=processed)),
                 arguments=(*state, scheduled, wide),
                 donate=(2, 3),
             )
@@ -52,8 +52,10 @@ def make_programs(
         programs.extend(
             Program(
                 name=prefill_name(lanes, bucket),
-                function=functools.partial(
-                    prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
+                function=_paged(
+                    functools.partial(
+                        prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
+                    )
                 ),
                 arguments=(*state, _abstract(make_lanes([], {}, lanes, config.chunk_size)), wide),
                 donate=(2, 3),
@@ -72,13 +74,22 @@ def make_programs(
         )
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     held = state[2:]
-    if config.enable_prefix_caching:
+    if config.reuses_slots:
         programs.append(_on_slots(COPY, copy_block, spec, (*held, *[scalar] * 4)))
-    if config.preemption:
+    if config.parks:
         read = _on_slots(READ, read_block, spec, (*held, *[scalar] * 2), donate=())
         moved = jax.eval_shape(read.function, *read.arguments)
         programs += [read, _on_slots(WRITE, write_block, spec, (*held, *[scalar] * 3, *moved))]
     return programs
+
+
+def _paged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a graph the pages of the slots, which are among the tables, its last argument."""
+
+    def run(*arguments: Any) -> Any:
+        return function(*arguments, block_tables=arguments[-1].block_tables)
+
+    return run
 
 
 def _on_slots(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +63,10 @@ def sampling_rows(count: int, rows: Mapping[int, RowSettings]) -> SamplingRows:
 class HostTables:
     """`Tables` on the host, and which of its arrays the device has not seen yet."""
 
-    def __init__(self, count: int, vocabulary: int) -> None:
+    def __init__(self, count: int, vocabulary: int, max_blocks: int | None = None) -> None:
         self._vocabulary = vocabulary
-        self._arrays: Any = make_tables(count, vocabulary)
-        self._stale = {"bias_ids", "bias", "mask"}
+        self._arrays: Any = make_tables(count, vocabulary, max_blocks)
+        self._stale = {"bias_ids", "bias", "mask"} | ({"block_tables"} if max_blocks else set())
 
     def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
         """Give a slot its logit bias."""
@@ -79,6 +79,11 @@ class HostTables:
         """Give a slot its mask, u32 `[ceil(V / 32)]`."""
         self._arrays.mask[slot] = words
         self._stale.add("mask")
+
+    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
+        """Give a slot its pages; what lies behind them is not read."""
+        self._arrays.block_tables[slot, : len(blocks)] = blocks
+        self._stale.add("block_tables")
 
     def take_stale(self) -> dict[str, np.ndarray]:
         """Copies of the arrays the device should have anew, by name; from now on it has them."""

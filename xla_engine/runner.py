@@ -30,6 +30,7 @@ from xla_engine import memory
 from xla_engine.backends import make_spec
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
+from xla_engine.errors import ConfigError
 from xla_engine.in_flight import (
     DecodeSamples,
     FirstSamples,
@@ -83,12 +84,20 @@ class Runner:
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
         self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
+        if config.num_blocks is not None:
+            if model.delta is not None:
+                raise ConfigError(
+                    "num_blocks is for keys and values; this model has recurrent layers: leave it out"
+                )
+            # Nothing is probed without slots of their own: the largest graphs fit any load.
+            self.lane_choices, self.bucket_choices = self.lane_choices[-1:], self.buckets[-1:]
         began = time.perf_counter()
         self._weights = self._place(weights, load_progress)
         self._rope = jax.device_put(rope_tables(model, self.context_length))
         self._cache = self._empty_cache()
         self._rows = self._idle_rows()
-        self._host_tables = HostTables(config.device_rows, model.vocab_size)
+        max_blocks = None if config.num_blocks is None else self.buckets[-1] // config.block_size
+        self._host_tables = HostTables(config.device_rows, model.vocab_size, max_blocks)
         self._tables = Tables(**jax.device_put(self._host_tables.take_stale()))
         jax.block_until_ready((self._weights, self._cache, self._rows))
         self.load_seconds = time.perf_counter() - began
@@ -125,6 +134,8 @@ class Runner:
         `settings` is read for requests whose prompt completes in this plan or that come back, and for rows that join
         the decode step.
         """
+        for table in plan.tables:
+            self._host_tables.set_blocks(table.slot.index, table.blocks)
         self._start_moves(plan, settings)
         first = tuple(self._start_prefill(chunks, settings) for chunks in self._calls(plan.chunks))
         decode = self._start_decode(plan.decode, settings) if plan.decode else None
@@ -271,8 +282,8 @@ class Runner:
             jax.block_until_ready(self._run(decode_name(bucket), nobody))
         self._cache, self._rows = self._moves.warm_up(
             (self._cache, self._rows),
-            copies=self.config.enable_prefix_caching,
-            swaps=self.config.preemption,
+            copies=self.config.reuses_slots,
+            swaps=self.config.parks,
         )
 
     def _run(self, name: str, work: Any) -> tuple[jax.Array, ...]:
@@ -303,6 +314,10 @@ class Runner:
         return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length)
 
     def _empty_cache(self) -> KVCache:
+        if self.config.num_blocks is not None:
+            return make_cache(
+                self._spec, self.config.device_rows, self.config.block_size, num_blocks=self.config.num_blocks
+            )
         return make_cache(self._spec, self.config.device_rows, self.buckets[-1])
 
     # -- moves ------------------------------------------------------------------------------------------------
