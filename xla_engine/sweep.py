@@ -62,7 +62,8 @@ def sweep(
     """
     for width in widths:
         try:
-            engine = make(replace(config, max_num_seqs=width))
+            # The same prompts come in every round, and are to be computed again.
+            engine = make(replace(config, max_num_seqs=width, enable_prefix_caching=False))
         except ConfigError as error:
             yield Point(slots=width, refusal=str(error))
             continue

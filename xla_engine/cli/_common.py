@@ -80,6 +80,16 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Keep the weights of a dense model in eight bits: half the memory, other tokens.",
         ),
         click.option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            default=True,
+            help="Compute prompts that begin alike once.",
+        ),
+        click.option(
+            "--num-blocks",
+            type=click.IntRange(1),
+            help="Let slots borrow pages of 64 tokens from so many, instead of --max-model-len each.",
+        ),
+        click.option(
             "--attention-backend",
             metavar="NAME",
             default="auto",
