@@ -46,6 +46,7 @@ def test_a_request_alone_is_that_among_peers(hybrid: XlaBatchEngine) -> None:
     report = verify(hybrid, requests=120, schedules=3, seed=1, lags=(0, 1, 3))
     assert report.ok, "\n".join(report.lines())
     assert report.admitted_mid_stream > 60 and report.compiles_after_warmup == 0
+    assert report.preempted > 0, "state must come back as it was taken away"
 
 
 def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> None:
