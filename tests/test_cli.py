@@ -143,6 +143,9 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "dtype": "float32",
         "lag": 0,
         "seed": 5,
+        "enable_prefix_caching": True,
+        "num_blocks": None,
+        "quantization": None,
         "attention_backend": "auto",
         "generation_config": "engine",
     }
