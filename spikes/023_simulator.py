@@ -41,11 +41,12 @@ class Load:
     requests: tuple[tuple[float, int, int], ...]
 
 
-def loads(positions: int, rate: float, seed: int) -> list[Load]:
+def loads(positions: int, rate: float, scale: float, seed: int) -> list[Load]:
     """What is recorded: the first one is fitted to."""
     draw = random.Random(seed)
 
     def tail(count: int, rate: float | None) -> tuple[tuple[float, int, int], ...]:
+        count = max(8, round(scale * count))
         made = islice(heavy_tailed(count, rate or 1.0, draw.randrange(1 << 30)), count)
         half = positions // 2
         return tuple(
@@ -53,16 +54,28 @@ def loads(positions: int, rate: float, seed: int) -> list[Load]:
             for each in made
         )
 
+    def shifted(
+        requests: tuple[tuple[float, int, int], ...], by: float
+    ) -> tuple[tuple[float, int, int], ...]:
+        return tuple((time + by, prompt, new) for time, prompt, new in requests)
+
     return [
-        Load("heavy-tailed, all at once", tail(160, None)),
-        Load("heavy-tailed again, all at once", tail(160, None)),
-        Load(f"heavy-tailed, {rate:g} a second", tail(160, rate)),
-        Load("short prompts, long answers", tuple((0.0, 8, positions // 3) for _ in range(48))),
-        Load("long prompts, short answers", tuple((0.0, positions // 2, 16) for _ in range(64))),
+        Load(
+            f"a burst, then {rate:g} a second", tail(160, None) + shifted(tail(100, rate), 160 * scale / rate)
+        ),
+        Load("a burst", tail(200, None)),
+        Load(f"{rate / 2:g} a second", tail(60, rate / 2)),
+        Load(f"{2 * rate:g} a second", tail(200, 2 * rate)),
+        Load(
+            "short prompts, long answers", tuple((0.0, 8, positions // 3) for _ in range(round(64 * scale)))
+        ),
+        Load(
+            "long prompts, short answers", tuple((0.0, positions // 2, 16) for _ in range(round(192 * scale)))
+        ),
     ]
 
 
-def record(model: str, slots: int, rate: float, seed: int) -> tuple[list[Load], list[StepLog]]:
+def record(model: str, slots: int, rate: float, scale: float, seed: int) -> tuple[list[Load], list[StepLog]]:
     """Run the workloads on a real engine."""
     from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
     from xla_engine.bench.models import find_model
@@ -75,9 +88,9 @@ def record(model: str, slots: int, rate: float, seed: int) -> tuple[list[Load], 
         tempfile.TemporaryDirectory() as directory,
         XlaBatchEngine.from_pretrained(find_model(model, cache_directory() / "bench"), config) as engine,
     ):
-        found = loads(engine.max_model_len, rate, seed)
+        found = loads(engine.max_model_len, rate, scale, seed)
         draw = random.Random(seed)
-        for load in (found[0], *found):  # the first one twice: it warms up
+        for load in (found[-1], *found):  # the last one twice: it warms up
             path = Path(directory) / "steps.jsonl"
             with logging_steps(engine, path):
                 coming = deque(load.requests)
@@ -97,8 +110,8 @@ def record(model: str, slots: int, rate: float, seed: int) -> tuple[list[Load], 
     return found, logs[1:]
 
 
-def accuracy(model: str, slots: int, rate: float, seed: int) -> None:
-    found, logs = record(model, slots, rate, seed)
+def accuracy(model: str, slots: int, rate: float, scale: float, seed: int) -> None:
+    found, logs = record(model, slots, rate, scale, seed)
     cost = fit(logs[0])
     print(*cost.lines(), sep="\n")
     rows = []
@@ -113,7 +126,7 @@ def accuracy(model: str, slots: int, rate: float, seed: int) -> None:
     units = {"s": "s", "ms": "ms"}
     heads = tuple(f"{name}, {units[unit]}" for name, _, unit in FIGURES)
     print(markdown_table(("workload, measured / predicted", "steps", *heads), rows))
-    timed(logs[2], cost)
+    timed(logs[3], cost)
 
 
 def timed(log: StepLog, cost: CostModel) -> None:
@@ -251,12 +264,13 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--rate", type=float, default=60.0, help="arrivals per second of the timed workload")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.question == "accuracy":
-        accuracy(options.model, options.slots, options.rate, options.seed)
+        accuracy(options.model, options.slots, options.rate, options.scale, options.seed)
     elif options.question == "million":
         million(options.requests)
     else:
