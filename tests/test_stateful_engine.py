@@ -45,7 +45,9 @@ MODEL = ModelConfig(
     head_dim=8,
     max_position_embeddings=64,
 )
-CONFIG = EngineConfig(max_num_seqs=3, max_model_len=64, prefill_lanes=(2,), chunk_size=8, key_buckets=(128,))
+CONFIG = EngineConfig(
+    max_num_seqs=3, max_model_len=64, prefill_lanes=(2,), chunk_size=8, key_buckets=(128,), block_size=8
+)
 BY_DEFAULT = settings.get_current_profile_name() in ("default", "ci")
 SETTINGS = settings(
     max_examples=250 if BY_DEFAULT else settings().max_examples,
@@ -58,7 +60,9 @@ SETTINGS = settings(
 
 request_ids = st.sampled_from(list("abcdefgh"))  # few, so that ids return while their tokens are in flight
 token_ids = st.integers(0, MODEL.vocab_size - 1)
-prompts = st.lists(token_ids, min_size=1, max_size=40)
+prompts = st.lists(token_ids, min_size=1, max_size=40) | st.integers(9, 40).map(
+    lambda count: ([7, 11, 13] * 14)[:count]
+)
 params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
@@ -196,6 +200,10 @@ class EngineMachine(RuleBasedStateMachine):
         if life is not None:
             self.aborted.setdefault(request_id, deque()).append(life)
 
+    @rule(request_id=request_ids, how=st.sampled_from([None, "park", "replay"]), to_back=st.booleans())
+    def preempt(self, request_id: str, how: str | None, to_back: bool) -> None:
+        self.driven.preempt(request_id, how=how, to_back=to_back)
+
     @rule()
     def drain(self) -> None:
         while self.driven.has_unfinished:
@@ -318,6 +326,7 @@ def test_any_use_of_the_engine_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -
         assert counters.tokens_dropped > 0, "tenancies ended with tokens in flight"
         seen = set(EngineMachine.ends)
         assert seen == {"stop", "length", "abort", "deadline", "queue_timeout", "error"}, seen
+        assert counters.preemptions > 10 and counters.cached_tokens > 100
         assert EngineMachine.stop_strings > 0 and EngineMachine.driven.stats().recoveries > 0
     finally:
         EngineMachine.alone.clear()
