@@ -321,6 +321,19 @@ CASES |= {
         beside("pixtral", {"model_type": "mistral", **CASES["mistral_full"][2], "tie_word_embeddings": False})
         | {"tie_word_embeddings": False},
     ),
+    "qwen3_5_vision": (
+        "Qwen3_5ForConditionalGeneration",
+        0.4,
+        {
+            "text_config": CASES["qwen3_5"][2]
+            | {"vocab_size": VOCABULARY}
+            | rope(
+                "default", 1e6, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
+            ),
+            "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
+            | {"out_hidden_size": 40, "patch_size": 4, "num_position_embeddings": 4},
+        },
+    ),
 }
 
 

@@ -9,7 +9,8 @@ from graphs.config import FULL, SLIDING, RopeScaling
 from xla_engine.checkpoint_json import Fields
 from xla_engine.families import Family
 
-_COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+# Sections of positions in pictures are all the same position in text.
+_COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _ORIGINAL = "original_max_position_embeddings"
 # What each type may carry beside; other fields would be silently without effect.
 _KNOWN = {

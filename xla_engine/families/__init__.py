@@ -8,7 +8,7 @@ from xla_engine.families.family import Family, Source, tensor_sources
 from xla_engine.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_VISION
 from xla_engine.families.gpt_oss import GPT_OSS
 from xla_engine.families.granite import GRANITE
-from xla_engine.families.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from xla_engine.families.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_VISION, QWEN3_NEXT
 from xla_engine.families.llama import LLAMA
 from xla_engine.families.mistral import MINISTRAL, MISTRAL, MISTRAL3
 from xla_engine.families.olmo import OLMO2, OLMO3
@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "LLAMA", "QWEN3", "Family", "Source", "tensor_sources"]
 
 _ALL = (
     *(LLAMA, SMOLLM3, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3, GRANITE),
-    *(GEMMA3_VISION, MISTRAL3),
+    *(GEMMA3_VISION, MISTRAL3, QWEN3_5_VISION),
     *(COHERE, COHERE2, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
 )
 FAMILIES = {family.architecture: family for family in _ALL}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,19 @@ QWEN3_5 = Family(
     defaults=_DEFAULTS,
     norm_offset=1.0,
     ignores=r"mtp\..*",
+)
+QWEN3_5_VISION = replace(  # what sees is left on disk
+    QWEN3_5,
+    architecture="Qwen3_5ForConditionalGeneration",
+    model_type="qwen3_5",
+    text_type=QWEN3_5.model_type,
+    tensors={
+        **QWEN3_5.tensors,
+        "embed": ("model.language_model.embed_tokens.weight",),
+        "final_norm": ("model.language_model.norm.weight",),
+    },
+    layer="model.language_model.layers.{index}.",
+    ignores=r"(model\.visual|mtp)\..*",
 )
 QWEN3_5_MOE = Family(
     architecture="Qwen3_5MoeForCausalLM",
