@@ -205,7 +205,7 @@ def test_round_robin_serves_everybody_again_within_its_bound(
         gaps = [after - before for before, after in itertools.pairwise(steps)]
         assert max(gaps, default=0) <= bound, f"{who} in steps {steps}"
     assert loop.runner.prefilled == prompts
-    if requests > slots and quantum == 1 and max(len(steps) for steps in served.values()) > 12:
+    if quantum == 1 and sum(len(steps) > 12 for steps in served.values()) > slots:
         assert loop.preempted["park"] > 0
 
 
