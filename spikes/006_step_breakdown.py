@@ -109,7 +109,7 @@ def full_step(arrays: Arrays) -> Any:
 
 def without_sampling(arrays: Arrays) -> Any:
     cache, hidden = _hidden(arrays, _attend)
-    return cache, SPEC.merge(arrays["weights"]).logits(hidden)
+    return cache, SPEC.merge(arrays["weights"]).logits(hidden, WEIGHT_LEFT)
 
 
 def without_head(arrays: Arrays) -> Any:
@@ -136,7 +136,7 @@ def projections_only(arrays: Arrays) -> Any:
 
 
 def head_only(arrays: Arrays) -> Any:
-    return arrays["cache"], SPEC.merge(arrays["weights"]).logits(arrays["hidden"])
+    return arrays["cache"], SPEC.merge(arrays["weights"]).logits(arrays["hidden"], WEIGHT_LEFT)
 
 
 def argmax_only(arrays: Arrays) -> Any:

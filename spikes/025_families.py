@@ -1,6 +1,6 @@
 """Does any model family fall off the fast path? Decode of every dense family on one shape, against a plain Llama.
 
-    python -m spikes.024_families
+    python -m spikes.025_families
 
 Flags come from the tiny models of `tests/golden/families`; sizes are those of SmolLM2-135M's layers, so that all
 families move the same weights. What differs is what the flags add: norms, caps, windows, biases, multipliers.
