@@ -48,7 +48,7 @@ class EngineConfig:
     linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for CPUs with matrix tiles (Intel
         AMX) in bfloat16; "xla" runs anywhere.
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
-        activations row by row: half the memory, other tokens (findings/024). None keeps them as `dtype` says.
+        activations row by row: half the memory, other tokens (findings/029). None keeps them as `dtype` says.
     max_waiting: queued requests at most; None is unbounded.
     scheduling_policy: who goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
         "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",

@@ -1,6 +1,6 @@
 """What do weights and activations in eight bits cost in quality, and what do they gain in speed?
 
-python -m spikes.024_int8
+python -m spikes.029_int8
 """
 
 # %%
