@@ -85,7 +85,7 @@ def _write_only(
     row, length = jnp.arange(q.shape[0]), jnp.full(q.shape[0], LENGTH, jnp.int32)
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        return attention_xla._scatter(buffer, new, row, length)
+        return attention_xla._scatter(buffer, new, row, length, length >= 0, None)
 
     cache[index] = LayerCache(put(cache[index].keys, k), put(cache[index].values, v))
     return q.reshape(q.shape[0], -1)
