@@ -28,7 +28,6 @@ def check(
 ) -> None:
     """Raise AssertionError, saying what is wrong, on any broken invariant."""
     next_step, ended = counters.steps_planned, sum(counters.finished.values())
-    slots.check()
     waiting.check()
     decoding.check(next_step)
     lockstep.check()

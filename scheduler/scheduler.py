@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 from scheduler import integrity, policy, snapshot
-from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.decoding import Decoding
@@ -21,17 +19,16 @@ from scheduler.plan import (
     ResultMismatchError,
     Row,
     Sample,
-    Slot,
     StepResult,
     Swap,
     TokenEvent,
 )
 from scheduler.prefilling import Prefilling, PrefillPlan
-from scheduler.prefix_cache import PrefixCache
 from scheduler.request import FinishReason, Request, Status
-from scheduler.slots import Slots
+from scheduler.room import Room
 from scheduler.snapshot import Counters, Snapshot
 from scheduler.state import RequestState
+from scheduler.turns import Turns
 from scheduler.waiting import WaitingQueue
 
 COMPARED = 32  # requests in line, for how much of each is cached
@@ -55,19 +52,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._states: dict[str, RequestState] = {}  # every live request
-        self._slots = Slots(config.max_num_seqs)
+        self._room = Room(config)
         self._waiting = WaitingQueue(config)
-        self._running: deque[tuple[int, RequestState]] = (
-            deque()
-        )  # under "round_robin", (when its turn ends, who)
+        round_robin = config.scheduling_policy == "round_robin"
+        self._turns = Turns(config.quantum if round_robin else None, config.max_num_seqs)
         self._deadlines = Deadlines()
-        self._cache: PrefixCache | None = None
-        if config.enable_prefix_caching:
-            self._cache = PrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
-        self._pool: BlockPool | None = None
-        if config.num_blocks is not None:
-            self._pool = BlockPool(config.num_blocks, config.block_size)
-        self._prefilling = Prefilling(config, self._cache)
+        self._prefilling = Prefilling(config, self._room.cache)
         self._decoding = Decoding(keeps_tokens=config.keeps_tokens)
         self._lockstep = Lockstep()
         self._parks: list[tuple[RequestState, Swap]] = []  # since the last plan
@@ -75,7 +65,7 @@ class Scheduler:
         self._tables: list[BlockTable] = []  # of the plan being made
         self._parked_tokens = 0
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt
-        self._turns = 0
+        self._places = 0
         self._preemptions = 0
         self._cached_tokens = 0
         self._next_step = 0
@@ -97,7 +87,7 @@ class Scheduler:
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request can never have pages enough, with the arithmetic; None if it can."""
-        return None if self._pool is None else self._pool.never_fits(prompt_tokens + max_tokens - 1)
+        return self._room.never_fits(prompt_tokens, max_tokens)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; False when no live request has this id."""
@@ -136,11 +126,8 @@ class Scheduler:
         fresh = Scheduler(self.config)
         fresh._submitted, fresh._finished = self._submitted, dict(self._finished)
         fresh._next_step = fresh._committed = self._next_step
-        fresh._turns, fresh._preemptions, fresh._cached_tokens = (
-            self._turns,
-            self._preemptions,
-            self._cached_tokens,
-        )
+        fresh._places, fresh._preemptions = self._places, self._preemptions
+        fresh._cached_tokens = self._cached_tokens
         self._decoding.settle()
         lost = sum(state.credited for state in self._states.values())
         fresh._tokens_credited = self._tokens_credited - lost
@@ -161,8 +148,7 @@ class Scheduler:
         that leaves of the token budget.
         """
         decisions: list[Decision] = []
-        if self._running:
-            self._take_turns(decisions)
+        self._take_turns(decisions)
         admitted, resumes = self._admit(decisions)
         work = NO_PREFILL
         if self._prefilling:
@@ -190,7 +176,7 @@ class Scheduler:
         self._tables.clear()
         for reuse in plan.reuses:
             self._cached_tokens += reuse.length
-            self._slots.revalue(reuse.source, self._use())
+            self._room.used(reuse.source, self._next_step)
         self._next_step += not plan.is_empty
         return plan
 
@@ -224,8 +210,8 @@ class Scheduler:
         )
         state.decide(how, f"slot {state.slot.index} was taken away")
         self._part_of(state).leave(state)
-        self._retain(state)
-        self._release(state)
+        self._room.retain(state)
+        self._room.leave(state, self._next_step)
         state.planned_before, state.last_step = state.planned(self._next_step), None
         if how == "park":
             state.parked = length
@@ -246,10 +232,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget what the slots hold: nothing is reused until it has been computed anew."""
-        if self._cache is not None:
-            self._cache.clear()
-            for index in range(len(self._slots)):
-                self._slots.revalue(index, 0)
+        self._room.forget()
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
@@ -290,13 +273,14 @@ class Scheduler:
             or self._prefilling
             or self._lockstep
             or self._parks
-            or (self._waiting and (self._slots.num_free or self.config.preemption))
+            or (self._waiting and (self._room.slots.num_free or self.config.preemption))
             or self.config.keeps_tokens
         ):
             return 0
         steps = self._decoding.steady_steps(self._next_step)
-        if self._waiting and self._running:
-            steps = min(steps, self._running[0][0] - self._next_step)
+        turn_ends = self._turns.next_end()
+        if self._waiting and turn_ends is not None:
+            steps = min(steps, turn_ends - self._next_step)
         return max(steps, 0)
 
     def skip(self, steps: int) -> None:
@@ -318,7 +302,7 @@ class Scheduler:
             if state.credited < state.planned_before:
                 decisions.append(state.decide("wait", "tokens of it are in flight"))
                 break
-            if (missing := self._missing(state)) is not None:
+            if (missing := self._room.missing(state)) is not None:
                 if self._make_room(state, decisions):
                     continue
                 decision = state.decision
@@ -328,12 +312,8 @@ class Scheduler:
                 break
             self._waiting.take(state)
             self._spared = None
-            state.tenancy, state.holds_slot = self._choose_slot(state), True
-            if self._pool is not None:
-                state.blocks = tuple(self._pool.allocate(self._blocks_for(state)))
-                self._tables.append(
-                    BlockTable(slot=state.tenancy, request_id=state.request_id, blocks=state.blocks)
-                )
+            if (table := self._room.enter(state)) is not None:
+                self._tables.append(table)
             admitted.append(state.request_id)
             if state.status is Status.PARKED:
                 resumes.append(self._resume(state))
@@ -345,47 +325,25 @@ class Scheduler:
                 decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
         return tuple(admitted), tuple(resumes)
 
-    def _missing(self, state: RequestState) -> str | None:
-        """What a request needs and there is not enough of, in words."""
-        if not self._slots.num_free:
-            return f"no free slot: {len(self._slots)} of {len(self._slots)} busy"
-        if self._pool is None or self._pool.can_admit(self._blocks_for(state)):
-            return None
-        return f"needs {self._blocks_for(state)} blocks; {self._pool.num_free} of {self._pool.num_blocks} are free"
-
-    def _blocks_for(self, state: RequestState) -> int:
-        """Pages for all a request may ever write: nobody runs out of them on the way."""
-        assert self._pool is not None
-        return self._pool.blocks_for(len(state.request.prompt_token_ids) + state.request.max_tokens - 1)
-
     def _next_in_line(self) -> RequestState:
         """Who gets the next slot."""
-        if self._cache is None or self.config.scheduling_policy != "longest_prefix":
+        cache = self._room.cache
+        if cache is None or self.config.scheduling_policy != "longest_prefix":
             return self._waiting.head
         line = self._waiting.foremost(COMPARED)
-        return line[policy.most_cached([self._cache.match(state)[1] for state in line])]
+        return line[policy.most_cached([cache.match(state)[1] for state in line])]
 
     def _take_turns(self, decisions: list[Decision]) -> None:
-        """Park who has had its turn, the longest ago first, one for each request that waits without a free slot.
-
-        A request of R that live, on B slots, so is served again within ceil(R / B) * (quantum + lag + 1) steps, and
-        one for each chunk of the prompts that get their first turn meanwhile.
-        """
-        wanted = len(self._waiting) - self._slots.num_free
-        while self._running and (wanted > 0 or not self._has_turn(*self._running[0])):
-            ends, state = self._running[0]
-            if self._has_turn(ends, state):
-                length = state.position(self._next_step)
-                if ends > self._next_step or self._parked_tokens + length > self.config.swap_tokens:
-                    break
-                self.preempt(state.request_id, how="park", to_back=True)
-                assert state.decision is not None
-                decisions.append(state.decision)
-                wanted -= 1
-            self._running.popleft()
-
-    def _has_turn(self, ends: int, state: RequestState) -> bool:
-        return state.holds_slot and state.turn_ends == ends
+        """Park who has had its turn, the longest ago first, one for each request that waits without a free slot."""
+        for _ in range(len(self._waiting) - self._room.slots.num_free):
+            state = self._turns.longest()
+            if state is None or state.turn_ends > self._next_step:
+                break
+            if self._parked_tokens + state.position(self._next_step) > self.config.swap_tokens:
+                break
+            self.preempt(state.request_id, how="park", to_back=True)
+            assert state.decision is not None
+            decisions.append(state.decision)
 
     def _make_room(self, head: RequestState, decisions: list[Decision]) -> bool:
         """Preempt whoever is last in line of those that hold a slot, if `head` is before them.
@@ -400,30 +358,19 @@ class Scheduler:
         if not later:
             self._spared = head
             return False
-        if self._pool is not None:
-            gained = sum(len(state.blocks) for state in later)
-            if self._blocks_for(head) > self._pool.num_free + gained:
-                return False  # nobody loses a slot in vain
+        if not self._room.suffices_without(later, head):
+            return False  # nobody loses a slot in vain
         last = max(later, key=self._waiting.place)
         self.preempt(last.request_id)
         assert last.decision is not None
         decisions.append(last.decision)
         return True
 
-    def _choose_slot(self, state: RequestState) -> Slot:
-        """The slot that holds most of the request's context, if it is free and not worth more to others; else any."""
-        if self._cache is not None and state.status is Status.WAITING and state.request.reads_prefix_cache:
-            index, held = self._cache.match(state)
-            spare = self._slots.num_free > 1 and policy.worth_keeping(held, self._cache.length(index))
-            if held and self._slots.is_free(index) and not spare:
-                return self._slots.acquire(index)
-        return self._slots.acquire()
-
     def _resume(self, state: RequestState) -> Swap:
         self._parked_tokens -= state.parked
         state.parked = 0
-        if self._cache is not None:
-            self._cache.begin(state, state.context_tokens)
+        if self._room.cache is not None:
+            self._room.cache.begin(state, state.context_tokens)
         swap = Swap(slot=state.slot, request_id=state.request_id, length=state.position(self._next_step))
         self._run(state, sampled=state.planned_before)
         return swap
@@ -431,11 +378,7 @@ class Scheduler:
     def _run(self, state: RequestState, *, sampled: int) -> None:
         """Let a request decode that has `sampled` tokens before."""
         state.status = Status.RUNNING
-        if self.config.scheduling_policy == "round_robin":
-            state.turn_ends = self._next_step + self.config.quantum
-            self._running.append((state.turn_ends, state))
-            if len(self._running) > 4 * len(self._slots) + 64:
-                self._running = deque(entry for entry in self._running if self._has_turn(*entry))
+        self._turns.begin(state, self._next_step)
         if state.request.lockstep:
             self._lockstep.join(state, sampled=sampled)
         else:
@@ -450,13 +393,13 @@ class Scheduler:
         return tuple(state.request_id for state in replays if state.status is not Status.FINISHED)
 
     def _next_turn(self) -> int:
-        self._turns += 1
-        return self._turns - 1
+        self._places += 1
+        return self._places - 1
 
     def _hand_over(self, state: RequestState) -> Decision:
         """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
         self._part_of(state).leave(state)
-        self._release(state)
+        self._room.leave(state, self._next_step)
         tokens, slot = state.request.max_tokens, state.slot.index
         return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
 
@@ -508,13 +451,13 @@ class Scheduler:
         if state.status in (Status.WAITING, Status.PARKED):
             self._waiting.remove(state)
             self._parked_tokens -= state.parked
-        if reason is FinishReason.ERROR and self._cache is not None and state.tenancy is not None:
-            self._cache.discard(state)  # it may be no numbers
+        if reason is FinishReason.ERROR:
+            self._room.discard(state)
         else:
-            self._retain(state)
+            self._room.retain(state)
         if state.holds_slot:
             self._part_of(state).leave(state)
-            self._release(state)
+            self._room.leave(state, self._next_step)
         state.status, state.finish_reason = Status.FINISHED, reason
         self._finished[reason] += 1
         self._deadlines.forget_ended(len(self._states))
@@ -524,23 +467,6 @@ class Scheduler:
         if state.status is Status.PREFILLING:
             return self._prefilling
         return self._lockstep if state.request.lockstep else self._decoding
-
-    def _retain(self, state: RequestState) -> None:
-        """Enter what a request has left in its slot, if it had one."""
-        if self._cache is not None and state.tenancy is not None:
-            self._cache.end(state)
-
-    def _release(self, state: RequestState) -> None:
-        kept = self._cache is not None and self._cache.length(state.slot.index) > 0
-        self._slots.release(state.slot, self._use() if kept else 0)
-        if self._pool is not None:
-            self._pool.release(reversed(state.blocks))
-            state.blocks = ()
-        state.holds_slot = False
-
-    def _use(self) -> int:
-        """What the content of a slot is worth that is used now: the longest unused is overwritten first."""
-        return self._next_step + 1
 
     @property
     def has_unfinished(self) -> bool:
@@ -561,14 +487,14 @@ class Scheduler:
         admitted = [
             state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
         ]
-        return snapshot.take(self._slots, self._waiting, admitted, self.counters())
+        return snapshot.take(self._room.slots, self._waiting, admitted, self.counters())
 
     def check(self) -> None:
         """Raise AssertionError on any broken invariant."""
         self._decoding.settle()
         integrity.check(
             states=self._states,
-            slots=self._slots,
+            slots=self._room.slots,
             waiting=self._waiting,
             prefilling=self._prefilling,
             decoding=self._decoding,
@@ -577,10 +503,7 @@ class Scheduler:
             chunk_size=self.config.chunk_size,
             parked_tokens=self._parked_tokens,
         )
-        if self._cache is not None:
-            self._cache.check()
-        if self._pool is not None:
-            self._pool.check(state.blocks for state in self._states.values())
+        self._room.check(self._states.values())
 
     def counters(self) -> Counters:
         """Totals since the start."""

@@ -534,7 +534,7 @@ def test_snapshot_tells_slots_queue_and_counters() -> None:
 
 def test_check_finds_a_broken_invariant() -> None:
     def leak_slot(engine: Scheduler) -> None:
-        engine._slots.acquire()
+        engine._room.slots.acquire()
 
     def lose_request(engine: Scheduler) -> None:
         del engine._states["a"]
