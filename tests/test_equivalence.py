@@ -44,7 +44,8 @@ def test_tiny_model_alone_equals_batched(
     make_engine: Callable[..., XlaBatchEngine], dtype: str, attention: str
 ) -> None:
     engine = make_engine(replace(TINY_ENGINE, attention_backend=attention), dtype=dtype)
-    report = verify(engine, requests=200, schedules=4, seed=1, lags=(0, 1, 3, 1))
+    requests = 80 if attention == "xla" else 200  # pure JAX takes four times as long
+    report = verify(engine, requests=requests, schedules=4, seed=1, lags=(0, 1, 3, 1))
     assert report.ok, "\n".join(report.lines())
 
 
