@@ -15,6 +15,8 @@ class SchedulerConfig:
     chunk_size: prompt tokens of one prefill lane.
     max_num_batched_tokens: tokens of one step, where a decode row counts one and a chunk its padded width
         `chunk_size`. Every live row decodes and at least one chunk runs, even where that exceeds it.
+    max_chunks: chunks of one step, None for no bound but that of tokens. One more than a prefill call has lanes would
+        take a call of its own.
     max_waiting: longest waiting queue, None for no bound.
     scheduling_policy: who goes first, one of `scheduler.policy.POLICIES`.
     priority_aging: later arrivals that one class of priority is worth, see `scheduler.policy.place`; under policies
@@ -37,6 +39,7 @@ class SchedulerConfig:
     max_num_seqs: int
     chunk_size: int
     max_num_batched_tokens: int
+    max_chunks: int | None = None
     max_waiting: int | None = None
     scheduling_policy: str = "priority"
     priority_aging: int = 64
@@ -56,6 +59,7 @@ class SchedulerConfig:
             "max_num_seqs",
             "chunk_size",
             "max_num_batched_tokens",
+            "max_chunks",
             "max_waiting",
             "priority_aging",
             "block_size",

@@ -76,6 +76,8 @@ class Prefilling:
             left = policy.num_chunks(state.context_tokens - start.length, self._chunk_size)
             joins = state.request.max_tokens - state.base > 1
             granted = policy.grant(left, budget, self._chunk_size, joins_decode=joins, first=not chunks)
+            if self._config.max_chunks is not None:
+                granted = min(granted, self._config.max_chunks - len(chunks))
             if granted:
                 served.append(state)
                 begins = not state.prefilled
@@ -130,6 +132,8 @@ class Prefilling:
             reason += f"one runs in every step, here beyond the token budget {self._limit}"
         elif granted == left:
             reason += f"within the token budget {self._limit}"
+        elif chunks == self._config.max_chunks:
+            reason += f"{chunks} chunks are as many as a prefill call has lanes"
         else:
             reason += (
                 f"token budget {self._limit} used up by {decode_rows} decode rows and {chunks} chunks of "

@@ -532,6 +532,23 @@ def test_snapshot_tells_slots_queue_and_counters() -> None:
     assert (engine.num_waiting, engine.num_running, engine.has_unfinished) == (1, 2, True)
 
 
+def test_a_step_has_no_more_chunks_than_a_prefill_call_has_lanes() -> None:
+    """Where nothing decodes, the budget of tokens would allow one more, in a call of its own."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=8, chunk_size=4, max_num_batched_tokens=8 + 2 * 4, max_chunks=2)
+    )
+    for name, prompt in (("a", 7), ("b", 5), ("c", 3)):
+        scheduler.submit(ask(name, prompt=prompt, tokens=1))
+    plans = [scheduler.plan() for _ in range(3)]
+    assert [[chunk.request_id for chunk in plan.chunks] for plan in plans] == [["a", "a"], ["b", "b"], ["c"]]
+    view = scheduler.snapshot()
+    assert not view.waiting
+    first = next(each for each in plans[0].decisions if each.request_id == "b" and each.action == "hold")
+    assert first.reason == "0 of the 2 chunks left; 2 chunks are as many as a prefill call has lanes"
+    with pytest.raises(ValueError, match="max_chunks"):
+        SchedulerConfig(max_num_seqs=1, chunk_size=4, max_num_batched_tokens=4, max_chunks=0)
+
+
 def test_check_finds_a_broken_invariant() -> None:
     def leak_slot(engine: Scheduler) -> None:
         engine._room.slots.acquire()

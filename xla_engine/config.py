@@ -186,6 +186,11 @@ class EngineConfig:
         return self.chunk_size * self.prefill_lanes[-1]
 
     @property
+    def max_chunks(self) -> int | None:
+        """Chunks of one step: what the largest prefill graph holds, unless a budget was asked for."""
+        return self.prefill_lanes[-1] if self.max_num_batched_tokens is None else None
+
+    @property
     def token_budget(self) -> int:
         """Rows of work per step."""
         if self.max_num_batched_tokens is not None:

@@ -124,6 +124,7 @@ class XlaBatchEngine:
             max_num_seqs=config.num_slots,
             chunk_size=config.chunk_size,
             max_num_batched_tokens=config.token_budget,
+            max_chunks=config.max_chunks,
             max_waiting=config.max_waiting,
             scheduling_policy=config.scheduling_policy,
             priority_aging=config.priority_aging,
