@@ -1,6 +1,6 @@
 """How fast does each family decode on the shape of a model that people run, as a share of what memory gives?
 
-    python -m spikes.031_real_shapes
+    python -m spikes.031_real_shapes [--tiny]
 
 Configurations are those published (`tests/test_family_config.py`; routed and recurrent ones from here), cut to as many
 layers as have room; weights are random. Most of a step is reading weights, so the measure is bytes per second.
@@ -41,6 +41,9 @@ arguments.add_argument(
     "--layer-bytes", type=float, default=1e9, help="layers kept, at most, but a whole period"
 )
 arguments.add_argument("--only", nargs="*")
+arguments.add_argument(
+    "--tiny", action="store_true", help="the tests' tiny models instead, first case of each"
+)
 options = arguments.parse_known_args()[0]
 
 GOLDEN = Path("tests/golden/families")
@@ -96,6 +99,15 @@ MODELS = {name: published(name) for name in PUBLISHED} | {
         delta=DeltaForm(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-6),
     ),
 }  # fmt: skip
+
+
+TINY = (
+    *("llama_yarn", "smollm3", "mistral_window", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"),
+    *("phi3_long", "olmo2", "olmo3", "granite", "cohere", "cohere2"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5"),
+)
+if options.tiny:
+    MODELS = {name: read_config(GOLDEN / name) for name in TINY}
 
 
 def cut(config: ModelConfig) -> ModelConfig:
