@@ -1,8 +1,7 @@
 """Attention backend `native`: one C++ call per layer on XLA:CPU (`attention.cc`).
 
-It rotates, writes and attends in place, reads each row's own keys and nothing behind them, and takes the fused
-projection feature-major as the weight-left product leaves it. There are no key buckets and no masks, and prefill and
-decode run the same code for a query: their bits agree by construction.
+It rotates, writes and attends in place and reads each row's own keys and nothing behind them. There are no key buckets
+and no masks, and prefill and decode run the same code for a query: their bits agree by construction.
 
 The library is built and registered outside (`xla_engine.native`); a graph only names its target.
 """
@@ -75,7 +74,7 @@ class NativeAttention:
         block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
         slot = jnp.arange(length.shape[0], dtype=jnp.int32)
-        attend = self._call(form, weights, block_tables, feature_major=False)
+        attend = self._call(form, weights, block_tables)
         return attend(layer, qkv, rope, slot, length, live.astype(jnp.int32))
 
     def attend_prefill(
@@ -93,7 +92,7 @@ class NativeAttention:
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
     ) -> tuple[LayerCache, jax.Array]:
-        attend = self._call(form, weights, block_tables, feature_major=False)
+        attend = self._call(form, weights, block_tables)
         return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
 
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
@@ -140,11 +139,8 @@ class NativeAttention:
         form: AttentionForm,
         weights: AttentionWeights,
         block_tables: jax.Array | None,
-        *,
-        feature_major: bool,
     ) -> Callable[..., tuple[LayerCache, jax.Array]]:
-        """The operation on a layer, `qkv [(H + 2 KV) Dh, N]` where feature-major, else `[N, (H + 2 KV) Dh]`,
-        `rope [N, 2, Dh/2]`, slot, start and count."""
+        """The operation on a layer, `qkv [N, (H + 2 KV) Dh]`, `rope [N, 2, Dh/2]`, slot, start and count."""
 
         def attend(layer: LayerCache, qkv: jax.Array, rope: jax.Array, *place: jax.Array) -> Any:
             kv_heads, head_dim = layer.keys.shape[1], 2 * rope.shape[-1]
@@ -167,7 +163,6 @@ class NativeAttention:
                 tables,
                 *given,
                 *layer,
-                feature_major=feature_major,
                 window=np.int64(form.window or 0),
                 scale=np.float32(form.scale),
                 softcap=np.float32(form.softcap or 0),

@@ -164,7 +164,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
                   ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> tables,
                   ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> sinks,
                   ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values, bool feature_major,
+                  ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
                   int64_t window, float scale, float softcap, float eps) {
   const auto shape = keys.dimensions();  // [pages, KV, S / 16, D / W, 16, W]
   Arguments a;
@@ -191,8 +191,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
   a.rows = tables.dimensions()[0];
   a.pages = tables.dimensions()[1];
   a.page = shape[2] * kVector;
-  projection.row_stride = feature_major ? 1 : (a.heads + 2 * a.kv_heads) * projection.head_dim;
-  projection.feature_stride = feature_major ? rows : 1;
+  projection.width = (a.heads + 2 * a.kv_heads) * projection.head_dim;
   if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
   if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
     return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
@@ -233,7 +232,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineAttend, Attend,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("feature_major")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")

@@ -8,9 +8,9 @@ namespace xla_engine {
 
 // Rows of qkv, query heads first, then keys, then values.
 struct Projection {
-  const float* qkv;                    // [F, N], or [N, F]
-  const float* rope;                   // [N, 2, Dh / 2]
-  int64_t row_stride, feature_stride;  // of qkv
+  const float* qkv;   // [N, F]
+  const float* rope;  // [N, 2, Dh / 2]
+  int64_t width;      // F
   int64_t head_dim, padded;
   float eps;  // of the norms
 
@@ -18,7 +18,7 @@ struct Projection {
   template <typename T>
   void Value(int64_t row, int64_t head, T* to) const {
     const float* from = At(row, head);
-    for (int64_t d = 0; d < head_dim; ++d) to[d] = Storage<T>::Round(from[d * feature_stride]);
+    for (int64_t d = 0; d < head_dim; ++d) to[d] = Storage<T>::Round(from[d]);
     for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
   }
 
@@ -26,22 +26,22 @@ struct Projection {
   template <typename T>
   void Rotated(int64_t row, int64_t head, const float* norm, T* to) const {
     const float* from = At(row, head);
-    if (norm == nullptr) return Rotate(row, from, feature_stride, to);
+    if (norm == nullptr) return Rotate(row, from, to);
     alignas(64) float normed[kMaxWidth];
     Norm(from, norm, normed);
-    Rotate(row, normed, 1, to);
+    Rotate(row, normed, to);
   }
 
  private:
-  const float* At(int64_t row, int64_t head) const { return qkv + row * row_stride + head * head_dim * feature_stride; }
+  const float* At(int64_t row, int64_t head) const { return qkv + row * width + head * head_dim; }
 
   // Half-split pairs, as in Hugging Face.
   template <typename T>
-  void Rotate(int64_t row, const float* from, int64_t stride, T* to) const {
+  void Rotate(int64_t row, const float* from, T* to) const {
     const int64_t half = head_dim / 2;
     const float *cosine = rope + row * head_dim, *sine = cosine + half;
     for (int64_t d = 0; d < half; ++d) {
-      const float low = from[d * stride], high = from[(d + half) * stride];
+      const float low = from[d], high = from[d + half];
       to[d] = Storage<T>::Round(low * cosine[d] - high * sine[d]);
       to[d + half] = Storage<T>::Round(high * cosine[d] + low * sine[d]);
     }
@@ -50,7 +50,7 @@ struct Projection {
 
   // Root-mean-square normalisation (Zhang and Sennrich 2019).
   void Norm(const float* from, const float* weight, float* to) const {
-    for (int64_t d = 0; d < head_dim; ++d) to[d] = from[d * feature_stride];
+    for (int64_t d = 0; d < head_dim; ++d) to[d] = from[d];
     for (int64_t d = head_dim; d < padded; ++d) to[d] = 0;
     Vec squares = {};
     for (int64_t d = 0; d < padded; d += kVector) squares += Load(to + d) * Load(to + d);
