@@ -6,6 +6,7 @@ engine, a property test with a stand-in runner, and a simulator.
 
 from scheduler.config import SchedulerConfig as SchedulerConfig
 from scheduler.plan import NO_CHOICE as NO_CHOICE
+from scheduler.plan import BlockCopy as BlockCopy
 from scheduler.plan import BlockTable as BlockTable
 from scheduler.plan import Chunk as Chunk
 from scheduler.plan import Decision as Decision

@@ -62,20 +62,34 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """The state of a request in `slot`, of which `length` positions are written, goes to the host or comes back."""
+    """The state of a request in `slot`, of which `length` positions are written, goes to the host or comes back.
+
+    blocks: where slots have pages, those that the positions lie in, in order; -1 for first ones that a resume leaves as they are, since
+        they are shared
+    """
 
     slot: Slot
     request_id: str
     length: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Page `target` becomes what page `source` is."""
+
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """The pages of a new tenancy, in order of position."""
+    """Pages of a tenancy in order of position, the first of them its `start`-th; others stay what they are."""
 
     slot: Slot
     request_id: str
     blocks: tuple[int, ...]
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +110,8 @@ class Plan:
     """Everything the device is asked to do in one step: the chunks in order, then one decode of the rows.
 
     step: counts non-empty plans from 0. Plans are started and committed in this order.
-    parks, resumes, reuses: what happens to slots before anything else in the step, in this order.
-    tables: of the requests admitted, where slots have pages.
+    parks, copies, resumes, reuses: what happens to slots and pages before anything else in the step, in this order.
+    tables: where slots have pages, those that are new.
     replays: ids of requests that lost their slot and will sample all their tokens anew.
     admitted: ids of the requests that left the queue for a slot, first in line first.
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
@@ -118,6 +132,7 @@ class Plan:
     reuses: tuple[Reuse, ...] = ()
     replays: tuple[str, ...] = ()
     tables: tuple[BlockTable, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def is_empty(self) -> bool:
