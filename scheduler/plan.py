@@ -64,8 +64,8 @@ class Reuse:
 class Swap:
     """The state of a request in `slot`, of which `length` positions are written, goes to the host or comes back.
 
-    blocks: where slots have pages, those that the positions lie in, in order; -1 for first ones that a resume leaves as they are, since
-        they are shared
+    blocks: where slots have pages, those of the positions, in order. -1 for the first ones: a resume leaves them as
+        they are, since they are shared.
     """
 
     slot: Slot
