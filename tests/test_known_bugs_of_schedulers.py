@@ -1,7 +1,8 @@
 """Bugs that schedulers with paging and prefix caches have shipped, each with a test that would have caught it.
 
 From the issue trackers and code of two such schedulers: one of blocks with preemption by recompute (P), one of fixed
-slots with a radix tree of prefixes (R).
+slots with a radix tree of prefixes (R). What only a model shows is in `test_known_bugs_of_engines`; that two threads
+may not drive one engine, in `test_lifecycle`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from scheduler import FinishReason, Request, SchedulerConfig
+from scheduler import FinishReason, QueueFullError, Request, SchedulerConfig
 from scheduler.prefix_cache import PrefixCache
 from tests.fake_runner import Loop, expected
 
@@ -50,9 +51,7 @@ def test_the_oldest_is_never_the_victim() -> None:
     driven.submit(request("oldest", max_tokens=60, prompt=(3, 4)))
     driven.submit(request("second", max_tokens=60, prompt=(5, 4)))
     driven.turn()
-    for index in range(
-        12
-    ):  # the urgent ones come on and on; `Loop` requires that the first of all keeps its slot
+    for index in range(12):  # the urgent come on and on; `Loop` requires that the first of all keeps its slot
         driven.submit(request(f"urgent{index}", prompt=(6, index), max_tokens=3, priority=-2))
         driven.turn()
     assert driven.preempted.total() > 0
@@ -86,10 +85,8 @@ def test_one_refused_request_does_not_affect_the_next() -> None:
 def test_deferring_a_request_terminates() -> None:
     """A request that could not run now was pushed back to the queue being drained: an endless loop in one pass."""
     driven = loop(2)
-    for index in range(6):
-        driven.submit(
-            request(f"r{index}", prompt=(1, 2, 3, 4, 5, 6, 7, 8, index))
-        )  # all but one wait for the first
+    for index in range(6):  # all but one wait for the first
+        driven.submit(request(f"r{index}", prompt=(1, 2, 3, 4, 5, 6, 7, 8, index)))
     began = time.monotonic()
     driven.drain()
     assert time.monotonic() - began < 30
@@ -175,6 +172,58 @@ def test_terminating_all_reaches_those_who_wait_and_those_who_are_parked() -> No
         assert driven.finish(name, FinishReason.ABORT)
     driven.check()
     assert len(driven.ended) == 5 and not driven.runner.host
+
+
+def test_pages_of_those_who_lose_them_come_back_to_the_pool() -> None:
+    """Eviction took the owner away and did not return the block: a leak. Here everybody needs every page."""
+    driven = loop(2, enable_prefix_caching=False, num_blocks=6, swap_tokens=0)
+    for index in range(12):
+        driven.submit(request(f"r{index}", prompt=(1,) * 12 + (index,), max_tokens=12))
+    for turn in range(24):
+        driven.turn()
+        for name in holders(driven):
+            if turn % 3:
+                driven.preempt(name, to_back=True)
+            else:
+                driven.finish(name)
+    driven.drain()
+    assert len(driven.ended) == 12 and driven.preempted.total() > 6
+
+
+def test_room_on_the_host_is_given_back_by_those_who_return() -> None:
+    """Swap-in took from one allocator and freed into the other: parking ended once the host was used up."""
+    driven = loop(1, swap_tokens=12)
+    driven.submit(request("long", prompt=(2, 3), max_tokens=40))
+    for index in range(3):
+        driven.turn()
+        driven.submit(request(f"urgent{index}", prompt=(6, index), max_tokens=2, priority=-10))
+        while f"urgent{index}" in driven.live:
+            driven.turn()
+    assert driven.preempted == {"park": 3}
+    driven.drain()
+
+
+def test_prompts_do_not_always_win() -> None:
+    """A step was all prompts or all completions, and a whole prompt at that: whoever generated stood still."""
+    driven = loop(2, max_num_batched_tokens=5)
+    driven.submit(request("live", max_tokens=14, prompt=(3, 1)))
+    driven.turn()
+    driven.submit(request("long", prompt=tuple(range(1, 13)) * 3, max_tokens=1))
+    while "long" in driven.live:
+        plan = driven.turn()
+        assert [row.request_id for row in plan.decode] == ["live"]
+        assert sum(len(chunk.tokens) for chunk in plan.chunks) == 4
+    driven.drain()
+
+
+def test_rows_of_other_lengths_are_not_preempted_in_every_step() -> None:
+    """Batches of one length: all others lost their place in each step, and were prefilled again, N times N."""
+    driven = loop(4, enable_prefix_caching=False)
+    for index in range(8):
+        driven.submit(request(f"r{index}", prompt=(5,) * (1 + 3 * index), max_tokens=8))
+    driven.drain()
+    assert driven.preempted.total() == 0
+    assert driven.runner.prefilled == sum(1 + 3 * index for index in range(8))
 
 
 # -- R ----------------------------------------------------------------------------------------------------------------
@@ -292,3 +341,38 @@ def test_a_request_that_is_removed_in_mid_step_frees_its_slot_once() -> None:
     for _ in range(4):
         driven.turn(lag=3)
     driven.drain()
+
+
+def test_prompts_of_which_unequal_parts_are_cached_share_a_step() -> None:
+    """Prefill was grouped by cached length, one group at a time."""
+    driven = loop(4)
+    stem = tuple(range(1, 9))
+    driven.submit(request("first", prompt=(*stem, 9), max_tokens=30))
+    driven.turn()
+    driven.turn()
+    driven.turn()
+    for name, prompt in (("none", (9, 9, 9)), ("some", (*stem[:4], 7, 7)), ("most", (*stem, 5, 5))):
+        driven.submit(request(name, prompt=prompt, max_tokens=3))
+    plan = driven.turn()
+    assert [(chunk.request_id, chunk.start) for chunk in plan.chunks] == [
+        ("none", 0),
+        ("some", 4),
+        ("most", 8),
+    ]
+    driven.drain()
+
+
+def test_a_queue_has_a_bound_a_timeout_and_priorities() -> None:
+    """There were none: lists without end, popped at the front, in which everybody waited for ever."""
+    driven = loop(1, max_waiting=2)
+    driven.submit(request("live", max_tokens=12))
+    driven.turn()
+    driven.submit(request("patient", prompt=(4, 5), priority=1))
+    driven.submit(request("impatient", prompt=(4, 6), queue_deadline=3.0))
+    with pytest.raises(QueueFullError):
+        driven.submit(request("beyond", prompt=(4, 7)))
+    driven.pass_time(3.0)
+    assert [life.reason for life in driven.ended] == [FinishReason.QUEUE_TIMEOUT]
+    driven.submit(request("sooner", prompt=(4, 8)))
+    driven.drain()
+    assert [life.request.request_id for life in driven.ended] == ["impatient", "live", "sooner", "patient"]
