@@ -248,10 +248,13 @@ class ModelSpec:
         """What this model keeps of the leaf `name` of a checkpoint, in the order in which its products read it."""
         if name + SUFFIX in self.names:
             values, scale = quantize_weight(leaf)
-            return {name: values, name + SUFFIX: scale}
+            return {name: self._packed(name, values), name + SUFFIX: scale}
+        return {name: self._packed(name, leaf)}
+
+    def _packed(self, name: str, leaf: np.ndarray) -> np.ndarray:
         if self.products is None or leaf.ndim != 2 or name.rsplit(".", 1)[-1] not in LINEAR:
-            return {name: leaf}
-        return {name: self.products.pack(leaf)}
+            return leaf
+        return self.products.pack(leaf)
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Products on the matrix tiles of a CPU, in bf16: one C++ call each, norm and residual included.
+"""Products on the matrix tiles of a CPU, in bf16 or int8: one C++ call each, norm and residual included.
 
 The weights of layers are packed when they are loaded (`pack`), in the order in which tiles take them; the head's are
 not, because the embedding may be the same array.
@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 from graphs.config import ModelConfig
 from graphs.moe import Experts, Route
 from graphs.moe_native import native_experts
-from graphs.projection import Activation, FeatureMajor, Norm, Weight, activated, finished
+from graphs.projection import Activation, FeatureMajor, Norm, Weight, activated, finished, kept_dtype
 from graphs.quantized import Quantized
 
 HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"
-_WHOLE = 32  # features of a tile
+_WHOLE = 32  # features of a task
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,14 @@ class NativeProducts:
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        assert not isinstance(x, FeatureMajor) and not isinstance(weight, Quantized)
+        assert not isinstance(x, FeatureMajor)
         if bias is not None:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
-        if weight.shape[0] % _WHOLE:  # not packed: a router of few experts
-            return finished(self._by_rows(weight, x, norm).T, None, residual)
-        call = _call(LINEAR, (x.shape[0], weight.shape[0]), jnp.float32)
-        return call(x, _weight(norm), weight, _or_nothing(residual), eps=_eps(norm))
+        values, scale = _parts(weight)
+        if len(values) % _WHOLE:  # not packed: a router of few experts
+            return finished(self.head(weight, norm, x).T, None, residual)
+        call = _call(LINEAR, (len(x), len(values)), jnp.float32)
+        return call(x, _weight(norm), values, scale, _or_nothing(residual), eps=_eps(norm))
 
     def gated(
         self,
@@ -56,12 +57,12 @@ class NativeProducts:
         bias: jax.Array | None = None,
         activation: Activation = "silu",
     ) -> jax.Array:
-        assert not isinstance(weight, Quantized)
         if bias is not None:
             both = self.linear(weight, x, norm=norm, bias=bias)
-            return activated(both, activation).astype(weight.dtype)
-        call = _call(GATED_LINEAR, (x.shape[0], weight.shape[0] // 2), weight.dtype)
-        return call(x, _weight(norm), weight, eps=_eps(norm), gelu=activation == "gelu_tanh")
+            return activated(both, activation).astype(kept_dtype(weight))
+        values, scale = _parts(weight)
+        call = _call(GATED_LINEAR, (len(x), len(values) // 2), kept_dtype(weight))
+        return call(x, _weight(norm), values, scale, eps=_eps(norm), gelu=activation == "gelu_tanh")
 
     def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
         return native_experts(experts, x, routed, residual)
@@ -70,29 +71,30 @@ class NativeProducts:
         """In the order that `packed.h` describes, if it has whole blocks of features."""
         if weight.shape[0] % _WHOLE:
             return weight
-        words = weight.view(np.uint32)  # two neighbours of a row each
-        blocks = words.reshape(-1, 16, words.shape[1]).swapaxes(1, 2)  # [F / 16, K / 2, 16]
+        words = weight.view(np.uint32)  # two or four neighbours of a row each
+        blocks = words.reshape(-1, 16, words.shape[1]).swapaxes(1, 2)  # [F / 16, K words, 16]
         return np.ascontiguousarray(blocks).view(weight.dtype).reshape(weight.shape)
 
-    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
-        assert not isinstance(weight, Quantized)
-        return self._by_rows(weight, x, norm)
-
-    def _by_rows(self, weight: jax.Array, x: jax.Array, norm: Norm | None) -> jax.Array:
-        """`weight [F, D]` as in the checkpoint times x, `[F, N]`."""
-        call = _call(HEAD, (weight.shape[0], x.shape[0]), jnp.float32)
-        return call(x, _weight(norm), weight, eps=_eps(norm))
+    def head(self, weight: Weight, norm: Norm | None, x: jax.Array) -> jax.Array:
+        values, scale = _parts(weight)
+        call = _call(HEAD, (len(values), len(x)), jnp.float32)
+        return call(x, _weight(norm), values, scale, eps=_eps(norm))
 
 
 def fits(config: ModelConfig, dtype: jnp.dtype) -> bool:
-    """Whether the model's products are whole tiles of bf16."""
+    """Whether the model's products are whole tiles of weights in `dtype`, bfloat16 or int8."""
     heads = config.num_attention_heads * config.head_dim
     widths = [config.hidden_size, config.intermediate_size, heads, config.qkv_features]
     if config.experts is not None:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
     if config.delta is not None:
         widths.append(config.delta.inner_features)
-    return dtype == jnp.bfloat16 and not any(width % _WHOLE for width in widths)
+    return dtype in (jnp.bfloat16, jnp.int8) and not any(width % (64 // dtype.itemsize) for width in widths)
+
+
+def _parts(weight: Weight) -> tuple[jax.Array, jax.Array]:
+    """A weight and its scales, none in bf16."""
+    return weight if isinstance(weight, Quantized) else (weight, _or_nothing(None))
 
 
 def _weight(norm: Norm | None) -> jax.Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 SUFFIX = "_scale"  # of the leaf that belongs to a quantised one
 _LARGEST = 127.0
+_LEAST = 1e-30  # rows of activations whose largest value is smaller are zero
 
 
 class Quantized(NamedTuple):
@@ -41,9 +42,10 @@ def quantize_weight(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def quantize_rows(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """int8 values of `x [N, D]` or `[D, N]` and a float32 scale for each row; `axis` is that of D.
 
-    NaN in a row makes its scale NaN, and with it all its results.
+    Multiplied by 127 over the row's largest value, and rounded to nearest, ties to even: `native/operand.h` does the
+    same, to the bit. NaN in a row makes its scale NaN, and with it all its results.
     """
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    scale = jnp.where(largest == 0, 1.0, largest / _LARGEST)
-    return jnp.round(x / scale).astype(jnp.int8), jnp.squeeze(scale, axis)
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), _LEAST)
+    values = jnp.round(x * (_LARGEST / largest)).astype(jnp.int8)
+    return values, jnp.squeeze(largest * np.float32(1 / _LARGEST), axis)

@@ -1,7 +1,8 @@
-"""Products on matrix tiles: against XLA's, and the law that a row's bits do not depend on the number of rows."""
+"""Products on matrix tiles, bf16 and int8: against XLA's, and that a row's bits are its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,81 +13,111 @@ import pytest
 
 from graphs.projection import WEIGHT_LEFT, Activation, Norm, Products
 from graphs.projection_native import NativeProducts
+from graphs.quantized import Quantized, quantize_weight
 from tests.conftest import TINY
 from xla_engine.backends import choose_products
 from xla_engine.errors import ConfigError
 
-WIDTH, INNER, VOCABULARY = 96, 160, 199  # whole tiles, odd numbers of them; the head ends within a tile
-MODEL = replace(TINY, hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=6, head_dim=16)
-BF16 = jnp.dtype(jnp.bfloat16)
+VOCABULARY = 199  # the head ends within a tile
+BF16, INT8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)
+WIDTHS = {BF16: (96, 160), INT8: (192, 320)}  # whole tiles, odd numbers of them
+MODEL = replace(TINY, hidden_size=192, intermediate_size=320, num_attention_heads=12, num_key_value_heads=4)
+
+
+@pytest.fixture(scope="module", params=[BF16, INT8], ids=str)
+def dtype(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def products() -> NativeProducts:
+def products(dtype: Any) -> NativeProducts:
     try:
-        found = choose_products("native", MODEL, BF16)
+        found = choose_products("native", MODEL, dtype)
     except ConfigError as error:
         pytest.skip(str(error))
     assert isinstance(found, NativeProducts)
     return found
 
 
-def layer(form: Products, x: Any) -> list[np.ndarray]:
+def layer(form: Products, dtype: Any, x: Any) -> list[np.ndarray]:
     """Each product once, in the order of a layer: row-major results."""
     rng = np.random.default_rng(0)
+    width, inner = WIDTHS[dtype]
 
-    def drawn(*shape: int) -> np.ndarray:
-        return np.asarray(rng.standard_normal(shape, np.float32) * 0.2, jnp.bfloat16)
+    def drawn(*shape: int, pack: Callable[[np.ndarray], np.ndarray] = form.pack) -> Any:
+        values = rng.standard_normal(shape, np.float32) * 0.2
+        if dtype == BF16:
+            return pack(np.asarray(values, jnp.bfloat16))
+        kept, scale = quantize_weight(values)
+        return Quantized(jnp.asarray(pack(kept)), jnp.asarray(scale))
 
-    def weight(*shape: int) -> np.ndarray:
-        return form.pack(drawn(*shape))
-
-    norm = Norm(jnp.asarray(rng.standard_normal(WIDTH, np.float32)), 1e-5)
-    bias = jnp.asarray(rng.standard_normal(160, np.float32))
-    qkv = form.linear(weight(160, WIDTH), x, norm=norm, bias=bias)
-    attended = jnp.tanh(qkv[:, :WIDTH])
-    added = form.linear(weight(WIDTH, WIDTH), attended.astype(jnp.bfloat16), residual=x)
-    plain = form.linear(weight(WIDTH, WIDTH), attended)
+    norm = Norm(jnp.asarray(rng.standard_normal(width, np.float32)), 1e-5)
+    bias = jnp.asarray(rng.standard_normal(inner, np.float32))
+    qkv = form.linear(drawn(inner, width), x, norm=norm, bias=bias)
+    attended = jnp.tanh(qkv[:, :width])
+    added = form.linear(drawn(width, width), attended.astype(jnp.bfloat16), residual=x)
+    plain = form.linear(drawn(width, width), attended)
     outs = [qkv, added, plain]
     forms: tuple[tuple[Activation, jax.Array | None], ...] = (
         ("silu", None),
         ("gelu_tanh", None),
-        ("silu", jnp.tile(bias, 3)[: 2 * INNER]),
+        ("silu", jnp.tile(bias, 2)),
     )
     for activation, gate_bias in forms:
         hidden = form.gated(
-            weight(2 * INNER, WIDTH), outs[-1], norm=norm, bias=gate_bias, activation=activation
+            drawn(2 * inner, width), outs[-1], norm=norm, bias=gate_bias, activation=activation
         )
-        outs.append(form.linear(weight(WIDTH, INNER), hidden, residual=outs[-1]))
-    return [*outs, form.head(drawn(VOCABULARY, WIDTH), norm, outs[-1]).T]
+        outs.append(form.linear(drawn(width, inner), hidden, residual=outs[-1]))
+    return [*outs, form.head(drawn(VOCABULARY, width, pack=np.asarray), norm, outs[-1]).T]
 
 
-def test_every_product_is_that_of_xla(products: NativeProducts) -> None:
-    x = np.random.default_rng(1).standard_normal((24, WIDTH)).astype(np.float32)
-    ours, theirs = (jax.jit(layer, static_argnums=0)(form, x) for form in (products, WEIGHT_LEFT))
-    for found, expected in zip(ours, theirs, strict=True):
+run = jax.jit(layer, static_argnums=(0, 1))
+
+
+def rows(count: int, dtype: Any, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, WIDTHS[dtype][0])).astype(np.float32)
+
+
+def test_every_product_is_that_of_xla(products: NativeProducts, dtype: Any) -> None:
+    x = rows(24, dtype, 1)
+    for found, expected in zip(run(products, dtype, x), run(WEIGHT_LEFT, dtype, x), strict=True):
         scale = float(np.abs(expected).max())
         np.testing.assert_allclose(found, expected, atol=2e-2 * scale)
         assert np.median(np.abs(np.asarray(found) - expected)) <= 1e-3 * scale
 
 
-def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(products: NativeProducts) -> None:
-    x = np.random.default_rng(2).standard_normal((100, WIDTH)).astype(np.float32)
-    whole = [np.asarray(each) for each in jax.jit(layer, static_argnums=0)(products, x)]
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(products: NativeProducts, dtype: Any) -> None:
+    x = rows(100, dtype, 2)
+    whole = [np.asarray(each) for each in run(products, dtype, x)]
     for first, count in ((0, 1), (3, 8), (7, 13), (16, 16), (20, 17), (30, 33), (50, 48)):
-        part = jax.jit(layer, static_argnums=0)(products, x[first : first + count])
-        for found, expected in zip(part, whole, strict=True):
+        for found, expected in zip(run(products, dtype, x[first : first + count]), whole, strict=True):
             assert np.asarray(found).tobytes() == expected[first : first + count].tobytes()
 
 
-def test_a_row_with_nan_keeps_it_to_itself(products: NativeProducts) -> None:
-    x = np.random.default_rng(3).standard_normal((8, WIDTH)).astype(np.float32)
-    clean = jax.jit(layer, static_argnums=0)(products, x)
+def test_a_row_with_nan_keeps_it_to_itself(products: NativeProducts, dtype: Any) -> None:
+    x = rows(8, dtype, 3)
+    clean = run(products, dtype, x)
     x[5, 7] = np.nan
-    for found, expected in zip(jax.jit(layer, static_argnums=0)(products, x), clean, strict=True):
+    for found, expected in zip(run(products, dtype, x), clean, strict=True):
         assert np.isnan(np.asarray(found)[5]).any()
         others = np.arange(8) != 5
         assert np.asarray(found)[others].tobytes() == np.asarray(expected)[others].tobytes()
+
+
+def test_products_in_eight_bits_are_those_of_xla_to_the_bit() -> None:
+    """Where nothing is normalised or activated: sums are exact, and rows are rounded alike, tiny ones to zero."""
+    if not isinstance(products := choose_products("auto", MODEL, INT8), NativeProducts):
+        pytest.skip("needs matrix tiles")
+    x = rows(21, INT8, 4)
+    x[3], x[4, 5:], x[5, 2], x[6] = 0, 0, 1e30, x[6] * 1e-34
+    kept, scale = quantize_weight(np.random.default_rng(5).standard_normal((320, 192), np.float32))
+    packed = Quantized(jnp.asarray(products.pack(kept)), jnp.asarray(scale))
+    plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
+    for rounded in (jnp.asarray(x), jnp.asarray(x, jnp.bfloat16)):
+        found = np.asarray(products.linear(packed, rounded))
+        expected = np.asarray(WEIGHT_LEFT.linear(plain, rounded))
+        np.testing.assert_array_equal(found, expected)
+        assert found.any(axis=1).tolist() == [index not in (3, 6) for index in range(21)]
 
 
 def test_what_does_not_fit_is_told() -> None:
@@ -94,5 +125,7 @@ def test_what_does_not_fit_is_told() -> None:
         choose_products("native", TINY, BF16)
     with pytest.raises(ConfigError, match="bfloat16"):
         choose_products("native", MODEL, jnp.dtype(jnp.float32))
+    with pytest.raises(ConfigError, match="int8 and multiples of 64"):
+        choose_products("native", replace(MODEL, intermediate_size=352), INT8)
     assert choose_products("auto", TINY, BF16) is None
     assert choose_products("xla", MODEL, BF16) is None

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.config import RoutedExperts
+from graphs.config import ModelConfig, RoutedExperts
 from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, FeatureMajor, Norm
 from graphs.quantized import Quantized, quantize_rows, quantize_weight
 from tests.conftest import TINY, TINY_ENGINE
-from xla_engine.backends import make_spec
+from xla_engine.backends import choose_products, make_spec
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
@@ -36,9 +36,8 @@ def test_a_weight_is_within_half_a_step_of_its_int8_values() -> None:
 def test_rows_are_quantised_by_their_own_largest_value() -> None:
     x = DRAW.standard_normal((6, 64)).astype(np.float32) * np.array([[1e-6], [1], [1e6], [0], [3], [np.nan]])
     values, scale = (np.asarray(each) for each in quantize_rows(jnp.asarray(x, jnp.float32), 1))
-    np.testing.assert_allclose(
-        scale[:5], [*(np.abs(x[:3]).max(1) / 127), 1, np.abs(x[4]).max() / 127], rtol=1e-6
-    )
+    np.testing.assert_allclose(scale[[0, 1, 2, 4]], np.abs(x[[0, 1, 2, 4]]).max(1) / 127, rtol=1e-6)
+    assert not values[3].any() and 0 < scale[3] < 1e-30
     assert np.isnan(scale[5])
     assert np.all(np.abs(values[:5] * scale[:5, None] - x[:5]) <= 0.5001 * scale[:5, None])
     turned = quantize_rows(jnp.asarray(x[:5].T, jnp.float32), 0)
@@ -60,9 +59,18 @@ def test_both_operand_orders_give_the_same_bits_near_the_product() -> None:
     np.testing.assert_allclose(gated[0].values.T, gated[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["auto", "xla"])
-def test_law_1_holds_in_eight_bits(make_engine: Callable[..., XlaBatchEngine], attention: str) -> None:
-    engine = make_engine(replace(TINY_ENGINE, quantization="int8", attention_backend=attention))
+WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("attention, model", [("xla", TINY), ("auto", WIDE)])
+def test_law_1_holds_in_eight_bits(
+    make_engine: Callable[..., XlaBatchEngine], attention: str, model: ModelConfig
+) -> None:
+    """The wide model's layers are whole tiles: C++ multiplies, where the machine can."""
+    config = replace(TINY_ENGINE, quantization="int8", attention_backend=attention)
+    engine = make_engine(config, model=model)
+    products = choose_products("auto", model, jnp.dtype(jnp.int8))
+    assert engine.runner._spec.products == products and (model is WIDE or products is None)
     assert (
         sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(engine.runner._weights))
         == 4 * TINY.num_hidden_layers + 2
@@ -75,7 +83,7 @@ def test_what_cannot_be_kept_in_eight_bits_is_refused() -> None:
     with pytest.raises(ConfigError, match="quantization"):
         EngineConfig(quantization="int4")
     bf16: Any = jnp.dtype(jnp.bfloat16)
-    with pytest.raises(ConfigError, match="not int8"):
+    with pytest.raises(ConfigError, match="int8 and multiples of 64"):
         make_spec(EngineConfig(quantization="int8", linear_backend="native"), TINY, bf16)
     routed = replace(
         TINY, experts=RoutedExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)

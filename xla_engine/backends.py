@@ -59,20 +59,22 @@ def choose_attention(name: str, call_positions: int | None = None) -> Attention:
 def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> ModelSpec:
     """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError."""
     attention = choose_attention(config.attention_backend, config.call_positions)
-    if config.quantization is None:
-        return ModelSpec(model, dtype, attention, choose_products(config.linear_backend, model, dtype))
-    if model.experts is not None or model.delta is not None:
+    quantized = config.quantization is not None
+    if quantized and (model.experts is not None or model.delta is not None):
         raise ConfigError(
             f"quantization {config.quantization!r} is for dense models; this one has routed experts or recurrent "
             "layers. Leave it out"
         )
-    if config.linear_backend == "native":
-        raise ConfigError("linear_backend 'native' multiplies bfloat16, not int8; use 'auto'")
-    return ModelSpec(model, dtype, attention, quantized=True)
+    stored = jnp.dtype(jnp.int8) if quantized else dtype
+    products = choose_products(config.linear_backend, model, stored)
+    return ModelSpec(model, dtype, attention, products, quantized=quantized)
 
 
 def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype) -> Products | None:
-    """The form of products that `EngineConfig.linear_backend` names; None: XLA's. Raises ConfigError."""
+    """The form of products that `EngineConfig.linear_backend` names; None: XLA's. Raises ConfigError.
+
+    `dtype`: of the weights, int8 where they are quantised.
+    """
     if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
         return None
     missing = _missing_for_products(model, dtype)
@@ -87,7 +89,7 @@ def _missing_for_products(model: ModelConfig, dtype: jnp.dtype) -> str | None:
     if jax.default_backend() != "cpu":
         return "a CPU"
     if not fits(model, dtype):
-        return "bfloat16 and layer widths in multiples of 32"
+        return "bfloat16 and layer widths in multiples of 32, or int8 and multiples of 64"
     try:
         return None if register() else "a CPU with matrix tiles (Intel AMX)"
     except NativeBuildError as error:

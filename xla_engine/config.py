@@ -46,7 +46,7 @@ class EngineConfig:
         use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
         elsewhere.
     linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for CPUs with matrix tiles (Intel
-        AMX) in bfloat16; "xla" runs anywhere.
+        AMX), in bfloat16 or int8; "xla" runs anywhere.
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
         activations row by row: half the memory, other tokens (findings/029). None keeps them as `dtype` says.
     max_waiting: queued requests at most; None is unbounded.

@@ -9,12 +9,13 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <string>
 #include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(XLA_ENGINE_NO_TILES)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__) && !defined(XLA_ENGINE_NO_TILES)
 #define XLA_ENGINE_AMX 1
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -1,7 +1,8 @@
-// Linear layers of a bf16 decoder on matrix tiles, for XLA:CPU: each call is one product with what stands before and
-// behind it. The head's weights are rows as in the checkpoint (tiles.h), because the embedding may be the same array, and
-// its result is feature-major; those of the layers are packed (packed.h).
+// Linear layers of a decoder in bf16 or int8 on matrix tiles, for XLA:CPU: each call is one product with what stands
+// before and behind it. The head's weights are rows as in the checkpoint (tiles.h), because the embedding may be the same
+// array, and its result is feature-major; those of the layers are packed (packed.h).
 
+#include "operand.h"
 #include "packed.h"
 #include "tiles.h"
 
@@ -10,102 +11,82 @@ namespace {
 
 #ifdef XLA_ENGINE_AMX
 
-using Floats = ffi::Buffer<ffi::F32>;
-using Halves = ffi::Buffer<ffi::BF16>;
+template <typename T>
+constexpr int64_t kStep = 64 / sizeof(T);  // elements of K in a tile
 
-const BFloat16* Data(const Halves& buffer) { return reinterpret_cast<const BFloat16*>(buffer.untyped_data()); }
-
-void Round(Vec values, BFloat16* to) {
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
-  std::memcpy(to, &rounded, sizeof rounded);
+ffi::Error Unfit(int64_t step) {
+  return ffi::Error::InvalidArgument("rows must come in multiples of " + std::to_string(step) + ", features of 32");
 }
 
-struct Shape {
-  int64_t count, width, features;
-};
-
-ffi::Error Check(const Shape& shape) {
-  return shape.width % 32 || shape.features % 32 ? ffi::Error::InvalidArgument("features must come in multiples of 32")
-                                                 : ffi::Error::Success();
+// Calls run(weight, its scales or null) with the weight in its own type.
+template <typename Run>
+ffi::Error ByType(const ffi::AnyBuffer& weight, const Floats& scale, const Run& run) {
+  if (weight.element_type() == ffi::S8) return run(static_cast<const int8_t*>(weight.untyped_data()), scale.typed_data());
+  return run(static_cast<const BFloat16*>(weight.untyped_data()), static_cast<const float*>(nullptr));
 }
 
-// The left side of a product: x [N, K] in bf16, or in float32 with the weight [K] of a norm before it, or none.
-struct Operand {
-  const BFloat16* halves;  // or null
-  const float *floats, *norm;
-  float eps;
-  int64_t count, width;
+// A function that fills the block of rows n .. n + rows of a packed product.
+template <typename T>
+auto Packed(Operand<T>& operand) {
+  return [&operand](int64_t n, int64_t rows, char* block) {
+    auto* to = reinterpret_cast<T*>(block);
+    for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return to + k * 16 + r * kStep<T>; });
+  };
+}
 
-  Operand(const ffi::AnyBuffer& x, const Floats& weight, float epsilon)
-      : halves(x.element_type() == ffi::BF16 ? static_cast<const BFloat16*>(x.untyped_data()) : nullptr),
-        floats(halves ? nullptr : static_cast<const float*>(x.untyped_data())),
-        norm(weight.element_count() ? weight.typed_data() : nullptr),
-        eps(epsilon),
-        count(x.dimensions()[0]),
-        width(x.dimensions()[1]) {}
+// Tile `tile` of a feature-major product, features from `feature` on by up to sixteen rows from n on.
+void Put(int tile, const Operand<BFloat16>&, int64_t, int64_t, int64_t, int64_t, float* to, int64_t stride) {
+  Take(tile, to, stride * sizeof(float));
+}
 
-  // What a row is multiplied by (Zhang and Sennrich 2019).
-  float Scale(const float* x) const {
-    if (!norm) return 1.0f;
-    Vec squares = {};
-    for (int64_t k = 0; k < width; k += kVector) squares += Load(x + k) * Load(x + k);
-    const float mean = Reduce(squares, [](Vec a, Vec b) { return a + b; }) / static_cast<float>(width);
-    return 1.0f / std::sqrt(mean + eps);
+void Put(int tile, const Operand<int8_t>& operand, int64_t feature, int64_t features, int64_t n, int64_t rows, float* to,
+         int64_t stride) {
+  alignas(64) int32_t sums[16 * 16];
+  Take(tile, sums, 64);
+  Written();
+  const auto mask = static_cast<__mmask16>((1 << rows) - 1);
+  const Vec scales = Load(operand.scales.data() + n);
+  for (int64_t f = 0; f < features; ++f) {
+    const Vec values = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(sums + f * 16));
+    _mm512_mask_storeu_ps(to + f * stride, mask, (__m512)(values * operand.features[feature + f] * scales));
   }
+}
 
-  // Row n in bf16, 32 values at a time, each to where `place(k)` says.
-  template <typename Place>
-  void Write(int64_t n, const Place& place) const {
-    if (halves) {
-      for (int64_t k = 0; k < width; k += 32) std::memcpy(place(k), halves + n * width + k, 64);
-      return;
-    }
-    const float* x = floats + n * width;
-    const float scale = Scale(x);
-    for (int64_t k = 0; k < width; k += kVector) {
-      const Vec scaled = norm ? Load(x + k) * scale * Load(norm + k) : Load(x + k);
-      Round(scaled, place(k / 32 * 32) + k % 32);
-    }
-  }
-
-  // Fills the block of rows n .. n + rows of a packed product.
-  void operator()(int64_t n, int64_t rows, char* block) const {
-    auto* to = reinterpret_cast<BFloat16*>(block);
-    for (int64_t r = 0; r < rows; ++r) Write(n + r, [&](int64_t k) { return to + k * 16 + r * 32; });
-  }
-};
-
-// weight [F, K] times norm(x), feature-major [F, N].
-ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, ffi::ResultBuffer<ffi::F32> out,
-                float eps) {
-  const Operand operand(x, norm, eps);
-  const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0];
-  if (auto error = Check({count, width, 32}); error.failure()) return error;
-  const BFloat16* from = Data(weight);
-  float* to = out->typed_data();
-  Product<BFloat16>(
-      pool, count, width, (features + kFeatures - 1) / kFeatures,
-      [&](int64_t n, int64_t rows, uint32_t* tiles) {
-        thread_local std::vector<BFloat16> rounded;
-        rounded.resize(16 * width);
-        for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
-        Interleave(rounded.data(), rows, width / 2, tiles);
-      },
-      [&](int64_t task) {
-        const BFloat16* upper = from + task * kFeatures * width;
-        const int64_t left = std::min(kFeatures, features - task * kFeatures);
-        return Rows<BFloat16>{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
-      },
-      [&](int64_t task, int64_t n, Columns columns) {
-        float* at = to + task * kFeatures * count + n;
-        const bool lower = features - task * kFeatures > 16;
-        const int64_t stride = count * sizeof(float);
-        Take(0, at, stride);
-        if (lower) Take(1, at + 16 * count, stride);
-        if (columns.second) Take(2, at + 16, stride);
-        if (columns.second && lower) Take(3, at + 16 * count + 16, stride);
-      });
-  return ffi::Error::Success();
+// weight [F, K] with scales [F] or [0], times norm(x), feature-major [F, N].
+ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyBuffer weight, Floats scale,
+                ffi::ResultBuffer<ffi::F32> out, float eps) {
+  return ByType(weight, scale, [&](auto* from, const float* scales) {
+    using T = std::decay_t<decltype(*from)>;
+    Operand<T> operand(Source(x, norm, eps), scales);
+    const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0];
+    if (width % kStep<T>) return Unfit(kStep<T>);
+    Product<T>(
+        pool, count, width, (features + kFeatures - 1) / kFeatures,
+        [&](int64_t n, int64_t rows, uint32_t* tiles) {
+          thread_local std::vector<T> rounded;
+          rounded.resize(16 * width);
+          for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
+          Interleave(rounded.data(), rows, width * sizeof(T) / 4, tiles);
+        },
+        [&](int64_t task) {
+          const T* upper = from + task * kFeatures * width;
+          const int64_t left = std::min(kFeatures, features - task * kFeatures);
+          return Rows<T>{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
+        },
+        [&](int64_t task, int64_t n, Columns columns) {
+          const auto put = [&](int tile, int64_t feature, int64_t first, int64_t rows) {
+            const int64_t left = std::min<int64_t>(16, features - feature);
+            if (left <= 0 || rows == 0) return;
+            Put(tile, operand, feature, left, first, rows, out->typed_data() + feature * count + first, count);
+          };
+          const int64_t feature = task * kFeatures;
+          put(0, feature, n, columns.first);
+          put(1, feature + 16, n, columns.first);
+          put(2, feature, n + 16, columns.second);
+          put(3, feature + 16, n + 16, columns.second);
+        });
+    return ffi::Error::Success();
+  });
 }
 
 // Two blocks of sixteen features of packed weights.
@@ -113,30 +94,33 @@ struct Blocks {
   const void *one, *other;
 };
 
-// residual [N, F] or [0] + packed weight [F, K] times norm(x), x [N, K], norm [K] or [0] -> [N, F].
-ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, Floats residual,
+// residual [N, F] or [0] + packed weight [F, K] with scales [F] or [0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
+ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyBuffer weight, Floats scale, Floats residual,
                   ffi::ResultBuffer<ffi::F32> out, float eps) {
-  const Operand operand(x, norm, eps);
-  const Shape shape = {operand.count, operand.width, weight.dimensions()[0]};
-  if (auto error = Check(shape); error.failure()) return error;
-  const BFloat16* from = Data(weight);
-  const float* before = residual.element_count() ? residual.typed_data() : nullptr;
-  PackedProduct<BFloat16>(
-      pool, shape.count, shape.width, shape.features / 32, operand,
-      [&](int64_t task) {
-        const BFloat16* one = from + task * 32 * shape.width;
-        return Blocks{one, one + 16 * shape.width};
-      },
-      [&](int64_t task, int64_t n, int64_t rows, const Sums<float>& sums) {
-        for (int64_t r = 0; r < rows; ++r) {
-          const int64_t at = (n + r) * shape.features + task * 32;
-          float* to = out->typed_data() + at;
-          const Vec one = Load(sums.one + r * 16), other = Load(sums.other + r * 16);
-          Store(to, before ? Load(before + at) + one : one);
-          Store(to + 16, before ? Load(before + at + 16) + other : other);
-        }
-      });
-  return ffi::Error::Success();
+  return ByType(weight, scale, [&](auto* from, const float* scales) {
+    using T = std::decay_t<decltype(*from)>;
+    Operand<T> operand(Source(x, norm, eps), scales);
+    const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0];
+    if (width % kStep<T> || features % 32) return Unfit(kStep<T>);
+    const float* before = residual.element_count() ? residual.typed_data() : nullptr;
+    PackedProduct<T>(
+        pool, count, width, features / 32, Packed(operand),
+        [&](int64_t task) {
+          const T* one = from + task * 32 * width;
+          return Blocks{one, one + 16 * width};
+        },
+        [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
+          for (int64_t r = 0; r < rows; ++r) {
+            const int64_t at = (n + r) * features + task * 32;
+            float* to = out->typed_data() + at;
+            const Vec one = operand.Value(sums.one + r * 16, n + r, task * 32);
+            const Vec other = operand.Value(sums.other + r * 16, n + r, task * 32 + 16);
+            Store(to, before ? Load(before + at) + one : one);
+            Store(to + 16, before ? Load(before + at + 16) + other : other);
+          }
+        });
+    return ffi::Error::Success();
+  });
 }
 
 // 1 / (1 + exp(-z)), without overflow.
@@ -153,26 +137,35 @@ Vec Gated(Vec gate, Vec up, bool gelu) {
   return gate * up * Logistic(z);
 }
 
-// x [N, K], norm [K] or [0], packed weight [2 F, K], gates first -> act(gate) * up of norm(x), [N, F].
-ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, Halves weight, ffi::ResultBuffer<ffi::BF16> out,
-                       float eps, bool gelu) {
-  const Operand operand(x, norm, eps);
-  const Shape shape = {operand.count, operand.width, weight.dimensions()[0] / 2};
-  if (auto error = Check(shape); error.failure()) return error;
-  const BFloat16 *gates = Data(weight), *ups = gates + shape.features * shape.width;
-  auto* to = reinterpret_cast<BFloat16*>(out->untyped_data());
-  PackedProduct<BFloat16>(
-      pool, shape.count, shape.width, shape.features / 16, operand,
-      [&](int64_t task) {
-        const int64_t first = task * 16 * shape.width;
-        return Blocks{gates + first, ups + first};
-      },
-      [&](int64_t task, int64_t n, int64_t rows, const Sums<float>& sums) {
-        for (int64_t r = 0; r < rows; ++r)
-          Round(Gated(Load(sums.one + r * 16), Load(sums.other + r * 16), gelu),
-                to + (n + r) * shape.features + task * 16);
-      });
-  return ffi::Error::Success();
+// x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F] or [0], gates first -> act(gate) * up of norm(x), [N, F]:
+// bf16, or float32 where the next product quantises.
+ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyBuffer weight, Floats scale,
+                       ffi::Result<ffi::AnyBuffer> out, float eps, bool gelu) {
+  return ByType(weight, scale, [&](auto* gates, const float* scales) {
+    using T = std::decay_t<decltype(*gates)>;
+    Operand<T> operand(Source(x, norm, eps), scales);
+    const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0] / 2;
+    if (width % kStep<T> || features % 32) return Unfit(kStep<T>);
+    PackedProduct<T>(
+        pool, count, width, features / 16, Packed(operand),
+        [&](int64_t task) {
+          const T* gate = gates + task * 16 * width;
+          return Blocks{gate, gate + features * width};
+        },
+        [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
+          for (int64_t r = 0; r < rows; ++r) {
+            const int64_t at = (n + r) * features + task * 16;
+            const Vec values = Gated(operand.Value(sums.one + r * 16, n + r, task * 16),
+                                     operand.Value(sums.other + r * 16, n + r, features + task * 16), gelu);
+            if constexpr (std::is_same_v<T, int8_t>) {
+              Store(static_cast<float*>(out->untyped_data()) + at, values);
+            } else {
+              Round(values, static_cast<BFloat16*>(out->untyped_data()) + at);
+            }
+          }
+        });
+    return ffi::Error::Success();
+  });
 }
 
 #endif
@@ -194,7 +187,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()
-                                  .Arg<Halves>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats>()
                                   .Ret<Floats>()
                                   .Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear,
@@ -202,7 +196,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()
-                                  .Arg<Halves>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Ret<Floats>()
                                   .Attr<float>("eps"));
@@ -211,8 +206,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinear,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()
-                                  .Arg<Halves>()
-                                  .Ret<Halves>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps")
                                   .Attr<bool>("gelu"));
 #endif
