@@ -145,6 +145,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "seed": 5,
         "enable_prefix_caching": True,
         "num_blocks": None,
+        "kv_cache_memory_bytes": None,
         "quantization": None,
         "attention_backend": "auto",
         "generation_config": "engine",

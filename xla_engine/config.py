@@ -67,6 +67,8 @@ class EngineConfig:
     num_blocks: pages of `block_size` tokens that slots borrow, as many as prompt and max_tokens need, where otherwise
         each slot has `max_model_len` of its own: more requests fit when most are short. Without the prefix cache, and
         requests that lose their slot run again from their beginning.
+    kv_cache_memory_bytes: memory of these pages, instead of their number; "auto" takes what weights and slots leave of
+        `memory_utilization`, up to `max_model_len` for every slot.
     preemption: under priority, a request that is before another in line takes its slot; the other goes on later.
     swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
@@ -95,6 +97,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     block_size: int = 64
     num_blocks: int | None = None
+    kv_cache_memory_bytes: int | Literal["auto"] | None = None
     preemption: bool = True
     swap_space: float = 4.0
     compile_cache: bool = True
@@ -118,6 +121,13 @@ class EngineConfig:
         _at_least("block_size", self.block_size, 1)
         if self.num_blocks is not None:
             _at_least("num_blocks", self.num_blocks, 1)
+            if self.kv_cache_memory_bytes is not None:
+                raise ConfigError(
+                    "num_blocks and kv_cache_memory_bytes both say how many pages there are: give one"
+                )
+        if self.kv_cache_memory_bytes not in (None, AUTO):
+            _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        if self.paged:
             if self.block_size not in PAGE_SIZES:
                 raise ConfigError(
                     f"pages hold {', '.join(map(str, PAGE_SIZES))} tokens, not {self.block_size}"
@@ -161,14 +171,19 @@ class EngineConfig:
         return self.max_num_seqs
 
     @property
+    def paged(self) -> bool:
+        """Whether slots borrow pages."""
+        return self.num_blocks is not None or self.kv_cache_memory_bytes is not None
+
+    @property
     def reuses_slots(self) -> bool:
         """Whether slots are looked into for the beginnings of prompts."""
-        return self.enable_prefix_caching and self.num_blocks is None
+        return self.enable_prefix_caching and not self.paged
 
     @property
     def parks(self) -> bool:
         """Whether the state of a request can wait on the host."""
-        return self.preemption and self.num_blocks is None
+        return self.preemption and not self.paged
 
     @property
     def device_rows(self) -> int:

@@ -30,6 +30,11 @@ def _slots(context: click.Context, option: click.Parameter, value: str) -> int |
     return value if value == "auto" else click.IntRange(1)(value, option, context)
 
 
+def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
+    """A number of bytes, or auto."""
+    return value if value in (None, "auto") else click.IntRange(1)(value, option, context)
+
+
 model_option = click.option(
     "--model",
     metavar="MODEL",
@@ -88,6 +93,12 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             "--num-blocks",
             type=click.IntRange(1),
             help="Let slots borrow pages of 64 tokens from so many, instead of --max-model-len each.",
+        ),
+        click.option(
+            "--kv-cache-memory-bytes",
+            metavar="N|auto",
+            callback=_bytes,
+            help="The same, with as many pages as take so much memory; auto takes what the device has.",
         ),
         click.option(
             "--attention-backend",
