@@ -67,6 +67,7 @@ class FakeEngine:
         priority: int = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> str:
         if not isinstance(priority, int):
             raise InvalidRequestError("priority must be an integer")
@@ -205,7 +206,7 @@ LINES = {
     "talk": b'{"messages": [{"role": "user", "content": "te"}, {"role": "user", "content": "xt"}]}',
     "several": b'{"url": "/v1/completions", "body": {"prompt": ["text", [1, 2], "text"]}}',
     "one of several": b'{"url": "/v1/completions", "body": {"prompt": ["text", "not this!", "text"]}}',
-    "patient": b'{"prompt": "text", "priority": -1, "deadline_s": 9, "queue_timeout_s": 3.5}',
+    "patient": b'{"prompt": "text", "priority": -1, "deadline_s": 9, "queue_timeout_s": 3.5, "cache_salt": "a"}',
     "bad priority": b'{"url": "/v1/completions", "body": {"prompt": "text", "priority": "high"}}',
     "over": b'{"prompt": "text", "max_tokens": 97}',
     "refused": b'{"prompt": "not this!"}',

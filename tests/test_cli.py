@@ -129,6 +129,9 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "99",
         "--dtype",
         "float32",
+        "--no-preemption",
+        "--swap-space=0.5",
+        "--quantum=8",
     ]
     result, records = run_file(
         tmp_path, prompts(1), *options, "--lag", "0", "--seed", "5", "--max-tokens", "101", "--created", "1"
@@ -138,7 +141,11 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "max_num_seqs": 3,
         "memory_utilization": 0.9,
         "scheduling_policy": "priority",
-        "quantum": 64,
+        "quantum": 8,
+        "priority_aging": 64,
+        "max_num_batched_tokens": None,
+        "preemption": False,
+        "swap_space": 0.5,
         "max_model_len": 99,
         "dtype": "float32",
         "lag": 0,

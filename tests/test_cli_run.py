@@ -134,6 +134,8 @@ def test_a_dry_run_finds_every_bad_line(tmp_path: Path) -> None:
         b'{"prompt": "x", "stop_token_ids": [99999]}',
         b'{"messages": [{"role": "user", "content": "Hello"}]}',
         b'{"url": "/v1/completions", "body": {"prompt": ["x", "y"], "max_tokens": 2}}',
+        b'{"prompt": "x", "cache_salt": 7}',
+        b'{"prompt": "x", "cache_salt": "tenant", "max_tokens": 2}',
     ]
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n".join(lines))
@@ -147,8 +149,34 @@ def test_a_dry_run_finds_every_bad_line(tmp_path: Path) -> None:
         ["line 6", " invalid_request"],
         ["line 7", " invalid_request"],
         ["line 8", " chat_template_error"],
+        ["line 10", " invalid_request"],
     ]
-    assert "9: 3 ok, 6 would fail" in result.stdout and "18 at most" in result.stdout
+    assert "11: 4 ok, 7 would fail" in result.stdout and "20 at most" in result.stdout
+
+
+def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
+    """The embedded model has none."""
+    chat = b'{"messages": [{"role": "user", "content": "abc"}]}'
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}# {{ each.content }}\n{% endfor %}")
+    result = invoke("run", "-", *DRY, "--chat-template", template, stdin=chat)
+    assert result.exit_code == 0 and "1 ok" in result.stdout
+    plain = invoke("run", "-", *DRY, stdin=b'{"prompt": "# abc\\n"}').stdout
+    counted = [line for line in result.stdout.splitlines() if line.startswith("prompt tokens")]
+    assert counted == [line for line in plain.splitlines() if line.startswith("prompt tokens")]
+    template.write_bytes(b"\xff")
+    assert_not_started(invoke("run", "-", *DRY, "--chat-template", template, stdin=chat), "not text in UTF-8")
+    result = invoke("run", "-", *DRY, "--chat-template", tmp_path / "none", stdin=chat)
+    assert_not_started(result, "none: No such file")
+
+
+def test_results_of_another_template_are_not_gone_on_with(tmp_path: Path, engine: FakeEngine) -> None:
+    template = tmp_path / "template.jinja"
+    for text, status in (("first", 0), ("second", 1)):
+        template.write_text(text)
+        result, _ = run_file(tmp_path, prompts(3), "--resume", "--chat-template", str(template))
+        assert result.exit_code == status, result.stderr
+    assert "not those that the output was made with" in result.stderr
 
 
 def test_a_dry_run_counts_what_a_run_counts(tmp_path: Path) -> None:

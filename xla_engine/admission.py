@@ -60,10 +60,16 @@ class Admission:
         self._check_length(len(token_ids), params)
         return token_ids
 
-    def check_patience(
-        self, priority: object, deadline_s: float | None, queue_timeout_s: float | None
+    def check_options(
+        self,
+        priority: object = 0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        cache_salt: object = "",
     ) -> None:
-        """Raise InvalidRequestError for what is no priority or no time in seconds."""
+        """Raise InvalidRequestError for what is no priority, no time in seconds or no salt."""
+        if not isinstance(cache_salt, str):
+            raise InvalidRequestError(f"cache_salt must be a string, not {cache_salt!r}")
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
             raise InvalidRequestError(
                 f"priority must be an integer from {PRIORITIES[0]} (soonest) to {PRIORITIES[-1]}, not {priority!r}"

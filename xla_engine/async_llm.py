@@ -56,6 +56,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one request as tokens arrive; the last one, and only it, is `finished`.
@@ -73,6 +74,7 @@ class AsyncLLM:
             priority=priority,
             deadline_s=deadline_s,
             queue_timeout_s=queue_timeout_s,
+            cache_salt=cache_salt,
             inbox=inbox,
         )
         finished = False
@@ -97,6 +99,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Like `generate` for one conversation; options are those of `XlaBatchEngine.render_chat`."""
@@ -108,6 +111,7 @@ class AsyncLLM:
             priority=priority,
             deadline_s=deadline_s,
             queue_timeout_s=queue_timeout_s,
+            cache_salt=cache_salt,
             add_special_tokens=False,
         )
         try:

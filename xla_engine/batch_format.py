@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, Any] = {
 # Labels for the caller's own use, without a meaning here.
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
-_PATIENCE_FIELDS = ("priority", "deadline_s", "queue_timeout_s")
+_SUBMIT_FIELDS = ("priority", "deadline_s", "queue_timeout_s", "cache_salt")
 _TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -76,7 +76,7 @@ class LineRequest:
     custom_id: the line's own, or `line-<n>`.
     prompts: text, token ids or a chat; more than one only where a completions body lists several.
     model: the name the line asked for, to be echoed; None where it named none.
-    patience: `priority`, `deadline_s` and `queue_timeout_s` where given, for the engine's `submit` to check.
+    options: `priority`, `deadline_s`, `queue_timeout_s` and `cache_salt` where given, for `submit` to check.
     """
 
     line: int
@@ -84,7 +84,7 @@ class LineRequest:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     model: str | None = None
-    patience: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:
@@ -123,7 +123,8 @@ def explain(error: Exception) -> tuple[str, str]:
 def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> LineRequest | LineError:
     """Read one non-blank input line.
 
-    line: its number from 1. defaults: sampling fields that apply where the line does not say otherwise.
+    line: its number from 1. defaults: sampling fields that apply where the line does not say otherwise, and
+    `chat_template`, the source of a template to use in place of the checkpoint's.
 
     Never raises for anything in `raw`: what is wrong comes back as a `LineError` with code
     `invalid_json_line` or `invalid_request`. Prompt length and token ids against the model are the engine's
@@ -141,6 +142,8 @@ def parse_record(
 ) -> LineRequest | LineError:
     """`parse_line` of a line that has been read as JSON already."""
     custom_id = None
+    defaults = dict(defaults or {})
+    template = defaults.pop("chat_template", None)
     try:
         custom_id = _custom_id(record)
         if record.keys().isdisjoint(("body", "url", "method")):
@@ -148,14 +151,25 @@ def parse_record(
             prompts, model, sampling = _plain(body)
         else:
             prompts, model, sampling = _openai(record)
-        patience = {name: sampling.pop(name) for name in _PATIENCE_FIELDS if name in sampling}
-        params = SamplingParams.from_mapping({**(defaults or {}), **sampling})
+        options = {name: sampling.pop(name) for name in _SUBMIT_FIELDS if name in sampling}
+        params = SamplingParams.from_mapping({**defaults, **sampling})
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
     name = custom_id or f"line-{line}"
     return LineRequest(
-        line=line, custom_id=name, prompts=prompts, params=params, model=model, patience=patience
+        line=line,
+        custom_id=name,
+        prompts=tuple(_with_template(prompt, template) for prompt in prompts),
+        params=params,
+        model=model,
+        options=options,
     )
+
+
+def _with_template(prompt: Prompt, source: str | None) -> Prompt:
+    if source is None or not isinstance(prompt, Chat):
+        return prompt
+    return Chat(messages=prompt.messages, options={**prompt.options, "chat_template": source})
 
 
 def _custom_id(record: Mapping[str, Any]) -> str | None:
@@ -274,7 +288,7 @@ def _prompt(value: object) -> str | tuple[int, ...]:
 def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's null means "as if absent"; a default spelled out for an unsupported field asks for nothing."""
     known = {entry.name for entry in fields(SamplingParams)}.union(
-        UNSUPPORTED, NEUTRAL, LABELS, _PATIENCE_FIELDS
+        UNSUPPORTED, NEUTRAL, LABELS, _SUBMIT_FIELDS
     )
 
     def asks_for_nothing(name: str, value: object) -> bool:

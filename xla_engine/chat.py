@@ -95,6 +95,13 @@ class ChatTemplate:
         return self.sources[name]
 
 
+def chosen_template(own: ChatTemplate | None, source: str | None) -> ChatTemplate | None:
+    """A checkpoint's own template, or `source` in its place, which sees the same special tokens."""
+    if source is None:
+        return own
+    return ChatTemplate(sources={"default": source}, special_tokens={} if own is None else own.special_tokens)
+
+
 def render_chat(
     messages: Sequence[Message],
     template: ChatTemplate | str | None,

@@ -11,7 +11,7 @@ from typing import Any
 from xla_engine.admission import Admission
 from xla_engine.batch_format import Chat, LineError, LineRequest, explain, line_error
 from xla_engine.batch_lines import Line, LineReader
-from xla_engine.chat import ChatTemplate, render_chat
+from xla_engine.chat import ChatTemplate, chosen_template, render_chat
 from xla_engine.checkpoint_config import read_config, read_special_tokens
 from xla_engine.config import EngineConfig
 from xla_engine.model_path import model_path
@@ -82,10 +82,7 @@ class DryRun:
         try:
             lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
             self._admission.token_mask(params, self._admission.stop_token_ids(params))
-            self._admission.check_patience(
-                request.patience.get("priority", 0),
-                *map(request.patience.get, ("deadline_s", "queue_timeout_s")),
-            )
+            self._admission.check_options(**request.options)
         except Exception as error:  # as in a run: one bad request harms nobody else
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
@@ -97,5 +94,7 @@ class DryRun:
     def _token_ids(self, prompt: str | tuple[int, ...] | Chat, request: LineRequest) -> tuple[int, ...]:
         if not isinstance(prompt, Chat):
             return self._admission.token_ids(prompt, request.params)
-        text = render_chat(prompt.messages, self._template, **prompt.options)
+        options = dict(prompt.options)
+        template = chosen_template(self._template, options.pop("chat_template", None))
+        text = render_chat(prompt.messages, template, **options)
         return self._admission.token_ids(text, request.params, add_special_tokens=False)

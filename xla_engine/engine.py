@@ -29,7 +29,7 @@ from scheduler import (
 )
 from scheduler.policy import PREEMPTIVE
 from xla_engine.admission import Admission
-from xla_engine.chat import ChatTemplate, Message, render_chat
+from xla_engine.chat import ChatTemplate, Message, chosen_template, render_chat
 from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
@@ -206,7 +206,7 @@ class XlaBatchEngine:
         params = params or self.default_params
         request_id = str(self._book.submitted) if request_id is None else request_id
         self._book.check_free(request_id, params.n)
-        self.admission.check_patience(priority, deadline_s, queue_timeout_s)
+        self.admission.check_options(priority, deadline_s, queue_timeout_s, cache_salt)
         token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         if (why := self.scheduler.never_fits(len(token_ids), params.max_tokens)) is not None:
             raise TokenLimitError(
@@ -270,7 +270,7 @@ class XlaBatchEngine:
 
         Submit it with `add_special_tokens=False`.
         """
-        return render_chat(messages, chat_template or self.chat_template, **options)
+        return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over."""

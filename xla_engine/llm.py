@@ -79,6 +79,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Complete all prompts; results in the order of the prompts.
 
@@ -89,6 +90,7 @@ class LLM:
             priority: -10 (soonest) to 10, one for all or one per prompt.
             deadline_s: a request that takes longer ends with reason "deadline" and what it has.
             queue_timeout_s: a request that has no slot by then ends with reason "queue_timeout".
+            cache_salt: cached prefixes are shared with requests of the same salt only.
 
         Raises InvalidRequestError naming the first bad prompt before any of them runs.
         """
@@ -100,6 +102,7 @@ class LLM:
             priority=priority,
             deadline_s=deadline_s,
             queue_timeout_s=queue_timeout_s,
+            cache_salt=cache_salt,
         )
 
     def chat(
@@ -111,6 +114,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
         chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -118,7 +122,7 @@ class LLM:
 
         Arguments:
             messages: dicts with "role" and "content", or a list of such lists.
-            sampling_params, use_tqdm, priority, deadline_s, queue_timeout_s: as in `generate`.
+            sampling_params, use_tqdm, priority, deadline_s, queue_timeout_s, cache_salt: as in `generate`.
             chat_template: jinja2 source to use in place of the checkpoint's.
             options: `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
                 `xla_engine.chat.render_chat`.
@@ -139,6 +143,7 @@ class LLM:
             priority=priority,
             deadline_s=deadline_s,
             queue_timeout_s=queue_timeout_s,
+            cache_salt=cache_salt,
             add_special_tokens=False,
         )
 
@@ -150,6 +155,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> Iterator[RequestOutput]:
         """Like `generate`, yielding cumulative outputs as tokens arrive; `finished` is true once per request.
 
@@ -164,6 +170,7 @@ class LLM:
             priority=priority,
             deadline_s=deadline_s,
             queue_timeout_s=queue_timeout_s,
+            cache_salt=cache_salt,
         )
         return (output for _, output in outputs)
 

@@ -23,6 +23,7 @@ class Submits(Protocol):
         priority: int = 0,
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> str: ...
 
 
@@ -36,7 +37,7 @@ def submit_prompt(engine: Submits, request: LineRequest, prompt: Prompt, request
         request.params,
         request_id=request_id,
         add_special_tokens=not is_chat,  # a chat template writes them itself
-        **request.patience,
+        **request.options,
     )
 
 

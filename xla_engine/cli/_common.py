@@ -90,6 +90,18 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Compute prompts that begin alike once.",
         ),
         click.option(
+            "--preemption/--no-preemption",
+            default=True,
+            help="A request that is before another in line takes its slot.",
+        ),
+        click.option(
+            "--swap-space",
+            type=click.FloatRange(0),
+            default=4.0,
+            metavar="GiB",
+            help="Memory of the host for preempted requests; those beyond run again.",
+        ),
+        click.option(
             "--num-blocks",
             type=click.IntRange(1),
             help="Let slots borrow pages of 64 tokens from so many, instead of --max-model-len each.",
@@ -104,7 +116,7 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             "--attention-backend",
             metavar="NAME",
             default="auto",
-            help="auto takes the fastest here; xla is pure JAX.  [default: auto]",
+            help="auto takes the fastest here; xla is pure JAX.",
         ),
     )
     for option in reversed(options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -50,12 +51,29 @@ from xla_engine.sampling_params import SamplingParams
 @click.option(
     "--quantum", type=click.IntRange(1), default=64, help="Steps of a turn under the policy round_robin."
 )
+@click.option(
+    "--priority-aging",
+    type=click.IntRange(1),
+    default=64,
+    help="Later requests that one class of priority may go before, or any request before the one that waits longest.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(1),
+    help="Rows of work in one step.  [default: all slots and the largest prefill call]",
+)
 @click.option("--seed", type=int, default=0, help="Randomness of requests that bring no seed of their own.")
 @click.option(
     "--generation-config",
     type=click.Choice(["engine", "model"]),
     default="engine",
     help="model: lines without sampling fields take what the checkpoint recommends.",
+)
+@click.option(
+    "--chat-template",
+    "chat_template_path",
+    metavar="FILE",
+    help="A jinja2 template for chats, in place of the checkpoint's.",
 )
 @click.option("--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16]")
 @click.option("--temperature", type=float, help="temperature of lines without one.  [default: 1.0]")
@@ -79,6 +97,7 @@ def run(
     record_path: str | None,
     max_tokens: int | None,
     temperature: float | None,
+    chat_template_path: str | None,
     ordered: bool,
     max_line_bytes: int,
     created: int | None,
@@ -122,8 +141,8 @@ def run(
       cat in.jsonl | xla-engine run - -o - --ordered > out.jsonl
       cat in.jsonl | xla-engine run --stream
     """
-    defaults = {"max_tokens": max_tokens, "temperature": temperature}
-    defaults = {name: value for name, value in defaults.items() if value is not None}
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    defaults: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     with _common.starting():
         if options["generation_config"] == "model":
             from xla_engine.config import embedded_model_directory
@@ -131,6 +150,8 @@ def run(
 
             defaults = sampling_defaults(options["model"] or embedded_model_directory()) | defaults
         SamplingParams.from_mapping(defaults)
+        if chat_template_path is not None:
+            defaults["chat_template"] = _text_of(chat_template_path)
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
     _one_of({"--dry-run": dry_run, "--stream": stream, "-o": output_path is not None})
     if input_path is None:
@@ -168,6 +189,13 @@ def run(
             progress=not no_progress,
         )
         _batch_run.run_file(files, settings, options)
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise _common.NotStarted(f"{path}: not text in UTF-8: {error}") from error
 
 
 def _one_of(given: dict[str, bool]) -> None:
