@@ -21,7 +21,7 @@ class Context:
     """What the sampler reads of N rows beside their parameters; see `Rows` for what is not explained here.
 
     live: bool `[N]`, the sample will be used.   slot: i32 `[N]`, the row's entry in `history` and `tables`.
-    length: i32 `[N]`, valid tokens in `history`.   history: i32 `[B, S]`.
+    length: i32 `[N]`, valid tokens in `history`.   history, block_tables: those of `Rows`.
     """
 
     live: jax.Array
@@ -32,6 +32,15 @@ class Context:
     stop_ids: jax.Array
     history: jax.Array
     tables: Tables
+    block_tables: jax.Array | None = None
+
+    @property
+    def tokens(self) -> jax.Array:
+        """The rows' tokens by position, i32 `[N, S]`; those from `length` on are anybody's."""
+        if self.block_tables is None:
+            return self.history[self.slot]
+        pages = self.history.at[self.block_tables[self.slot]].get(mode="clip")
+        return pages.reshape(len(self.slot), -1)
 
 
 def wants_adjustment(rows: SamplingRows, context: Context) -> jax.Array:
@@ -81,7 +90,7 @@ def _penalise(logits: jax.Array, rows: SamplingRows, context: Context, wanted: j
 
 def count_tokens(context: Context, vocabulary: int) -> tuple[jax.Array, jax.Array]:
     """Times each token was generated, i32 `[V, N]`, and whether it stands in prompt or output, bool `[V, N]`."""
-    tokens = context.history[context.slot]  # [N, S]
+    tokens = context.tokens
     position = jnp.arange(tokens.shape[1])
     valid = position < context.length[:, None]
     is_output = position >= context.prompt_length[:, None]

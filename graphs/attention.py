@@ -128,7 +128,8 @@ class Attention(Protocol):
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
         """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are; `slot`, `block` i32 scalars.
 
-        Of a ring what lies in their place. All blocks of a slot, written again in order, are the slot again.
+        Of a ring what lies in their place. All blocks of a slot, written again in order, are the slot again. A page is
+        a slot of one block, which may be shorter.
         """
         ...
 

@@ -138,14 +138,15 @@ class GpuAttention:
         return layer, out.reshape(lanes * width, -1)
 
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        return LayerCache(*(read_positions(leaf, slot, block * KEY_BLOCK, KEY_BLOCK) for leaf in layer))
+        size = min(KEY_BLOCK, layer.keys.shape[2])
+        return LayerCache(*(read_positions(leaf, slot, block * size, size) for leaf in layer))
 
     def write_block(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
         return LayerCache(
             *(
-                write_positions(leaf, slot, block * KEY_BLOCK, new)
+                write_positions(leaf, slot, block * new.shape[1], new)
                 for leaf, new in zip(layer, moved, strict=True)
             )
         )

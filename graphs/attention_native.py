@@ -113,7 +113,7 @@ class NativeAttention:
 
     def _tiles(self, layer: LayerCache, block: jax.Array) -> tuple[int, int, jax.Array]:
         """Tiles of keys and of values in a block, and where a block lies: rings go round."""
-        keys = KEY_BLOCK // _LANES
+        keys = min(KEY_BLOCK // _LANES, layer.keys.shape[2])
         return keys, keys // _pack(layer.keys.dtype), block % (layer.keys.shape[2] // keys)
 
     def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:

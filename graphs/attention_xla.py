@@ -148,7 +148,7 @@ class XlaAttention:
     def write_block(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        position = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+        position = block * KEY_BLOCK + jnp.arange(layer.keys.shape[3], dtype=jnp.int32)
         own, round_again = block % len(layer.keys), block >= len(layer.keys)  # of a ring, which is full then
         owned = (position < length) | round_again
 

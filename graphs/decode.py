@@ -23,7 +23,6 @@ def decode_step(
     rows: Rows,
     scheduled: jax.Array,
     tables: Tables,
-    block_tables: jax.Array | None = None,
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
@@ -33,10 +32,10 @@ def decode_step(
     `processed_logprobs`, see `sample`.
     `rope [K, S, 2, Dh/2]`, see `graphs.rope`; `scheduled bool [B]`: rows the plan names. A row is live when it is
     scheduled and still has tokens to sample; other rows write nothing and keep their state.
-    `block_tables i32 [B, max_blocks]`: keys and values lie in pages, see `graphs.attention`; None: in slots.
     Returns cache, rows, the packed samples `[2, B]` (token -1 where the row was not live), and the most likely tokens
     as `graphs.logprobs.logprobs` packs them.
     """
+    rows = rows.with_tables(tables)
     live = scheduled & (rows.remaining > 0)
     model = spec.merge(weights)
     angles = rope[:, rows.length]  # [K, B, 2, Dh/2]
@@ -61,16 +60,14 @@ def decode_step(
             live=live,
             key_length=key_length,
             compute_dtype=spec.dtype,
-            block_tables=block_tables,
+            block_tables=rows.block_tables,
         )
         return out
 
     products = spec.products or WEIGHT_LEFT
     logits = model.logits(model.hidden(rows.token, attend, products, live), products)  # [V, B]
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
-    history = rows.history.at[every, jnp.where(live, rows.length, rows.history.shape[1])].set(
-        rows.token, mode="drop", unique_indices=True
-    )
+    history = rows.remember(every, rows.length, rows.token, live)
     context = Context(
         live=live,
         slot=every,
@@ -80,6 +77,7 @@ def decode_step(
         stop_ids=rows.stop_ids,
         history=history,
         tables=tables,
+        block_tables=rows.block_tables,
     )
     token, logprob, top = sample(
         logits, rows.sampling, rows.length + 1, context, processed_logprobs=processed_logprobs
@@ -93,5 +91,6 @@ def decode_step(
         prompt_length=rows.prompt_length,
         history=history,
         sampling=rows.sampling,
+        block_tables=rows.block_tables,
     )
     return updated, advanced, pack_samples(jnp.where(live, token, -1), logprob), top

@@ -53,7 +53,6 @@ def prefill_chunk(
     rows: Rows,
     lanes: Lanes,
     tables: Tables,
-    block_tables: jax.Array | None = None,
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
@@ -61,11 +60,12 @@ def prefill_chunk(
 
     Static: `spec`; `key_length`, the bucket of keys attended to, every lane ends at or below it; `head_rows >= P`,
     the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
-    `processed_logprobs`, see `sample`. `block_tables`: see `decode_step`.
+    `processed_logprobs`, see `sample`.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
     as `graphs.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`.
     """
     count, width = lanes.tokens.shape
+    rows = rows.with_tables(tables)
     model = spec.merge(weights)
     updated: KVCache = list(cache)
     position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
@@ -81,7 +81,7 @@ def prefill_chunk(
             )
             return out
         assert isinstance(own, AttentionWeights)
-        if block_tables is None:
+        if rows.block_tables is None:
             layer = spec.attention.clear_values(layer, lanes.slot, fresh)
         updated[index], out = spec.attention.attend_prefill(
             layer,
@@ -92,7 +92,7 @@ def prefill_chunk(
             **place,
             key_length=key_length,
             compute_dtype=spec.dtype,
-            block_tables=block_tables,
+            block_tables=rows.block_tables,
         )
         return out
 
@@ -113,6 +113,7 @@ def prefill_chunk(
         stop_ids=widen(lanes.stop_ids),
         history=rows.history,
         tables=tables,
+        block_tables=rows.block_tables,
     )
     sampled = sample(
         logits,
@@ -133,13 +134,9 @@ def _widen(count: int, rows: jax.Array) -> jax.Array:
 
 def _remember(rows: Rows, lanes: Lanes) -> Rows:
     """Write the lanes' tokens into the history of their slots."""
-    positions = rows.history.shape[1]
-    lane, width = lanes.tokens.shape
-    offset = jnp.arange(width, dtype=jnp.int32)
-    # Padding aims at distinct places out of bounds, so that indices stay unique.
-    outside = positions + jnp.arange(lane * width, dtype=jnp.int32).reshape(lane, width)
-    place = jnp.where(offset < lanes.count[:, None], lanes.start[:, None] + offset, outside)
-    history = rows.history.at[lanes.slot[:, None], place].set(lanes.tokens, mode="drop", unique_indices=True)
+    offset = jnp.arange(lanes.tokens.shape[1], dtype=jnp.int32)
+    slot, position = lanes.slot[:, None], lanes.start[:, None] + offset
+    history = rows.remember(slot, position, lanes.tokens, offset < lanes.count[:, None])
     return dataclasses.replace(rows, history=history)
 
 
@@ -160,5 +157,6 @@ def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
         stop_ids=put(rows.stop_ids, lanes.stop_ids),
         prompt_length=put(rows.prompt_length, lanes.prompt_length),
         history=rows.history,
+        block_tables=rows.block_tables,
         sampling=jax.tree.map(put, rows.sampling, lanes.sampling),
     )

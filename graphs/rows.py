@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +49,15 @@ class Tables:
     A graph reads it only in steps where a live row has it, so the entries of other slots may be stale.
 
     bias_ids: i32 `[B, MAX_LOGIT_BIAS]`, padded with the vocabulary's size.   bias: f32, the same shape.
-    block_tables: i32 `[B, max_blocks]`, the pages of each slot; None where slots are contiguous.
     mask: u32 `[B, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set where token t is allowed.
+    block_changes: i32 `[3, U]`, entries of `Rows.block_tables` to set before all else: (slot, index, page), slot B for
+        none. None where slots are contiguous.
     """
 
     bias_ids: jax.Array
     bias: jax.Array
     mask: jax.Array
-    block_tables: jax.Array | None = None
+    block_changes: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -70,8 +71,10 @@ class Rows:
     min_remaining: i32 `[B]`, tokens the row must still sample before it may sample a stop id.
     stop_ids: i32 `[B, E]`, ids that end the row, padded with -1.
     prompt_length: i32 `[B]`, tokens of the prompt.
-    history: i32 `[B, S]`, the tokens themselves by position, written as their KV is: valid up to `length`.
+    history: i32 `[B, S]`, the tokens themselves by position, written as their KV is: valid up to `length`. Where slots
+        have pages, `[num_blocks, block_size]`: a page's tokens lie with its keys and values.
     sampling: the request's sampling parameters.
+    block_tables: i32 `[B, max_blocks]`, the pages of each slot, see `graphs.attention`; None: contiguous.
 
     A row is active while `remaining > 0`; sampling a stop id sets it to 0 on the device, so that a step
     dispatched before the host has seen the token is already right.
@@ -85,6 +88,28 @@ class Rows:
     prompt_length: jax.Array
     history: jax.Array
     sampling: SamplingRows
+    block_tables: jax.Array | None = None
+
+    def with_tables(self, tables: Tables) -> Rows:
+        """The rows once what `tables` says of pages is done; twice is the same as once."""
+        if self.block_tables is None:
+            return self
+        assert tables.block_changes is not None
+        slot, index, page = tables.block_changes
+        return replace(self, block_tables=self.block_tables.at[slot, index].set(page, mode="drop"))
+
+    def remember(
+        self, slot: jax.Array, position: jax.Array, token: jax.Array, wanted: jax.Array
+    ) -> jax.Array:
+        """The history with `token` at `position` of `slot` where wanted; all of one shape."""
+        row, place = slot, position
+        if self.block_tables is not None:
+            size = self.history.shape[1]
+            row, place = self.block_tables[slot, position // size], position % size
+        # What is not wanted aims at distinct rows out of bounds, so that indices stay unique.
+        beyond = len(self.history) + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
+        at = self.history.at[jnp.where(wanted, row, beyond), place]
+        return at.set(token, mode="drop", unique_indices=True)
 
 
 def make_sampling_rows(count: int) -> SamplingRows:
@@ -105,19 +130,27 @@ def make_sampling_rows(count: int) -> SamplingRows:
     )
 
 
-def make_tables(count: int, vocabulary: int, max_blocks: int | None = None) -> Tables:
-    """No bias, everything allowed, no pages, as host arrays."""
+def make_tables(count: int, vocabulary: int, *, paged: bool = False) -> Tables:
+    """No bias, everything allowed, no change of pages (room for one a row), as host arrays."""
     host: Any = np
     return Tables(
         bias_ids=host.full((count, MAX_LOGIT_BIAS), vocabulary, np.int32),
         bias=host.zeros((count, MAX_LOGIT_BIAS), np.float32),
         mask=host.full((count, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
-        block_tables=None if max_blocks is None else host.zeros((count, max_blocks), np.int32),
+        block_changes=host.full((3, count), count, np.int32) if paged else None,
     )
 
 
-def make_rows(count: int, stop_width: int, positions: int) -> Rows:
-    """All rows inactive. positions: S, as in the cache."""
+class Pool(NamedTuple):
+    """`num_blocks` pages of `block_size` positions, of which a slot borrows `max_blocks` at most."""
+
+    num_blocks: int
+    block_size: int
+    max_blocks: int
+
+
+def make_rows(count: int, stop_width: int, positions: int, pool: Pool | None = None) -> Rows:
+    """All rows inactive. positions: S, as in the cache. pool: where slots have pages."""
     return Rows(
         token=jnp.zeros(count, jnp.int32),
         length=jnp.zeros(count, jnp.int32),
@@ -125,8 +158,9 @@ def make_rows(count: int, stop_width: int, positions: int) -> Rows:
         min_remaining=jnp.zeros(count, jnp.int32),
         stop_ids=jnp.full((count, stop_width), -1, jnp.int32),
         prompt_length=jnp.zeros(count, jnp.int32),
-        history=jnp.zeros((count, positions), jnp.int32),
+        history=jnp.zeros((count, positions) if pool is None else pool[:2], jnp.int32),
         sampling=jax.tree.map(jnp.asarray, make_sampling_rows(count)),
+        block_tables=None if pool is None else jnp.zeros((count, pool.max_blocks), jnp.int32),
     )
 
 

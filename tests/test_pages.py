@@ -19,7 +19,7 @@ from graphs.decode import decode_step
 from graphs.model import ModelSpec
 from graphs.prefill import prefill_chunk
 from graphs.rope import rope_tables
-from graphs.rows import make_rows, make_tables, unpack_samples
+from graphs.rows import Pool, Tables, make_rows, make_tables, unpack_samples
 from scheduler import Chunk, Slot
 from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.backends import choose_attention
@@ -36,9 +36,9 @@ SETTINGS = RowSettings(
 
 
 class Device:
-    """Cache, rows and both graphs of one layout; `tables` None: contiguous slots."""
+    """Cache, rows and both graphs of one layout; `num_blocks` None: contiguous slots."""
 
-    def __init__(self, backend: Attention, tables: np.ndarray | None, num_blocks: int | None) -> None:
+    def __init__(self, backend: Attention, num_blocks: int | None = None) -> None:
         spec = ModelSpec(MODEL, jnp.dtype(jnp.bfloat16), backend)
         self.weights = spec.flatten(tiny_checkpoint(model=MODEL).weights)
         self.rope = rope_tables(MODEL, LENGTH)
@@ -47,8 +47,9 @@ class Device:
             self.cache = [
                 jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), each) for each in self.cache
             ]
-        self.rows = make_rows(ROWS, MAX_STOP_TOKEN_IDS, LENGTH)
-        self.rest = make_tables(ROWS, MODEL.vocab_size), tables
+        pool = None if num_blocks is None else Pool(num_blocks, BLOCK, LENGTH // BLOCK)
+        self.rows = make_rows(ROWS, MAX_STOP_TOKEN_IDS, LENGTH, pool)
+        self.tables: Tables = make_tables(ROWS, MODEL.vocab_size, paged=num_blocks is not None)
         self._prefill = jax.jit(functools.partial(prefill_chunk, spec, LENGTH, ROWS), donate_argnums=(2, 3))
         self._decode = jax.jit(functools.partial(decode_step, spec, LENGTH), donate_argnums=(2, 3))
 
@@ -65,15 +66,21 @@ class Device:
             for start in range(first, len(prompt), CHUNK)
         ]
         lanes = make_lanes(chunks, {len(chunks) - 1: SETTINGS}, 2, CHUNK)
-        call = self._prefill(self.weights, self.rope, self.cache, self.rows, lanes, *self.rest)
+        call = self._prefill(self.weights, self.rope, self.cache, self.rows, lanes, self.tables)
         self.cache, self.rows, packed, *_ = call
         return [bits[len(chunks) - 1].tobytes() for bits in unpack_samples(np.asarray(packed))]
+
+    def lend(self, slot: int, pages: list[int], start: int = 0) -> None:
+        """Put pages into a slot's table from its `start`-th entry on, as the next calls do."""
+        changes = np.full((3, ROWS), ROWS, np.int32)
+        changes[:, : len(pages)] = [[slot] * len(pages), range(start, start + len(pages)), pages]
+        self.tables = replace(self.tables, block_changes=changes)
 
     def decode(self, slots: list[int], steps: int) -> list[bytes]:
         """Samples of each step."""
         scheduled, found = np.isin(np.arange(ROWS), slots), []
         for _ in range(steps):
-            step = self._decode(self.weights, self.rope, self.cache, self.rows, scheduled, *self.rest)
+            step = self._decode(self.weights, self.rope, self.cache, self.rows, scheduled, self.tables)
             self.cache, self.rows, packed, _ = step
             found.append(np.asarray(packed)[:, slots].tobytes())
         return found
@@ -91,13 +98,12 @@ def test_pages_give_the_bits_of_slots_and_share_a_prefix(backend: Attention) -> 
     draw = np.random.default_rng(3)
     first = draw.integers(1, MODEL.vocab_size, 100).tolist()
     second = [*first[:CHUNK], *draw.integers(1, MODEL.vocab_size, 20).tolist()]
-    pages = LENGTH // BLOCK
-    tables = draw.permutation(3 * pages)[: 2 * pages].reshape(2, pages).astype(np.int32)
-    tables[1, : CHUNK // BLOCK] = tables[0, : CHUNK // BLOCK]
-    every = np.full((ROWS, pages), -1, np.int32)
-    every[[2, 5]] = tables
-    every[2, 160 // BLOCK :] = -1  # not given out yet
-    slots, paged = Device(backend, None, None), Device(backend, every, 3 * pages)
+    pages = draw.permutation(24).tolist()
+    slots, paged = Device(backend), Device(backend, 24)
+    paged.lend(2, pages[:4])  # no more than the prompt takes
     assert paged.prefill(2, first) == slots.prefill(2, first)
+    paged.lend(5, [*pages[:2], pages[4]])
     assert paged.prefill(5, second, CHUNK) == slots.prefill(5, second)
-    assert paged.decode([2, 5], 40) == slots.decode([2, 5], 40)
+    for slot, index, page, steps in ((5, 3, 5, 12), (2, 4, 6, 16), (5, 4, 7, 12)):  # before the last one is full
+        paged.lend(slot, [pages[page]], index)
+        assert paged.decode([2, 5], steps) == slots.decode([2, 5], steps)

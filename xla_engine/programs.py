@@ -13,6 +13,7 @@ from graphs.attention import KVCache
 from graphs.decode import decode_step
 from graphs.inventory import Program
 from graphs.model import ModelSpec
+from graphs.pages import copy_pages, pages_per_call, read_pages, write_pages
 from graphs.prefill import prefill_chunk
 from graphs.prompt_logprobs import prompt_logprobs
 from graphs.rows import Rows, Tables
@@ -21,6 +22,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.prefill_call import make_lanes
 
 COPY, READ, WRITE = "copy_block", "read_block", "write_block"
+COPY_PAGES, READ_PAGES, WRITE_PAGES = "copy_pages", "read_pages", "write_pages"
 
 
 def make_programs(
@@ -44,7 +46,7 @@ def make_programs(
         programs.append(
             Program(
                 name=decode_name(bucket),
-                function=_paged(functools.partial(decode_step, spec, bucket, processed_logprobs=processed)),
+                function=functools.partial(decode_step, spec, bucket, processed_logprobs=processed),
                 arguments=(*state, scheduled, wide),
                 donate=(2, 3),
             )
@@ -52,10 +54,8 @@ def make_programs(
         programs.extend(
             Program(
                 name=prefill_name(lanes, bucket),
-                function=_paged(
-                    functools.partial(
-                        prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
-                    )
+                function=functools.partial(
+                    prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
                 ),
                 arguments=(*state, _abstract(make_lanes([], {}, lanes, config.chunk_size)), wide),
                 donate=(2, 3),
@@ -72,27 +72,30 @@ def make_programs(
                 arguments=(state[0], hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
             )
         )
+    return [*programs, *_moves(spec, config, state[2:])]
+
+
+def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list[Program]:
+    """What moves the content of slots, or of their pages. `held`: abstract cache and row state."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    held = state[2:]
-    if config.reuses_slots:
-        programs.append(_on_slots(COPY, copy_block, spec, (*held, *[scalar] * 4)))
+    write: Callable[..., Any]
+    if config.num_blocks is None:
+        copy = _move(COPY, copy_block, spec, (*held, *[scalar] * 4))
+        read = _move(READ, read_block, spec, (*held, *[scalar] * 2), donate=())
+        name, write, place, copies = WRITE, write_block, [scalar] * 3, config.reuses_slots
+    else:
+        pages = jax.ShapeDtypeStruct((pages_per_call(config.block_size),), jnp.int32)
+        copy = _move(COPY_PAGES, copy_pages, spec, (*held, pages, pages, scalar))
+        read = _move(READ_PAGES, read_pages, spec, (*held, scalar, pages), donate=())
+        name, write, place, copies = WRITE_PAGES, write_pages, [scalar, pages, scalar, scalar], True
+    moves = [copy] if copies else []
     if config.parks:
-        read = _on_slots(READ, read_block, spec, (*held, *[scalar] * 2), donate=())
         moved = jax.eval_shape(read.function, *read.arguments)
-        programs += [read, _on_slots(WRITE, write_block, spec, (*held, *[scalar] * 3, *moved))]
-    return programs
+        moves += [read, _move(name, write, spec, (*held, *place, *moved))]
+    return moves
 
 
-def _paged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a graph the pages of the slots, which are among the tables, its last argument."""
-
-    def run(*arguments: Any) -> Any:
-        return function(*arguments, block_tables=arguments[-1].block_tables)
-
-    return run
-
-
-def _on_slots(
+def _move(
     name: str,
     function: Callable[..., Any],
     spec: ModelSpec,

@@ -65,8 +65,10 @@ class HostTables:
 
     def __init__(self, count: int, vocabulary: int, max_blocks: int | None = None) -> None:
         self._vocabulary = vocabulary
-        self._arrays: Any = make_tables(count, vocabulary, max_blocks)
-        self._stale = {"bias_ids", "bias", "mask"} | ({"block_tables"} if max_blocks else set())
+        self._arrays: Any = make_tables(count, vocabulary, paged=max_blocks is not None)
+        self._stale = {"bias_ids", "bias", "mask"} | ({"block_changes"} if max_blocks else set())
+        self._block_tables = np.zeros((count, max_blocks or 0), np.int32)
+        self._changes: dict[tuple[int, int], int] = {}  # slot and index to page
 
     def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
         """Give a slot its logit bias."""
@@ -80,12 +82,26 @@ class HostTables:
         self._arrays.mask[slot] = words
         self._stale.add("mask")
 
-    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
-        """Give a slot its pages; what lies behind them is not read."""
-        self._arrays.block_tables[slot, : len(blocks)] = blocks
-        self._stale.add("block_tables")
+    def set_blocks(self, slot: int, start: int, blocks: Sequence[int]) -> None:
+        """Give a slot pages from the `start`-th on; what lies behind its last one is not read."""
+        self._block_tables[slot, start : start + len(blocks)] = blocks
+        self._changes.update({(slot, start + index): page for index, page in enumerate(blocks)})
+        self._stale.add("block_changes")
+
+    def take_block_tables(self) -> np.ndarray | None:
+        """All block tables, if they have changed in more places than there is room for in the changes; else None."""
+        if len(self._changes) <= len(self._block_tables):
+            return None
+        self._changes.clear()
+        return self._block_tables.copy()
 
     def take_stale(self) -> dict[str, np.ndarray]:
         """Copies of the arrays the device should have anew, by name; from now on it has them."""
         stale, self._stale = self._stale, set()
+        if "block_changes" in stale:
+            changes, self._changes = self._changes, {}
+            count = len(self._block_tables)
+            self._arrays.block_changes[:] = count  # no slot
+            for at, ((slot, index), page) in enumerate(changes.items()):
+                self._arrays.block_changes[:, at] = slot, index, page
         return {name: getattr(self._arrays, name).copy() for name in sorted(stale)}

@@ -23,7 +23,7 @@ from graphs.delta_net import DeltaState
 from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
 from graphs.rope import rope_tables
-from graphs.rows import Rows, Tables, make_rows
+from graphs.rows import Pool, Rows, Tables, make_rows
 from graphs.slots import num_blocks
 from scheduler import Chunk, Plan, Row, StepResult
 from xla_engine import memory
@@ -44,7 +44,7 @@ from xla_engine.programs import decode_name, make_programs, prefill_name, prompt
 from xla_engine.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.sizing import sized
-from xla_engine.slot_moves import SlotMoves
+from xla_engine.slot_moves import PageMoves, Parked, SlotMoves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,9 @@ class Runner:
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
         self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
+        self._pool: Pool | None = None
         if config.num_blocks is not None:
+            self._pool = Pool(config.num_blocks, config.block_size, self.buckets[-1] // config.block_size)
             if model.delta is not None:
                 raise ConfigError(
                     "num_blocks is for keys and values; this model has recurrent layers: leave it out"
@@ -96,7 +98,7 @@ class Runner:
         self._rope = jax.device_put(rope_tables(model, self.context_length))
         self._cache = self._empty_cache()
         self._rows = self._idle_rows()
-        max_blocks = None if config.num_blocks is None else self.buckets[-1] // config.block_size
+        max_blocks = None if self._pool is None else self._pool.max_blocks
         self._host_tables = HostTables(config.device_rows, model.vocab_size, max_blocks)
         self._tables = Tables(**jax.device_put(self._host_tables.take_stale()))
         jax.block_until_ready((self._weights, self._cache, self._rows))
@@ -105,11 +107,14 @@ class Runner:
         self._lengths = np.zeros(config.device_rows, np.int64)
         self._scheduled: _Rows | None = None
         self._inventory = Inventory()
+        self._parked = Parked()
         self._moves = SlotMoves(
             self._inventory,
+            self._parked,
             num_blocks(self.buckets[-1]),
             stale_is_harmless=self._spec.attention.bounded_by_length,
         )
+        self._page_moves = PageMoves(self._inventory, self._parked, config.block_size)
         began = time.perf_counter()
         programs = make_programs(
             self._spec,
@@ -134,9 +139,9 @@ class Runner:
         `settings` is read for requests whose prompt completes in this plan or that come back, and for rows that join
         the decode step.
         """
-        for table in plan.tables:
-            self._host_tables.set_blocks(table.slot.index, table.blocks)
         self._start_moves(plan, settings)
+        for table in plan.tables:
+            self._host_tables.set_blocks(table.slot.index, table.start, table.blocks)
         first = tuple(self._start_prefill(chunks, settings) for chunks in self._calls(plan.chunks))
         decode = self._start_decode(plan.decode, settings) if plan.decode else None
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
@@ -149,12 +154,12 @@ class Runner:
     def wait(self, step: InFlight) -> StepResult:
         """Fetch the samples of a started step, and what it parked."""
         for swap in step.plan.parks:
-            self._moves.settle(swap.request_id)
+            self._parked.settle(swap.request_id)
         return fetch_samples(step)
 
     def discard(self, request_id: str) -> None:
         """The request is over: nothing of it need be kept."""
-        self._moves.discard(request_id)
+        self._parked.discard(request_id)
 
     def prompt_scores(self, step: InFlight) -> list[PromptScores]:
         """Fetch the log-probabilities of prompt tokens that a started step computed."""
@@ -165,7 +170,7 @@ class Runner:
         self._rows = self._idle_rows()
         self._lengths[:] = 0
         self._scheduled = None
-        self._moves.clear()
+        self._parked.clear()
         self.prefill_calls = 0
 
     def rebuild(self) -> None:
@@ -211,7 +216,7 @@ class Runner:
     @property
     def num_parked(self) -> int:
         """Requests whose state is on the host."""
-        return len(self._moves)
+        return len(self._parked)
 
     @property
     def cache_bytes(self) -> int:
@@ -262,7 +267,7 @@ class Runner:
             leaf.delete()
         self._weights, self._cache = [], []
         self._scheduled = None
-        self._moves.clear()
+        self._parked.clear()
         self._inventory.clear()
 
     # -- running programs -------------------------------------------------------------------------------------
@@ -280,14 +285,17 @@ class Runner:
         for bucket in self.buckets:
             nobody = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
             jax.block_until_ready(self._run(decode_name(bucket), nobody))
-        self._cache, self._rows = self._moves.warm_up(
-            (self._cache, self._rows),
-            copies=self.config.reuses_slots,
-            swaps=self.config.parks,
-        )
+        state, swaps = (self._cache, self._rows), self.config.parks
+        if self._pool is None:
+            state = self._moves.warm_up(state, copies=self.config.reuses_slots, swaps=swaps)
+        else:
+            state = self._page_moves.warm_up(state, swaps=swaps)
+        self._cache, self._rows = state
 
     def _run(self, name: str, work: Any) -> tuple[jax.Array, ...]:
         """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them."""
+        if (block_tables := self._host_tables.take_block_tables()) is not None:
+            self._rows = replace(self._rows, block_tables=jax.device_put(block_tables))
         if stale := self._host_tables.take_stale():
             self._tables = replace(self._tables, **jax.device_put(stale))
         self._cache, self._rows, *results = self._inventory(
@@ -311,25 +319,27 @@ class Runner:
         return [placed[name] for name in self._spec.names]
 
     def _idle_rows(self) -> Rows:
-        return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length)
+        return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length, self._pool)
 
     def _empty_cache(self) -> KVCache:
-        if self.config.num_blocks is not None:
+        if self._pool is not None:
             return make_cache(
-                self._spec, self.config.device_rows, self.config.block_size, num_blocks=self.config.num_blocks
+                self._spec, self.config.device_rows, self._pool.block_size, num_blocks=self._pool.num_blocks
             )
         return make_cache(self._spec, self.config.device_rows, self.buckets[-1])
 
     # -- moves ------------------------------------------------------------------------------------------------
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
+        moves = self._moves if self._pool is None else self._page_moves
         for swap in plan.parks:
-            self._moves.park((self._cache, self._rows), swap)
+            moves.park((self._cache, self._rows), swap)
+        self._cache, self._rows = self._page_moves.copy((self._cache, self._rows), plan.copies)
         for swap in plan.resumes:
-            self._cache, self._rows = self._moves.resume((self._cache, self._rows), swap)
+            self._cache, self._rows = moves.resume((self._cache, self._rows), swap)
             self._lengths[swap.slot.index] = swap.length
             self._fill_tables(swap.slot.index, settings[swap.request_id])
-        for reuse in plan.reuses:
+        for reuse in plan.reuses if self._pool is None else ():
             self._cache, self._rows = self._moves.reuse((self._cache, self._rows), reuse)
 
     def _fill_tables(self, slot: int, row: RowSettings) -> None:

@@ -1,7 +1,8 @@
-"""The runner's moves of what slots hold: from slot to slot, to the host, and back into any slot."""
+"""The runner's moves of what slots hold: from slot to slot, from page to page, to the host, and back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,38 +11,69 @@ import numpy as np
 
 from graphs.attention import KEY_BLOCK, KVCache
 from graphs.inventory import Inventory
+from graphs.pages import pages_per_call
 from graphs.rows import Rows
 from graphs.slots import num_blocks
-from scheduler import Reuse, Swap
-from xla_engine.programs import COPY, READ, WRITE
+from scheduler import BlockCopy, Reuse, Swap
+from xla_engine.programs import COPY, COPY_PAGES, READ, READ_PAGES, WRITE, WRITE_PAGES
 
 State = tuple[KVCache, Rows]
 
 
 @dataclass(slots=True)
-class _Parked:
+class ParkedState:
     """Blocks of a request, first to last, and its row state; device arrays until `settle`."""
 
     blocks: list[Any]
     row: Any
 
 
+class Parked:
+    """The states of requests that wait on the host, by request id."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, ParkedState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def put(self, request_id: str, blocks: list[Any], row: Any) -> None:
+        """Keep what was read; the copies are on their way when this returns."""
+        for leaf in jax.tree.leaves((blocks, row)):
+            leaf.copy_to_host_async()
+        self._states[request_id] = ParkedState(blocks, row)
+
+    def settle(self, request_id: str) -> None:
+        """Let go of the device's copy of a parked request, unless it is back or gone."""
+        if (parked := self._states.get(request_id)) is not None:
+            parked.blocks, parked.row = jax.tree.map(np.asarray, (parked.blocks, parked.row))
+
+    def take(self, request_id: str) -> ParkedState:
+        """What a request was parked with; it is not here any more."""
+        return self._states.pop(request_id)
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request, if it is here."""
+        self._states.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        self._states.clear()
+
+
 class SlotMoves:
-    """Dispatches block by block, so that a move costs what it moves. The cache and row state are donated and returned.
+    """Moves of slots of their own, block by block, so that a move costs what it moves. The cache and row state are
+    donated and returned.
 
     blocks: of a slot. stale_is_harmless: the attention never reads what lies behind a row's own keys; elsewhere the
         rest of a slot is cleared when its owner changes.
     """
 
-    def __init__(self, inventory: Inventory, blocks: int, *, stale_is_harmless: bool) -> None:
+    def __init__(self, inventory: Inventory, parked: Parked, blocks: int, *, stale_is_harmless: bool) -> None:
         self._inventory = inventory
+        self._parked = parked
         self._blocks = blocks
         self._stale_is_harmless = stale_is_harmless
-        self._parked: dict[str, _Parked] = {}
-
-    def __len__(self) -> int:
-        """Requests whose state is here."""
-        return len(self._parked)
 
     def reuse(self, state: State, reuse: Reuse) -> State:
         """Bring the first positions of another slot; of the request's own slot nothing moves."""
@@ -52,37 +84,22 @@ class SlotMoves:
         return state
 
     def park(self, state: State, swap: Swap) -> None:
-        """Read a slot and its row; the copies are on their way when this returns."""
+        """Read a slot and its row."""
         blocks, row = [], None
         for block in range(num_blocks(swap.length)):
             moved, row = self._inventory(READ, *state, *_scalars(swap.slot.index, block))
             blocks.append(moved)
-        for leaf in jax.tree.leaves((blocks, row)):
-            leaf.copy_to_host_async()
-        self._parked[swap.request_id] = _Parked(blocks, row)
-
-    def settle(self, request_id: str) -> None:
-        """Let go of the device's copy of a parked request, unless it is back or gone."""
-        if (parked := self._parked.get(request_id)) is not None:
-            parked.blocks, parked.row = jax.tree.map(np.asarray, (parked.blocks, parked.row))
+        self._parked.put(swap.request_id, blocks, row)
 
     def resume(self, state: State, swap: Swap) -> State:
-        """Write a parked request into a slot; it is not here any more."""
-        parked = self._parked.pop(swap.request_id)
+        """Write a parked request into a slot."""
+        parked = self._parked.take(swap.request_id)
         row = jax.device_put(parked.row)
         for block in range(self._last(swap.length, moves=True)):
             moved = jax.device_put(parked.blocks[min(block, len(parked.blocks) - 1)])
             scalars = _scalars(swap.slot.index, block, swap.length)
             state = self._inventory(WRITE, *state, *scalars, moved, row)
         return state
-
-    def discard(self, request_id: str) -> None:
-        """Forget a request, if it is here."""
-        self._parked.pop(request_id, None)
-
-    def clear(self) -> None:
-        """Forget everybody."""
-        self._parked.clear()
 
     def warm_up(self, state: State, *, copies: bool, swaps: bool) -> State:
         """Run every program once so that no byte changes."""
@@ -99,6 +116,67 @@ class SlotMoves:
         if self._stale_is_harmless:
             return num_blocks(length) if moves else 0
         return self._blocks
+
+
+class PageMoves:
+    """Moves of pages, as many a call as a key block has. The cache and row state are donated and returned."""
+
+    def __init__(self, inventory: Inventory, parked: Parked, block_size: int) -> None:
+        self._inventory = inventory
+        self._parked = parked
+        self._many = pages_per_call(block_size)
+
+    def copy(self, state: State, copies: Sequence[BlockCopy]) -> State:
+        """Copy pages in order."""
+        for start in range(0, len(copies), self._many):
+            few = copies[start : start + self._many]
+            source, target = (
+                self._padded([each.source for each in few]),
+                self._padded([each.target for each in few]),
+            )
+            state = self._inventory(COPY_PAGES, *state, source, target, *_scalars(len(few)))
+        return state
+
+    def park(self, state: State, swap: Swap) -> None:
+        """Read a request's pages and its row."""
+        groups, row = [], None
+        for pages in self._groups(swap):
+            moved, row = self._inventory(READ_PAGES, *state, *_scalars(swap.slot.index), self._padded(pages))
+            groups.append(moved)
+        self._parked.put(swap.request_id, groups, row)
+
+    def resume(self, state: State, swap: Swap) -> State:
+        """Write a parked request's row into a slot and, but for those that are shared, its pages."""
+        parked = self._parked.take(swap.request_id)
+        row = jax.device_put(parked.row)
+        last = len(parked.blocks) - 1
+        for index, (pages, group) in enumerate(zip(self._groups(swap), parked.blocks, strict=True)):
+            shared = sum(page < 0 for page in pages)
+            if shared == len(pages) and index < last:
+                continue
+            slot, first, end = _scalars(swap.slot.index, shared, len(pages))
+            state = self._inventory(
+                WRITE_PAGES, *state, slot, self._padded(pages), first, end, jax.device_put(group), row
+            )
+        return state
+
+    def warm_up(self, state: State, *, swaps: bool) -> State:
+        """Run every program once so that no byte changes."""
+        pages = self._padded([])
+        state = self._inventory(COPY_PAGES, *state, pages, pages, *_scalars(0))
+        if swaps:
+            slot, none = _scalars(0, 0)
+            moved, row = self._inventory(READ_PAGES, *state, slot, pages)
+            state = self._inventory(WRITE_PAGES, *state, slot, pages, none, none, moved, row)
+        return state
+
+    def _groups(self, swap: Swap) -> list[Sequence[int]]:
+        return [swap.blocks[start : start + self._many] for start in range(0, len(swap.blocks), self._many)]
+
+    def _padded(self, pages: Sequence[int]) -> jax.Array:
+        padded = np.zeros(self._many, np.int32)
+        padded[: len(pages)] = pages
+        return jax.device_put(padded)
 
 
 def _scalars(*values: int) -> list[jax.Array]:
