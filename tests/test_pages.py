@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,25 @@ import numpy as np
 import pytest
 
 from graphs.attention import Attention
+from graphs.attention_gpu import GpuAttention
 from graphs.attention_xla import XlaAttention
 from graphs.cache import make_cache
 from graphs.config import FULL, SLIDING
 from graphs.decode import decode_step
+from graphs.inventory import Inventory
 from graphs.model import ModelSpec
+from graphs.pages import copy_pages, read_pages, write_pages
 from graphs.prefill import prefill_chunk
 from graphs.rope import rope_tables
-from graphs.rows import Pool, Tables, make_rows, make_tables, unpack_samples
-from scheduler import Chunk, Slot
+from graphs.rows import Pool, Rows, Tables, make_rows, make_tables, unpack_samples
+from scheduler import BlockCopy, Chunk, Slot, Swap
 from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.backends import choose_attention
 from xla_engine.prefill_call import make_lanes
+from xla_engine.programs import COPY_PAGES, READ_PAGES, WRITE_PAGES
 from xla_engine.row_settings import RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.slot_moves import PageMoves, Parked, State
 
 MODEL = replace(TINY, layer_types=(SLIDING, FULL), sliding_window=50, qk_norm="head")
 ROWS, LENGTH, CHUNK, BLOCK = 8, 256, 64, 32
@@ -104,6 +109,84 @@ def test_pages_give_the_bits_of_slots_and_share_a_prefix(backend: Attention) -> 
     assert paged.prefill(2, first) == slots.prefill(2, first)
     paged.lend(5, [*pages[:2], pages[4]])
     assert paged.prefill(5, second, CHUNK) == slots.prefill(5, second)
-    for slot, index, page, steps in ((5, 3, 5, 12), (2, 4, 6, 16), (5, 4, 7, 12)):  # before the last one is full
+    for slot, index, page, steps in (
+        (5, 3, 5, 12),
+        (2, 4, 6, 16),
+        (5, 4, 7, 12),
+    ):  # before the last one is full
         paged.lend(slot, [pages[page]], index)
         assert paged.decode([2, 5], steps) == slots.decode([2, 5], steps)
+
+
+class Calls:
+    """The programs of moves, compiled when first called."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._known: dict[str, Any] = {
+            COPY_PAGES: jax.jit(functools.partial(copy_pages, spec)),
+            READ_PAGES: jax.jit(functools.partial(read_pages, spec)),
+            WRITE_PAGES: jax.jit(functools.partial(write_pages, spec)),
+        }
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        return self._known[name](*arguments)
+
+
+def by_page(state: State) -> list[tuple[bytes, ...]]:
+    """Every page's keys, values and tokens."""
+    cache, rows = state
+    leaves = [
+        leaf[0] if leaf.ndim == 5 else leaf for leaf in jax.tree.leaves(cache)
+    ]  # `xla` has its blocks first
+    arrays = [np.asarray(leaf) for leaf in (*leaves, rows.history)]
+    return [tuple(array[page].tobytes() for array in arrays) for page in range(len(rows.history))]
+
+
+def by_slot(rows: Rows) -> list[tuple[bytes, ...]]:
+    """Every slot's row state."""
+    fields: Any = rows
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(replace(fields, history=None, block_tables=None))]
+    return [tuple(leaf[slot].tobytes() for leaf in leaves) for slot in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    "backend", [*BACKENDS.values(), GpuAttention(interpret=True)], ids=lambda each: each.name
+)
+def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> None:
+    """Pages and rows are random bytes, NaN among them: copied in order, parked, and resumed elsewhere."""
+    draw = np.random.default_rng(7)
+    spec = ModelSpec(MODEL, jnp.dtype(jnp.bfloat16), backend)
+
+    def noise(leaf: jax.Array) -> jax.Array:
+        if leaf.dtype == jnp.bool_:
+            return leaf
+        return jnp.asarray(np.frombuffer(draw.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
+
+    cache = make_cache(spec, ROWS, 64, num_blocks=30)
+    state: State = jax.tree.map(noise, (cache, make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
+    parked = Parked()
+    moves = PageMoves(cast(Inventory, Calls(spec)), parked, 64)
+    expected, slots = by_page(state), by_slot(state[1])
+    assert by_page(moves.warm_up(state, swaps=True)) == expected
+
+    pairs = [*draw.integers(0, 30, (7, 2)).tolist(), [7, 8], [8, 9]]
+    state = moves.copy(state, [BlockCopy(source=source, target=target) for source, target in pairs])
+    for source, target in pairs:
+        expected[target] = expected[source]
+    assert by_page(state) == expected and by_slot(state[1]) == slots
+
+    pages = draw.permutation(30).tolist()
+    held, others = tuple(pages[:11]), pages[11:]
+    for shared in (0, 1, 6, 11):
+        swap = Swap(slot=Slot(index=3, epoch=0), request_id="a", length=11 * 64 - 5, blocks=held)
+        moves.park(state, swap)
+        content, row = by_page(state), by_slot(state[1])[3]
+        state = jax.tree.map(noise, state)  # others write
+        parked.settle("a")
+        expected, slots = by_page(state), by_slot(state[1])
+        place = (*[-1] * shared, *others[shared:11])
+        state = moves.resume(state, replace(swap, slot=Slot(index=6, epoch=4), blocks=place))
+        for source, target in zip(held[shared:], place[shared:], strict=True):
+            expected[target] = content[source]
+        slots[6] = row
+        assert by_page(state) == expected and by_slot(state[1]) == slots and len(parked) == 0
