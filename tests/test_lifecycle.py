@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import xla_engine.engine as engine_module
 from tests.conftest import TINY_ENGINE
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine import XlaBatchEngine
@@ -29,14 +28,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(tiny, "clock", clock)
     return clock
 
 

@@ -49,6 +49,12 @@ def sequence_ids(request_id: str, n: int) -> list[str]:
     return [request_id] if n == 1 else [f"{request_id}[{index}]" for index in range(n)]
 
 
+def request_seed(seed: int, request_id: str) -> int:
+    """The noise key of a request without a seed of its own, 64-bit unsigned, from the engine's seed and its id."""
+    digest = hashlib.sha256(f"{seed}\0{request_id}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
 def sequence_seed(seed: int, index: int) -> int:
     """The noise key of a request's sequence, 64-bit unsigned; the first one's is the request's own."""
     if index == 0:

@@ -5,6 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scheduler import Plan
+
+
+@dataclass(slots=True)
+class Work:
+    """What a loop has started, counted. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    decode_steps: int = 0
+    slot_steps_busy: int = 0
+
+    def started(self, plan: Plan) -> None:
+        """Count a plan; its tokens are counted when they are read."""
+        self.steps += 1
+        self.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+        if plan.decode:
+            self.decode_steps += 1
+            self.slot_steps_busy += len(plan.decode)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:

@@ -1,0 +1,254 @@
+"""The loop: requests go through scheduler and device, turn by turn.
+
+One turn is `plan -> start -> wait(previous) -> commit -> deliver`. The lag between starting a step and reading it
+is a value, the queue of steps in flight; there are no threads. A loop belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from scheduler import NO_CHOICE, FinishReason, Plan, Request, Scheduler, StepResult, TokenEvent
+from xla_engine.errors import EngineClosedError
+from xla_engine.faults import FAULTS_IN_A_ROW, Faults
+from xla_engine.in_flight import InFlight
+from xla_engine.metrics import Work
+from xla_engine.request_book import RequestBook
+from xla_engine.runner import Runner
+
+
+class Loop:
+    """Drives a scheduler and a runner; what requests have so far is in a book.
+
+    lag: started steps that may be left unread; may be changed between turns.
+    clock: seconds, for deadlines and the times of tokens.
+    on_step: sees each plan as it is started (events None) and each step as it is read. on_submit, on_end: see each
+        sequence as it is queued, and as it ends. For records and tests.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, book: RequestBook, *, lag: int) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.lag = lag
+        self.clock: Callable[[], float] = time.monotonic
+        self.on_step: Callable[[Plan, list[TokenEvent] | None], None] | None = None
+        self.on_submit: Callable[[Request], None] | None = None
+        self.on_end: Callable[[str, FinishReason], None] | None = None
+        self._book = book
+        self._faults = Faults()
+        self._in_flight: deque[InFlight] = deque()
+        self._turning = False  # inside a turn, perhaps while somebody else waits for its step
+        self._unsettled = False  # a turn did not come to its end
+        self._work = Work()
+        self._closed: str | None = None
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
+        """Queue all sequences of a request that the book has, or none: then the book has it no more.
+
+        Raises what `Scheduler.submit` does.
+        """
+        queued: list[str] = []
+        try:
+            for request in sequences:
+                self.scheduler.submit(request)
+                if self.on_submit is not None:
+                    self.on_submit(request)
+                queued.append(request.request_id)
+        except BaseException:
+            for name in queued:
+                self.scheduler.abort(name)
+            self._book.take_back(request_id)
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, keeping what it has; False when it is unknown or already over."""
+        self._settle()
+        ended = [name for name in self._book.sequences(request_id) if self.scheduler.abort(name)]
+        for name in ended:
+            self._end(name, FinishReason.ABORT)
+        return bool(ended)
+
+    def abort_all(self) -> None:
+        """End every live request now."""
+        for name in self._book:
+            self.abort(name)
+
+    # -- turns ------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """One turn, whose news are left in the inboxes. Raises EngineClosedError."""
+        turn = self.turn()
+        resume: Callable[[Any], Callable[[], StepResult]] = turn.send
+        answer: Any = None
+        try:
+            while True:
+                fetch = resume(answer)
+                try:
+                    resume, answer = turn.send, fetch()
+                except Exception as error:
+                    resume, answer = turn.throw, error
+        except StopIteration:
+            pass
+        finally:
+            turn.close()
+
+    def turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
+        """One turn for a driver that has something else to do while the device works.
+
+        Yields functions that block until a step is done; the driver calls them, in any thread, and sends back what
+        they return or throws in what they raise. It may submit and abort meanwhile. Raises EngineClosedError.
+        """
+        if self._closed is not None:
+            raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
+        if self._turning:
+            raise RuntimeError("two callers drive this engine at once; let one of them run it")
+        self._settle()
+        if self._closed is not None:
+            return  # everybody has been told
+        self._turning = self._unsettled = True
+        try:
+            yield from self._turn()
+            self._unsettled = False
+        except Exception as error:
+            self._recover(f"{type(error).__name__}: {error}")
+        finally:
+            self._turning = False
+
+    def _turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
+        for request_id, reason in self.scheduler.expire(self.clock()):
+            self._end(request_id, reason)
+        started = self._start_next()
+        while len(self._in_flight) > (self.lag if started else 0):
+            step = self._in_flight.popleft()
+            self._faults.plan = step.plan
+            result = yield functools.partial(self.runner.wait, step)
+            self._take_prompt_logprobs(step)
+            events = self.scheduler.commit(step.plan, result)
+            self._faults.step_was_good()
+            if self.on_step is not None:
+                self.on_step(step.plan, events)
+            self._deliver(events)
+            started = True  # with nothing to start, read one step and plan again
+
+    def _start_next(self) -> bool:
+        """Plan and dispatch one step; False when there is nothing to dispatch."""
+        plan = self.scheduler.plan()
+        if plan.is_empty:
+            if self._book and not self._in_flight:
+                raise RuntimeError("requests are left, but there is nothing to do for them")
+            return False
+        self._faults.plan = plan
+        self._in_flight.append(self.runner.start(plan, self._book.settings))
+        self._faults.plan = None
+        if self.on_step is not None:
+            self.on_step(plan, None)
+        for request_id in plan.replays:
+            self._book[request_id].rewind()
+        for reuse in plan.reuses:
+            self._book[reuse.request_id].reuse(reuse.length)
+        now = self.clock()
+        for request_id in plan.admitted:
+            self._book[request_id].admit(now)
+        self._work.started(plan)
+        return True
+
+    def _take_prompt_logprobs(self, step: InFlight) -> None:
+        for part in self.runner.prompt_scores(step):
+            if self._book.settings.get(part.request_id) is part.settings:
+                self._book[part.request_id].add_prompt_logprobs(part.start, part.scores)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        now = self.clock()
+        for event in events:
+            request = self._book.get(event.request_id)
+            if request is None:  # an earlier token of this step completed a stop string
+                continue
+            if event.sample.token_id == NO_CHOICE:
+                self._end(
+                    event.request_id,
+                    FinishReason.ERROR,
+                    "no token could be chosen: the logits were not numbers",
+                )
+                continue
+            is_new = not request.is_repeating
+            reason, error = event.finish_reason, None
+            try:
+                if request.add(event.sample, now):
+                    reason = FinishReason.STOP
+            except Exception as failure:  # its text cannot be made; nobody else is concerned
+                reason, error = FinishReason.ERROR, str(failure)
+            if reason is not None:
+                if event.finish_reason is None:
+                    self.scheduler.finish(event.request_id, reason)
+                self._end(event.request_id, reason, error)
+            elif is_new:
+                request.inbox.put(request.reader)
+            self._work.generation_tokens += is_new
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """The terminal result of a request that the scheduler has ended."""
+        self._book.end(request_id, reason, self.clock(), error)
+        self.runner.discard(request_id)
+        if self.on_end is not None:
+            self.on_end(request_id, reason)
+
+    # -- faults -----------------------------------------------------------------------------------------------
+
+    def _recover(self, cause: str) -> None:
+        """A turn failed. Requests in the step concerned run again, or end with `error` if they did so before."""
+        if not self._faults.strike(cause):
+            self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
+            return
+        self._restart()
+        for request in self._faults.condemned(self._book[name] for name in self._book):
+            self.scheduler.finish(request.request_id, FinishReason.ERROR)
+            message = f"a step failed again with this request in it: {cause}"
+            self._end(request.request_id, FinishReason.ERROR, message)
+
+    def _settle(self) -> None:
+        """After an interrupt in the middle of a turn nobody knows what was done: begin again."""
+        if self._unsettled and not self._turning and self._closed is None:
+            self._faults.plan = None
+            self._restart()
+
+    def _restart(self) -> None:
+        """Run every live request again from its beginning, with state made anew on the device.
+
+        Law 1 makes this exact: each gets the tokens it has, which are not delivered again, and goes on.
+        """
+        self._in_flight.clear()
+        self.scheduler = self.scheduler.restarted()
+        for name in self._book:
+            self._book[name].rewind()
+        try:
+            self.runner.rebuild()
+        except Exception as error:
+            self.fail(f"the device state was lost and cannot be made again: {type(error).__name__}: {error}")
+        self._unsettled = False
+
+    def fail(self, cause: str) -> None:
+        """Nothing can run any more: every request ends with reason `error`, later submits fail at once."""
+        self._closed = cause
+        self._in_flight.clear()
+        for name in self._book:
+            self.scheduler.finish(name, FinishReason.ERROR)
+            self._end(name, FinishReason.ERROR, cause)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn has something to do, whoever reads it."""
+        return bool(self._book or self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
