@@ -9,7 +9,7 @@ import jax
 from graphs.attention import whole_blocks
 from graphs.cache import make_cache
 from graphs.model import ModelSpec
-from graphs.rows import make_rows
+from graphs.rows import Pool, make_rows
 
 
 def tree_bytes(tree: Any) -> int:
@@ -22,9 +22,10 @@ def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
     return tree_bytes(jax.eval_shape(lambda: make_cache(spec, rows, whole_blocks(length))))
 
 
-def pool_bytes(spec: ModelSpec, num_blocks: int, block_size: int) -> int:
-    """Bytes of a pool of pages."""
-    return tree_bytes(jax.eval_shape(lambda: make_cache(spec, 1, block_size, num_blocks=num_blocks)))
+def block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """Bytes of one page: keys, values and tokens."""
+    page = jax.eval_shape(lambda: make_cache(spec, 1, block_size, num_blocks=1))
+    return tree_bytes(page) + 4 * block_size
 
 
 def keeps_every_position(spec: ModelSpec, length: int) -> bool:
@@ -41,6 +42,7 @@ def keeps_every_position(spec: ModelSpec, length: int) -> bool:
     return [2 * size for size in layers(once)] == layers(2 * once)
 
 
-def rows_bytes(rows: int, stop_width: int, length: int) -> int:
-    """Bytes of the row state of `rows` slots."""
-    return tree_bytes(jax.eval_shape(lambda: make_rows(rows, stop_width, length)))
+def rows_bytes(rows: int, stop_width: int, length: int, block_size: int | None = None) -> int:
+    """Bytes of the row state of `rows` slots, without what lies in pages if they have such."""
+    pool = None if block_size is None else Pool(0, block_size, whole_blocks(length) // block_size)
+    return tree_bytes(jax.eval_shape(lambda: make_rows(rows, stop_width, length, pool)))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphs.cache import make_cache
+from graphs.footprint import block_bytes
 from graphs.model import ModelSpec
+from graphs.rows import Pool, make_rows, make_tables
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine import memory
 from xla_engine.backends import choose_attention
@@ -19,6 +24,7 @@ from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, sized
 
 SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla"), None)
@@ -74,6 +80,62 @@ def test_engine_runs_with_what_auto_decided(monkeypatch: pytest.MonkeyPatch) -> 
         engine.submit([1, 2, 3], request_id="a")
         (output,) = engine.drain()
         assert output.finished
+
+
+PAGED = replace(TINY_ENGINE, block_size=16, kv_cache_memory_bytes=200_000)
+
+
+def test_memory_for_pages_becomes_their_number() -> None:
+    """What an engine with so many pages allocates is what it was given, but for less than a page."""
+    config = sized(PAGED, SPEC, 300, Device(None))
+    assert config.num_blocks is not None and config.kv_cache_memory_bytes is None and config.paged
+    pool = Pool(config.num_blocks, 16, 32)
+    cache, rows = jax.eval_shape(
+        lambda: (
+            make_cache(SPEC, 8, 16, num_blocks=pool.num_blocks),
+            make_rows(8, MAX_STOP_TOKEN_IDS, 300, pool),
+        )
+    )
+    pages = memory.tree_bytes((cache, rows.history))
+    assert 0 <= 200_000 - pages < pages / pool.num_blocks
+    tables = make_tables(8, TINY.vocab_size, paged=True)
+    plan = memory.plan_memory(SPEC, config, 300, None)
+    assert plan.pages == pages
+    assert plan.slots * plan.slot == memory.tree_bytes((rows, tables)) - memory.tree_bytes(rows.history)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(10**5, 10**7), st.sampled_from([8, 40, "auto"]))
+def test_pages_fill_what_slots_leave_and_no_more_than_slots_could_use(free: int, slots: Any) -> None:
+    config, device = replace(PAGED, kv_cache_memory_bytes="auto", max_num_seqs=slots), Device(free)
+    try:
+        got = sized(config, SPEC, 300, device)
+    except ConfigError as error:
+        assert "19 blocks x" in str(error)  # those of one request
+        return
+    blocks = got.num_blocks
+    assert blocks is not None
+
+    def plan(more: int) -> memory.MemoryPlan:
+        return memory.plan_memory(SPEC, replace(got, num_blocks=blocks + more), 300, int(free * 0.9))
+
+    assert plan(0).fits and 19 <= blocks <= 19 * got.num_slots
+    assert blocks == 19 * got.num_slots or not plan(1).fits
+
+
+def test_too_much_or_too_little_memory_for_pages_fails_with_the_arithmetic() -> None:
+    block = block_bytes(SPEC, 16)
+    with pytest.raises(ConfigError, match=rf"max_model_len 300: 19 blocks x .*Give {19 * block} or more"):
+        sized(replace(PAGED, kv_cache_memory_bytes=19 * block - 1), SPEC, 300, Device(None))
+    free = int(memory.plan_memory(SPEC, replace(TINY_ENGINE, num_blocks=30), 300, None).needed / 0.9) + 2
+    assert sized(replace(TINY_ENGINE, num_blocks=30), SPEC, 300, Device(free)).num_blocks == 30
+    with pytest.raises(
+        ConfigError, match=r"\+ 31 blocks x .*\(num_blocks 30\) at most, or fewer slots"
+    ) as caught:
+        sized(replace(PAGED, kv_cache_memory_bytes=31 * block), SPEC, 300, Device(free))
+    most = re.search(r"Use kv_cache_memory_bytes (\d+)", str(caught.value))
+    assert most is not None
+    assert sized(replace(PAGED, kv_cache_memory_bytes=int(most[1])), SPEC, 300, Device(free)).num_blocks == 30
 
 
 @pytest.mark.parametrize(

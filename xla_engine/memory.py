@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.footprint import cache_bytes, pool_bytes, rows_bytes, tree_bytes
+from graphs.footprint import block_bytes, cache_bytes, rows_bytes, tree_bytes
 from graphs.model import ModelSpec
 from graphs.widths import MAX_LOGIT_BIAS
 from xla_engine.config import SMALLEST_BATCH, EngineConfig
@@ -38,8 +38,22 @@ def kv_bytes_per_token(spec: ModelSpec) -> int:
 
 def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
     """One slot: its cache, its row state and its entries in the tables of bias and masks."""
-    tables = 8 * MAX_LOGIT_BIAS + 4 * -(-spec.config.vocab_size // 32)
-    return cache_bytes(spec, 1, max_model_len) + rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len) + tables
+    rows = rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len)
+    return cache_bytes(spec, 1, max_model_len) + rows + _table_bytes(spec)
+
+
+def paged_slot_bytes(spec: ModelSpec, max_model_len: int, block_size: int) -> int:
+    """One slot that borrows pages: the same without the cache, but with a block table and its changes."""
+    return rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len, block_size) + _table_bytes(spec) + 12
+
+
+def blocks_within(spec: ModelSpec, size_bytes: int, block_size: int) -> int:
+    """Pages that take so much memory at most, possibly none."""
+    return size_bytes // block_bytes(spec, block_size)
+
+
+def _table_bytes(spec: ModelSpec) -> int:
+    return 8 * MAX_LOGIT_BIAS + 4 * -(-spec.config.vocab_size // 32)
 
 
 def scratch_bytes(spec: ModelSpec) -> int:
@@ -82,12 +96,13 @@ def available_bytes(device: Any) -> int | None:
 class MemoryPlan:
     """What an engine takes.
 
-    pages: all there are, where slots borrow them. slot: state of one slot. scratch: of its row in a step. workspace:
-    of the largest prefill graph. available: None if unknown.
+    blocks: pages, where slots borrow them, of `block` each. slot: state of one slot. scratch: of its row in a step.
+    workspace: of the largest prefill graph. available: None if unknown.
     """
 
     weights: int
-    pages: int = 0
+    blocks: int = 0
+    block: int = 0
     slot: int
     scratch: int
     slots: int
@@ -97,6 +112,11 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         return self.weights + self.pages + self.slots * (self.slot + self.scratch) + self.workspace
+
+    @property
+    def pages(self) -> int:
+        """All of them."""
+        return self.blocks * self.block
 
     @property
     def fits(self) -> bool:
@@ -111,9 +131,14 @@ class MemoryPlan:
             0, (self.available - self.weights - self.pages - self.workspace) // (self.slot + self.scratch)
         )
 
+    @property
+    def most_pages(self) -> int | None:
+        """Bytes of pages that fit beside all else, possibly none; None if nobody knows."""
+        return None if self.available is None else max(0, self.available - self.needed + self.pages)
+
     def arithmetic(self) -> str:
         """The sum, as in `weights 2.5 GB + 16 slots x (67 MB + 3 MB scratch) + workspace 31 MB = 3.6 GB`."""
-        pages = f" + pages {size(self.pages)}" if self.pages else ""
+        pages = f" + {self.blocks} blocks x {size(self.block)}" if self.blocks else ""
         total = (
             f"weights {size(self.weights)}{pages} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} "
             f"scratch) + workspace {size(self.workspace)} = {size(self.needed)}"
@@ -125,13 +150,16 @@ def plan_memory(
     spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None
 ) -> MemoryPlan:
     """The account of an engine with these options on a device with `available` bytes."""
-    slot, pages = slot_bytes(spec, max_model_len), 0
-    if config.num_blocks is not None:
-        slot -= cache_bytes(spec, 1, max_model_len)
-        pages = pool_bytes(spec, config.num_blocks, config.block_size)
+    blocks, block = config.num_blocks or 0, 0
+    if blocks:
+        slot = paged_slot_bytes(spec, max_model_len, config.block_size)
+        block = block_bytes(spec, config.block_size)
+    else:
+        slot = slot_bytes(spec, max_model_len)
     return MemoryPlan(
         weights=weights_bytes(spec),
-        pages=pages,
+        blocks=blocks,
+        block=block,
         slot=slot,
         scratch=scratch_bytes(spec),
         slots=config.device_rows,
@@ -145,7 +173,11 @@ def check_memory(plan: MemoryPlan) -> None:
     if plan.fits:
         return
     most = plan.most_slots or 0
-    if most >= SMALLEST_BATCH:
+    if plan.blocks and (pages := plan.most_pages or 0) >= plan.block:
+        remedy = (
+            f"Use kv_cache_memory_bytes {pages} (num_blocks {pages // plan.block}) at most, or fewer slots"
+        )
+    elif most >= SMALLEST_BATCH:
         remedy = f"Use max_num_seqs {most} at most, or a smaller max_model_len"
     elif plan.available is not None and plan.weights + plan.workspace < plan.available:
         remedy = f"Use a smaller max_model_len; {SMALLEST_BATCH} slots are the least"
