@@ -73,14 +73,18 @@ def abstract(make: Callable[[], Any]) -> Any:
     )
 
 
-def compiled(layers: int, attention: Attention, *, prefill: bool = False) -> tuple[Any, int]:
-    """A program of `layers` layers, and the bytes of its cache."""
+def compiled(
+    layers: int, attention: Attention, *, prefill: bool = False, page: int | None = None
+) -> tuple[Any, int]:
+    """A program of `layers` layers, and the bytes of its cache; `page`: positions of a page, None for slots."""
     config = dataclasses.replace(LLAMA_3_1_8B, num_hidden_layers=layers)
     spec = ModelSpec(config, jnp.dtype(jnp.bfloat16), attention)
-    cache = abstract(lambda: spec.attention.make_cache(config, ROWS, POSITIONS, spec.dtype))
+    length = page or POSITIONS
+    pool = ROWS * POSITIONS // length
+    cache = abstract(lambda: spec.attention.make_cache(config, pool, length, spec.dtype))
     state = (
         abstract(lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in spec.leaves]),
-        abstract(lambda: jnp.zeros((POSITIONS, 2, config.head_dim // 2))),
+        abstract(lambda: jnp.zeros((1, POSITIONS, 2, config.head_dim // 2))),
         cache,
         abstract(lambda: make_rows(ROWS, 4, POSITIONS)),
     )
@@ -105,8 +109,9 @@ def compiled(layers: int, attention: Attention, *, prefill: bool = False) -> tup
     else:
         work = abstract(lambda: jnp.zeros(ROWS, bool))
         function = functools.partial(decode_step, spec, POSITIONS)
+    pages = () if page is None else (abstract(lambda: jnp.zeros((ROWS, POSITIONS // length), jnp.int32)),)
     with jax.sharding.use_abstract_mesh(mesh):
-        program = jax.jit(function, donate_argnums=(2, 3)).lower(*state, work, tables).compile()
+        program = jax.jit(function, donate_argnums=(2, 3)).lower(*state, work, tables, *pages).compile()
     return program, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
@@ -116,8 +121,8 @@ def kernels(program: Any) -> int:
     return len(re.findall(r" (?:fusion|custom-call|copy|sort)\(", text[text.index("\nENTRY") :]))
 
 
-def line(name: str, attention: Attention, *, prefill: bool = False) -> list[object]:
-    (one, _), (two, cache) = (compiled(layers, attention, prefill=prefill) for layers in (1, 2))
+def line(name: str, attention: Attention, *, prefill: bool = False, page: int | None = None) -> list[object]:
+    (one, _), (two, cache) = (compiled(layers, attention, prefill=prefill, page=page) for layers in (1, 2))
     memory = two.memory_analysis()
     return [
         name,
@@ -136,5 +141,7 @@ with mock.patch.object(decode, "WEIGHT_LEFT", ROWS_LEFT):
     table.append(line("decode, gpu, rows as left operand", GpuAttention()))
 table.append(line("decode, xla", XlaAttention()))
 table.append(line(f"prefill of {LANES} x {TOKENS}, gpu", GpuAttention(), prefill=True))
+table.append(line("decode, gpu, pages of 64", GpuAttention(), page=64))
+table.append(line(f"prefill of {LANES} x {TOKENS}, gpu, pages of 64", GpuAttention(), prefill=True, page=64))
 print(f"jax {jax.__version__}, Llama-3.1-8B shapes, {ROWS} rows of {POSITIONS} positions, bf16, 2 layers\n")
 print(markdown_table(("program", "kernels per layer", "besides", "alias of cache", "temp MB"), table))
