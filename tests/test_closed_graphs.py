@@ -8,14 +8,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import xla_engine.runner as runner_module
+from graphs.attention_xla import XlaAttention
+from graphs.cache import make_cache
 from graphs.inventory import Inventory, Program
-from tests.conftest import TINY_ENGINE
+from graphs.model import ModelSpec
+from graphs.rows import make_rows, make_tables
+from tests.conftest import TINY, TINY_ENGINE
+from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
-from xla_engine.sampling_params import SamplingParams
+from xla_engine.programs import make_programs
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.schedule import draw_cases
 
 
@@ -117,6 +124,26 @@ def test_a_steady_step_moves_numbers_of_order_b(
 def test_implicit_transfers_never_happen(tiny: XlaBatchEngine) -> None:
     with jax.transfer_guard("disallow"):
         mixed_workload(tiny, 20, seed=12)
+
+
+@pytest.mark.parametrize("length", [100, 2048, 8192, 131072])
+def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(length: int) -> None:
+    """Start-up compiles them all. Pure JAX has most: it alone has key buckets."""
+    config = EngineConfig()
+    spec = ModelSpec(TINY, jnp.dtype(jnp.bfloat16), XlaAttention())
+    buckets = config.buckets(length)
+    programs = make_programs(
+        spec,
+        config,
+        buckets,
+        weights=[],
+        rope=jnp.zeros((1, 1, 2, 8)),
+        cache=make_cache(spec, 1, buckets[-1]),
+        rows=make_rows(1, MAX_STOP_TOKEN_IDS, length),
+        tables=make_tables(1, TINY.vocab_size),
+    )
+    assert len({program.name for program in programs}) == len(programs) <= 14
+    assert buckets[-1] >= length
 
 
 def test_an_unknown_program_or_shape_is_an_error_that_names_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,8 +41,8 @@ class EngineConfig:
     prefill_lanes: lane counts of the prefill graphs, ascending.
     max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
         prefill graph once per step.
-    key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes powers
-        of two from 256.
+    key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes three at
+        most: 256, the whole context, and the geometric mean of the two (findings/017).
     attention_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, compiled at first
         use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
         elsewhere.
@@ -226,7 +227,7 @@ class EngineConfig:
     def buckets(self, context_length: int) -> tuple[int, ...]:
         """Key lengths attention is compiled for, whole blocks; the last one holds the whole context."""
         longest = whole_blocks(context_length)
-        sizes = self.key_buckets or tuple(SMALLEST_KEY_BUCKET << n for n in range(24))
+        sizes = self.key_buckets or (SMALLEST_KEY_BUCKET, round(math.sqrt(SMALLEST_KEY_BUCKET * longest)))
         return (*sorted({whole_blocks(size) for size in sizes if whole_blocks(size) < longest}), longest)
 
     def fingerprint(self) -> str:
