@@ -1,6 +1,6 @@
 """What a decode step of pure JAX costs by its key bucket; three buckets against as many as doubling makes.
 
-    python -m spikes.017_key_buckets --rows 32 --positions 2048
+python -m spikes.017_key_buckets --rows 32 --positions 2048
 """
 
 # %%
@@ -82,6 +82,9 @@ falling = np.exp(np.linspace(np.log(64), np.log(options.positions), 4000))  # ea
 print(
     markdown_table(
         ["buckets", "every length as likely, ms", "every doubling from 64 as likely, ms"],
-        [[name, f"{mean(sizes, lengths):.1f}", f"{mean(sizes, falling):.1f}"] for name, sizes in FORMS.items()],
+        [
+            [name, f"{mean(sizes, lengths):.1f}", f"{mean(sizes, falling):.1f}"]
+            for name, sizes in FORMS.items()
+        ],
     )
 )
