@@ -1,35 +1,41 @@
 """How near to the engine is its simulation, and what does the scheduler cost?
 
 Three questions:
-1. accuracy: workloads recorded on a real engine, one of them to fit the cost model to, all of them simulated;
+1. record, accuracy: workloads recorded on a real engine; one of them to fit the cost model to, all of them simulated;
 2. million: a million requests through the simulator, seconds and peak memory;
 3. scheduler: microseconds of `plan` and `commit` per step against the number of slots.
 
-    python -m spikes.023_simulator accuracy [--model NAME] ; ... million ; ... scheduler
+    python -m spikes.023_simulator record --logs DIR [--model NAME] [--only 0 3 ...]
+    python -m spikes.023_simulator accuracy --logs DIR ; ... million ; ... scheduler
 """
 
 # %%
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import resource
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scheduler import Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
 from spikes.timing import markdown_table
+from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import FIGURES, compare, figure
 from xla_engine.simulator.cost import CostModel, Machine, machine_of
 from xla_engine.simulator.fit import fit
-from xla_engine.simulator.simulate import Clock, Simulation
+from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import heavy_tailed, of_step_log
 from xla_engine.step_log import StepLog, read_step_log
+
+if TYPE_CHECKING:
+    from xla_engine import XlaBatchEngine
 
 
 # %% 1. accuracy
@@ -75,58 +81,80 @@ def loads(positions: int, rate: float, scale: float, seed: int) -> list[Load]:
     ]
 
 
-def record(model: str, slots: int, rate: float, scale: float, seed: int) -> tuple[list[Load], list[StepLog]]:
-    """Run the workloads on a real engine."""
-    from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
+BUSY = 0.03  # a recording is made again if other processes took more of the cores than this
+
+
+def record(
+    model: str, slots: int, rate: float, scale: float, seed: int, logs: Path, only: list[int], tries: int
+) -> None:
+    """Run the workloads on a real engine, each into a log of its own."""
+    from xla_engine import EngineConfig, XlaBatchEngine
     from xla_engine.bench.models import find_model
     from xla_engine.config import cache_directory
-    from xla_engine.step_log import logging_steps
 
     config = EngineConfig(max_num_seqs=slots, max_model_len=512)
-    logs = []
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        XlaBatchEngine.from_pretrained(find_model(model, cache_directory() / "bench"), config) as engine,
-    ):
+    logs.mkdir(parents=True, exist_ok=True)
+    with XlaBatchEngine.from_pretrained(find_model(model, cache_directory() / "bench"), config) as engine:
         found = loads(engine.max_model_len, rate, scale, seed)
-        draw = random.Random(seed)
-        for load in (found[-1], *found):  # the last one twice: it warms up
-            path = Path(directory) / "steps.jsonl"
-            with logging_steps(engine, path):
-                coming = deque(load.requests)
-                began = time.monotonic()
-                while coming or engine.has_unfinished:
-                    now = time.monotonic() - began
-                    while coming and coming[0][0] <= now:
-                        _, prompt, new = coming.popleft()
-                        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-                        vocabulary = engine.checkpoint.config.vocab_size
-                        engine.submit([draw.randrange(vocabulary) for _ in range(prompt)], params)
-                    if engine.has_unfinished:
-                        engine.step(only_finished=True)
-                    else:
-                        time.sleep(max(coming[0][0] - now, 0.0))
-            logs.append(read_step_log(path))
-    return found, logs[1:]
+        run(engine, Load("warm up", ((0.0, 60, 8),) * slots), logs / "warm_up.jsonl")
+        for number in only or range(len(found)):
+            for attempt in range(tries):
+                share = run(engine, found[number], path := logs / f"{number}.new")
+                print(f"{found[number].name}: others took {100 * share:.1f} % of the cores", flush=True)
+                if share <= BUSY or attempt == tries - 1:
+                    path.replace(logs / f"{number}.jsonl")
+                    break
 
 
-def accuracy(model: str, slots: int, rate: float, scale: float, seed: int) -> None:
-    found, logs = record(model, slots, rate, scale, seed)
-    cost = fit(logs[0])
+def run(engine: XlaBatchEngine, load: Load, path: Path) -> float:
+    """Record one workload; returns the share of the machine's cores that other processes took."""
+    from xla_engine import SamplingParams
+    from xla_engine.step_log import logging_steps
+
+    draw = random.Random(0)
+    busy = cpu_seconds()
+    with logging_steps(engine, path):
+        coming = deque(load.requests)
+        began = time.monotonic()
+        while coming or engine.has_unfinished:
+            now = time.monotonic() - began
+            while coming and coming[0][0] <= now:
+                _, prompt, new = coming.popleft()
+                params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+                vocabulary = engine.checkpoint.config.vocab_size
+                engine.submit([draw.randrange(vocabulary) for _ in range(prompt)], params)
+            if engine.has_unfinished:
+                engine.step(only_finished=True)
+            else:
+                time.sleep(max(coming[0][0] - now, 0.0))
+    return (cpu_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
+
+
+def cpu_seconds() -> float:
+    """Processor time that all other processes had since the machine started."""
+    ticks = [int(part) for part in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    everybody = sum(ticks[:3] + ticks[5:8]) / os.sysconf("SC_CLK_TCK")
+    mine = os.times()
+    return everybody - mine.user - mine.system
+
+
+def accuracy(logs: Path, rate: float) -> None:
+    names = {f"{number}.jsonl": load.name for number, load in enumerate(loads(512, rate, 1.0, 0))}
+    found = {name: read_step_log(logs / file) for file, name in names.items() if (logs / file).exists()}
+    cost = fit(next(iter(found.values())))
     print(*cost.lines(), sep="\n")
     rows = []
-    for load, log in zip(found, logs, strict=True):
+    for name, log in found.items():
         result = compare(log, cost)
         same = "same" if result.first_difference is None else f"differs at {result.first_difference}"
         cells = []
-        for name, scale, _ in FIGURES:
-            was, said = figure(result.measured, name), figure(result.predicted, name)
+        for figure_name, scale, _ in FIGURES:
+            was, said = figure(result.measured, figure_name), figure(result.predicted, figure_name)
             cells.append(f"{scale * was:.4g} / {scale * said:.4g} ({100 * (said / was - 1):+.0f} %)")
-        rows.append((load.name, f"{result.steps}, {same}", *cells))
-    units = {"s": "s", "ms": "ms"}
-    heads = tuple(f"{name}, {units[unit]}" for name, _, unit in FIGURES)
+        rows.append((name, f"{result.steps}, {same}", *cells))
+    heads = tuple(f"{name}, {unit}" for name, _, unit in FIGURES)
     print(markdown_table(("workload, measured / predicted", "steps", *heads), rows))
-    timed(logs[3], cost)
+    timed(found[names["3.jsonl"]], cost)
 
 
 def timed(log: StepLog, cost: CostModel) -> None:
@@ -152,8 +180,9 @@ COST = CostModel(
     turn=3e-4,
     token=1.7e-5,
     end=2e-4,
-    chunk=1.5e-4,
-    submit=1.9e-4,
+    start_call=1.7e-3,
+    submit=1.3e-4,
+    overlap=0.8,
 )
 
 
@@ -260,17 +289,33 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("question", choices=["accuracy", "million", "scheduler"])
+    parser.add_argument("question", choices=["record", "accuracy", "million", "scheduler"])
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--rate", type=float, default=60.0, help="arrivals per second of the timed workload")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
+    parser.add_argument("--logs", type=Path, default=Path("023_logs"), help="directory of the recorded runs")
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of the workloads to record")
+    parser.add_argument(
+        "--tries", type=int, default=3, help="recordings made where others keep the cores busy"
+    )
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if options.question == "accuracy":
-        accuracy(options.model, options.slots, options.rate, options.scale, options.seed)
+    if options.question == "record":
+        record(
+            options.model,
+            options.slots,
+            options.rate,
+            options.scale,
+            options.seed,
+            options.logs,
+            options.only,
+            options.tries,
+        )
+    elif options.question == "accuracy":
+        accuracy(options.logs, options.rate)
     elif options.question == "million":
         million(options.requests)
     else:

@@ -20,11 +20,13 @@ from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import RecordError
+from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import compare
 from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work, least_squares
 from xla_engine.simulator.fit import fit
 from xla_engine.simulator.quantiles import WIDTH, Quantiles
-from xla_engine.simulator.simulate import Clock, Report, Simulation
+from xla_engine.simulator.report import Report
+from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import Arrival, heavy_tailed, read_csv
 from xla_engine.step_log import StepLogWriter, logging_steps, read_step_log
 
@@ -37,9 +39,10 @@ COST = CostModel(
     turn=2e-4,
     token=5e-6,
     end=2e-5,
-    chunk=1e-5,
+    start_call=1e-4,
     submit=3e-5,
 )
+UNEVEN = replace(COST, noise=(0.0, 4e-4, -3e-4, -1e-4), overlap=0.5, wake=1e-3)
 MACHINE = Machine(lanes=(2, 8), key_buckets=(512,), rows=8)
 
 
@@ -151,11 +154,18 @@ def as_trace(rows: list[Row]) -> Iterator[Arrival]:
 
 
 def simulate(
-    trace: Iterator[Arrival], *, slots: int, lag: int, machine: Machine, skip: bool, **options: Any
+    trace: Iterator[Arrival],
+    *,
+    slots: int,
+    lag: int,
+    machine: Machine,
+    skip: bool,
+    cost: CostModel = COST,
+    **options: Any,
 ) -> Report:
     sizes = {"max_num_seqs": slots, "chunk_size": 16, "max_num_batched_tokens": slots + 64}
     config = SchedulerConfig(**sizes | options)
-    simulation = Simulation(config, machine, Clock(COST), lag=lag)
+    simulation = Simulation(config, machine, Clock(cost), lag=lag)
     simulation.plans = None if skip else []
     report = simulation.run(trace)
     simulation._scheduler.check()
@@ -176,8 +186,9 @@ def test_skipping_steps_changes_no_figure(
     rows: list[Row], slots: int, lag: int, buckets: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     machine = Machine(lanes=(2, 8), key_buckets=buckets, rows=slots)
-    quick = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=True, **options)
-    slow = simulate(as_trace(rows), slots=slots, lag=lag, machine=machine, skip=False, **options)
+    options |= {"slots": slots, "lag": lag, "machine": machine, "cost": UNEVEN}
+    quick = simulate(as_trace(rows), skip=True, **options)
+    slow = simulate(as_trace(rows), skip=False, **options)
     assert slow.skipped == 0
     for name in ("steps", "decode_steps", "row_steps", "requests", "prompt_tokens", "new_tokens", "finished"):
         assert getattr(quick, name) == getattr(slow, name), name
@@ -203,14 +214,27 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
         Arrival(name="b", time=0.0, prompt_tokens=16, new_tokens=1, max_tokens=1),
     ]
     report = simulate(iter(trace), slots=1, lag=0, machine=MACHINE, skip=True)
-    first = COST.host(HostWork(0, 0, 1, 2)) + COST.device(Work((2,), 16, 1, 17))
-    second = COST.host(HostWork(2, 0, 0, 0)) + COST.device(Work((), 0, 1, 18))
-    third = COST.host(HostWork(1, 1, 1, 0)) + COST.device(Work((2,), 16, 0, 0))
+    first = 2 * COST.submit + COST.host(HostWork(0, 0, 1)) + COST.device(Work((2,), 16, 1, 17))
+    second = COST.host(HostWork(2, 0, 0)) + COST.device(Work((), 0, 1, 18))
+    third = COST.host(HostWork(1, 1, 1)) + COST.device(Work((2,), 16, 0, 0))
     assert report.steps == 3
     assert report.wall == pytest.approx(first + second + third)
     assert report.first_token.total == pytest.approx(first + (first + second + third))
     # The second token comes out of the first step too.
     assert (report.inter_token.count, report.inter_token.total) == (2, pytest.approx(second))
+
+
+def test_host_that_works_beside_the_device_delays_it_and_steps_differ() -> None:
+    clock = Clock(replace(COST, turn=1e-3, decode=5e-3, row=0.0, key=0.0, overlap=0.5, noise=(0.0, 1e-3)))
+    host, step = HostWork(), Work(rows=1)
+    clock.start(host, step)  # over at 6 ms
+    clock.start(host, step)  # 1 ms of the host's makes that 6.5; the next takes 6
+    assert clock.read() == pytest.approx(6.5e-3)
+    clock.start(host, step)
+    assert clock.read() == pytest.approx(13e-3)
+    assert clock.read() == pytest.approx(18e-3)
+    clock.start(host, step)  # nothing runs that it could delay
+    assert clock.read() == pytest.approx(25e-3)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.sampled_from((0.0, 0.5, 0.9, 0.99, 1.0)))
@@ -288,7 +312,7 @@ def simulated(tmp_path: Path) -> Path:
 def test_costs_that_a_record_was_made_with_are_found_again(simulated: Path) -> None:
     log = read_step_log(simulated)
     found = fit(log)
-    for name in ("decode", "row", "key", "prefill_key", "turn", "chunk", "submit"):
+    for name in ("decode", "row", "key", "prefill_key", "turn", "start_call", "submit"):
         assert getattr(found, name) == pytest.approx(getattr(COST, name), rel=0.05), name
     assert found.call == pytest.approx(COST.call, rel=0.02)
     assert found.residual < 0.01 and found.host_residual < 0.05

@@ -19,7 +19,7 @@ from xla_engine.cli import _common
 
 if TYPE_CHECKING:
     from scheduler import SchedulerConfig
-    from xla_engine.simulator.simulate import Report
+    from xla_engine.simulator.report import Report
     from xla_engine.simulator.trace import Arrival
     from xla_engine.step_log import StepLog
 
@@ -211,8 +211,9 @@ def _arrivals(
 def _simulate(
     config: SchedulerConfig, source: StepLog, cost: Any, arrivals: Iterator[Arrival], record_path: str | None
 ) -> Report:
+    from xla_engine.simulator.clock import Clock
     from xla_engine.simulator.cost import machine_of
-    from xla_engine.simulator.simulate import Clock, Simulation
+    from xla_engine.simulator.simulate import Simulation
     from xla_engine.step_log import StepLogWriter
 
     with contextlib.ExitStack() as stack:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler import Plan, SchedulerConfig
+from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import CostModel, HostWork, Work, machine_of
-from xla_engine.simulator.simulate import Clock, Report, Simulation
+from xla_engine.simulator.report import Report
+from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import of_step_log
 from xla_engine.step_log import StepLog
 
@@ -16,8 +18,12 @@ class RecordedClock(Clock):
 
     def __init__(self, cost: CostModel, log: StepLog) -> None:
         super().__init__(cost)
+        self._submitted = iter([request.submitted for request in log.requests])
         self._started = iter([step.started for step in log.steps])
         self._read = iter([0.0 if step.read is None else step.read for step in log.steps])
+
+    def submit(self) -> None:
+        self.now = next(self._submitted, self.now)
 
     def start(self, host: HostWork, device: Work) -> None:
         self.now = next(self._started, self.now)

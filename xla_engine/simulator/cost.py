@@ -5,9 +5,16 @@ Two clocks tick. The device works through the steps in order; a step costs it
     sum over prefill calls (call of that many lanes + keys its chunks read) + decode + rows + keys the rows read
     + KV entries that go to the host or come back
 
+    + its share of what the host did in that time, where both run on the same cores
+
 The host, between reading one step and having started the next, takes
 
-    turn + tokens read + requests that ended + chunks started + requests submitted
+    turn + tokens read + requests that ended + prefill calls started + waking up, where there was nothing to do before
+
+and a time of its own for each request that is submitted.
+
+Steps of the same content differ: threads wake up late, other programs run. A step takes longer or shorter on the
+device by what recorded steps did, in a fixed order that looks random.
 
 Where attention has one program for each of several key lengths, every lane or row reads that many keys.
 """
@@ -36,12 +43,12 @@ class Work(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """What the host does between reading a step and having started the next."""
+    """What the host does between reading a step and having started the next. woken: 1 if it had nothing to do."""
 
     tokens: int = 0
     ended: int = 0
-    chunks: int = 0
-    submitted: int = 0
+    calls: int = 0
+    woken: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,9 @@ def machine_of(log: StepLog) -> Machine:
 class CostModel:
     """Seconds of each part. call: by lanes, a prefill call without its keys.
 
+    noise: seconds that steps on the device took more than fitted, or less, in the order in which simulated steps take
+        them, again and again; their mean is zero.
+    overlap: seconds that a second of the host's work adds to a step that runs meanwhile.
     residual: root of the mean squared error of a step's device time, as a share of the mean step; host_residual the
     same of the host's part. steps: how many it was fitted to.
     """
@@ -113,8 +123,11 @@ class CostModel:
     turn: float
     token: float
     end: float
-    chunk: float
+    start_call: float
     submit: float
+    wake: float = 0.0
+    overlap: float = 0.0
+    noise: tuple[float, ...] = (0.0,)
     residual: float = 0.0
     host_residual: float = 0.0
     steps: int = 0
@@ -135,8 +148,8 @@ class CostModel:
             self.turn
             + self.token * work.tokens
             + self.end * work.ended
-            + self.chunk * work.chunks
-            + self.submit * work.submitted
+            + self.start_call * work.calls
+            + self.wake * work.woken
         )
 
     def lines(self) -> list[str]:
@@ -146,15 +159,17 @@ class CostModel:
         return [
             f"device, us           prefill call of {calls}; key {us * self.prefill_key:.4f}",
             f"                     decode {us * self.decode:.0f}, row {us * self.row:.2f}, key {us * self.key:.4f}"
-            + (f"; parked key {us * self.move:.3f}" if self.move else ""),
+            + (f"; parked key {us * self.move:.3f}" if self.move else "")
+            + (f"; and {100 * self.overlap:.0f} % of the host's time meanwhile" if self.overlap else ""),
             f"host, us             turn {us * self.turn:.0f}, token {us * self.token:.2f}, end {us * self.end:.0f}, "
-            f"chunk {us * self.chunk:.1f}, submit {us * self.submit:.0f}",
+            f"prefill call {us * self.start_call:.0f}, submit {us * self.submit:.0f}, wake up {us * self.wake:.0f}",
             f"fitted to            {self.steps} steps; root mean square residual {100 * self.residual:.1f} % of a "
             f"step on the device, {100 * self.host_residual:.1f} % of a turn on the host",
         ]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "call": {str(lanes): seconds for lanes, seconds in self.call.items()}}
+        found = {**asdict(self), "call": {str(lanes): seconds for lanes, seconds in self.call.items()}}
+        return found | {"noise": sorted(self.noise)}
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[list[float], float]:

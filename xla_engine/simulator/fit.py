@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from operator import mul
+from typing import NamedTuple
 
 from xla_engine.errors import RecordError
 from xla_engine.simulator.cost import CostModel, HostWork, Work, least_squares, machine_of
 from xla_engine.step_log import StepLog
 
+NOISES = 1021  # a prime, so that no period of a schedule meets the same ones again and again
 FEWEST = 20  # samples; fewer say nothing
-BLOCKED = 0.1  # a read tells how long the device took if the host waited for at least this share of it
+BLOCKED = 0.3  # a read tells how long the device took if the host waited for at least this share of it
 
 
 def works_of(log: StepLog) -> list[Work]:
@@ -40,46 +46,41 @@ def works_of(log: StepLog) -> list[Work]:
     return found
 
 
+class _Turn(NamedTuple):
+    """A turn of the host's. submitted: requests it took as well."""
+
+    work: HostWork
+    submitted: int
+    seconds: float
+
+    @property
+    def row(self) -> list[int]:
+        return [1, *self.work, self.submitted]
+
+
+class _Step(NamedTuple):
+    """A step whose time on the device is known. meanwhile: row of the turn that the host did in that time."""
+
+    work: Work
+    seconds: float
+    meanwhile: Sequence[int]
+
+
 def fit(log: StepLog) -> CostModel:
     """Fit to a recorded run. Raises RecordError for one that is too short or has no times."""
     lanes = machine_of(log).lanes
-    works = works_of(log)
-    device: list[tuple[Work, float]] = []
-    host: list[tuple[HostWork, float]] = []
-    reads = defaultdict(list)  # by the number of steps started before
-    for number, step in enumerate(log.steps):
-        if step.read is not None:
-            reads[step.read_after].append(number)
-    submitted = Counter(each.came.started for each in log.requests)
-    ended = Counter(each.ended for each in log.requests if each.taken_back is None)
-    left = Counter(each.taken_back.started for each in log.requests if each.taken_back is not None)
-    live = 0
-    last_read = 0.0
-    for number, step in enumerate(log.steps):
-        read = reads[number]
-        live += submitted[number] - left[number]
-        if read and live > submitted[number]:
-            work = HostWork(
-                tokens=sum(works[at].rows for at in read),
-                ended=sum(ended[log.steps[at].read] for at in read),
-                chunks=len(step.chunks),
-                submitted=submitted[number],
-            )
-            host.append((work, step.started - last_read))
-        for at in reads[number + 1]:
-            done = log.steps[at].read
-            assert done is not None
-            seconds = done - max(last_read, log.steps[at].started)
-            if done - step.started > BLOCKED * seconds:
-                device.append((works[at], seconds))
-            live -= ended[done]
-            last_read = done
-    if len(device) < FEWEST or len(host) < FEWEST:
+    turns, steps = _timed(log)
+    if len(steps) < FEWEST or len(turns) < FEWEST:
         raise RecordError(
-            f"the run is too short for a cost model: {len(device)} steps and {len(host)} turns were timed; "
+            f"the run is too short for a cost model: {len(steps)} steps and {len(turns)} turns were timed; "
             f"{FEWEST} are needed: record more requests"
         )
-    columns = [
+    bursts = _bursts(log)
+    of_host, host_residual = least_squares(
+        [*(turn.row for turn in turns), *([[0, 0, 0, 0, 0, 1]] * len(bursts))],
+        [*(turn.seconds for turn in turns), *bursts],
+    )
+    rows = [
         [
             *(work.calls.count(size) for size in lanes),
             work.prefill_keys,
@@ -87,15 +88,15 @@ def fit(log: StepLog) -> CostModel:
             work.rows,
             work.keys,
             work.moved,
+            min(sum(map(mul, of_host, meanwhile)), seconds),
         ]
-        for work, _ in device
+        for work, seconds, meanwhile in steps
     ]
-    found, residual = least_squares(columns, [seconds for _, seconds in device])
-    turns = [[1, work.tokens, work.ended, work.chunks, work.submitted] for work, _ in host]
-    of_host, host_residual = least_squares(turns, [seconds for _, seconds in host])
+    seconds = [step.seconds for step in steps]
+    found, residual = least_squares(rows, seconds)
     calls = _fill(lanes, dict(zip(lanes, found, strict=False)))
-    prefill_key, decode, row, key, move = found[len(lanes) :]
-    turn, token, end, chunk, submit = of_host
+    prefill_key, decode, row, key, move, overlap = found[len(lanes) :]
+    turn, token, end, start_call, wake, submit = of_host
     return CostModel(
         call=calls,
         prefill_key=prefill_key,
@@ -103,15 +104,74 @@ def fit(log: StepLog) -> CostModel:
         row=row,
         key=key,
         move=move,
+        overlap=overlap,
         turn=turn,
         token=token,
         end=end,
-        chunk=chunk,
+        start_call=start_call,
         submit=submit,
+        wake=wake,
+        noise=_noise([took - sum(map(mul, row, found)) for row, took in zip(rows, seconds, strict=True)]),
         residual=residual,
         host_residual=host_residual,
-        steps=len(device),
+        steps=len(steps),
     )
+
+
+def _timed(log: StepLog) -> tuple[list[_Turn], list[_Step]]:
+    """The host's turns, from reading a step to having started the next, and the steps the host has waited for."""
+    works = works_of(log)
+    turns: list[_Turn] = []
+    steps: list[_Step] = []
+    reads = defaultdict(list)  # by the number of steps started before
+    for number, step in enumerate(log.steps):
+        if step.read is not None:
+            reads[step.read_after].append(number)
+    submitted = Counter(each.came.started for each in log.requests)
+    ended = Counter(each.ended for each in log.requests if each.taken_back is None)
+    left = Counter(each.taken_back.started for each in log.requests if each.taken_back is not None)
+    first = {each.came.started: each.submitted for each in reversed(log.requests)}
+    live = 0
+    last_read = 0.0
+    for number, step in enumerate(log.steps):
+        read = reads[number]
+        live += submitted[number] - left[number]
+        work = HostWork(
+            tokens=sum(works[at].rows for at in read),
+            ended=sum(ended[log.steps[at].read] for at in read),
+            calls=len(works[number].calls),
+        )
+        turn = _Turn(work, submitted[number], step.started - last_read)
+        if read and live > submitted[number]:
+            turns.append(turn)
+        elif submitted[number] == live and number:
+            work = HostWork(calls=work.calls, woken=1)
+            turns.append(_Turn(work, submitted[number] - 1, step.started - first[number]))
+        for at in reads[number + 1]:
+            done = log.steps[at].read
+            assert done is not None
+            seconds = done - max(last_read, log.steps[at].started)
+            if done - step.started > BLOCKED * seconds:
+                steps.append(_Step(works[at], seconds, turn.row if at < number else ()))
+            live -= ended[done]
+            last_read = done
+    return turns, steps
+
+
+def _bursts(log: StepLog) -> list[float]:
+    """Seconds the host took for each request that came right after another."""
+    groups = groupby(log.requests, key=lambda each: each.came)
+    times = [[each.submitted for each in group] for _, group in groups]
+    return [after - before for group in times for before, after in pairwise(group)]
+
+
+def _noise(errors: Sequence[float]) -> tuple[float, ...]:
+    """Errors at evenly spaced quantiles, shuffled."""
+    found = sorted(errors)
+    kept = [found[(2 * at + 1) * len(found) // (2 * NOISES)] for at in range(NOISES)]
+    random.Random(0).shuffle(kept)
+    mean = sum(kept) / len(kept)
+    return tuple(each - mean for each in kept)
 
 
 def _fill(lanes: tuple[int, ...], call: dict[int, float]) -> dict[int, float]:

@@ -1,13 +1,52 @@
-"""Simulations side by side: a table for people, a figure."""
+"""What simulations found: figures, a table of several for people, a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scheduler import SchedulerConfig
 from xla_engine.errors import ConfigError
-from xla_engine.simulator.simulate import Report
+from xla_engine.simulator.quantiles import Quantiles
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a simulation found. Times in seconds.
+
+    wall: from the first arrival to the last token. steps, skipped: all of them, and those passed over in bulk.
+    row_steps: rows scheduled in all decode steps. most_waiting: the longest queue.
+    queued, first_token, inter_token, whole: to the slot, to the first token, between two tokens, to the last one.
+    """
+
+    config: SchedulerConfig
+    wall: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    most_waiting: int = 0
+    preemptions: int = 0
+    queued: Quantiles = field(default_factory=Quantiles)
+    first_token: Quantiles = field(default_factory=Quantiles)
+    inter_token: Quantiles = field(default_factory=Quantiles)
+    whole: Quantiles = field(default_factory=Quantiles)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.wall if self.wall else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the decode steps' rows that were scheduled."""
+        slots = self.decode_steps * self.config.max_num_seqs
+        return self.row_steps / slots if slots else 0.0
 
 
 def table(reports: Mapping[str, Report]) -> list[str]:

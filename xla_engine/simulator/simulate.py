@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from scheduler import (
     Chunk,
@@ -23,51 +23,15 @@ from scheduler import (
     StepResult,
     TokenEvent,
 )
-from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work
-from xla_engine.simulator.quantiles import Quantiles
+from xla_engine.simulator.clock import Clock
+from xla_engine.simulator.cost import HostWork, Machine, Work
+from xla_engine.simulator.report import Report
 from xla_engine.simulator.trace import Arrival, distinct
 from xla_engine.step_log import Moment, StepLogWriter
 
 TOKEN, STOP = Sample(0), Sample(1)
 STOPS = frozenset({STOP.token_id})
 PREEMPTED = ("park", "recompute", "replay")
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What a simulation found. Times in seconds.
-
-    wall: from the first arrival to the last token. steps, skipped: all of them, and those passed over in bulk.
-    row_steps: rows scheduled in all decode steps. most_waiting: the longest queue.
-    queued, first_token, inter_token, whole: to the slot, to the first token, between two tokens, to the last one.
-    """
-
-    config: SchedulerConfig
-    wall: float = 0.0
-    steps: int = 0
-    skipped: int = 0
-    decode_steps: int = 0
-    row_steps: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    most_waiting: int = 0
-    preemptions: int = 0
-    queued: Quantiles = field(default_factory=Quantiles)
-    first_token: Quantiles = field(default_factory=Quantiles)
-    inter_token: Quantiles = field(default_factory=Quantiles)
-    whole: Quantiles = field(default_factory=Quantiles)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.new_tokens / self.wall if self.wall else 0.0
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the decode steps' rows that were scheduled."""
-        slots = self.decode_steps * self.config.max_num_seqs
-        return self.row_steps / slots if slots else 0.0
 
 
 @dataclass(slots=True)
@@ -88,48 +52,6 @@ class _Live:
     away: bool = False
     back: int | None = None
     tokens: int = 0
-
-
-class Clock:
-    """Host and device time by a cost model. A device runs its steps in order; a read waits for its step."""
-
-    def __init__(self, cost: CostModel) -> None:
-        self.cost = cost
-        self.now = 0.0
-        self._free = 0.0
-        self._done: deque[float] = deque()
-
-    def start(self, host: HostWork, device: Work) -> None:
-        self.now += self.cost.host(host)
-        self._free = max(self._free, self.now) + self.cost.device(device)
-        self._done.append(self._free)
-
-    def steady(
-        self, steps: int, until: float, *, first_host: float, host: float, device: float, growth: float
-    ) -> list[float]:
-        """The times at which steps are read that go on as before, at most `steps` and none started from `until` on.
-
-        Seconds: first_host of the host before the first of them, host before each later one; device of the first step,
-        by growth more of each later one.
-        """
-        now, free, done = self.now, self._free, self._done
-        reads: list[float] = []
-        while len(reads) < steps and now < until:
-            now += host if reads else first_host
-            free = (now if now > free else free) + device
-            device += growth
-            done.append(free)
-            over = done.popleft()
-            if over > now:
-                now = over
-            reads.append(now)
-        self.now, self._free = now, free
-        return reads
-
-    def read(self) -> float:
-        """The oldest step not yet read is over."""
-        self.now = max(self.now, self._done.popleft())
-        return self.now
 
 
 class Simulation:
@@ -168,7 +90,7 @@ class Simulation:
         self._rows: tuple[Row, ...] = ()
         self._total_base = self._longest_base = 0
         # Host work since the latest step was started.
-        self._tokens = self._ended = self._submitted = 0
+        self._tokens = self._ended = self._woken = 0
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
         """Run until every request has ended. Raises ValueError for a request that cannot be."""
@@ -190,7 +112,9 @@ class Simulation:
     def _is_due(self, arrival: Arrival, idle: bool) -> bool:
         clock = self._clock
         if idle:
-            clock.now = max(clock.now, arrival.time)
+            if clock.wait(arrival.time):
+                self._tokens = self._ended = 0  # that is done by now
+                self._woken = 1
             return True
         if arrival.moment is None:
             return arrival.time <= clock.now
@@ -201,6 +125,7 @@ class Simulation:
 
     def _submit(self, arrival: Arrival) -> None:
         self.report.requests += 1
+        self._clock.submit()
         # Recorded arrivals come when the loop gets to them; timed ones have waited since their time.
         came = self._clock.now if arrival.moment is not None else arrival.time
         prompt = arrival.prompt
@@ -218,7 +143,6 @@ class Simulation:
         self._scheduler.submit(request)
         self._live[arrival.name] = _Live(self.report.requests, arrival, came)
         self._irregular += arrival.lockstep
-        self._submitted += 1
         if arrival.gives_up is not None:
             heapq.heappush(self._gives_up, (arrival.gives_up[0], arrival.name, arrival.gives_up[1]))
         if self._log is not None:
@@ -273,7 +197,7 @@ class Simulation:
             keys=self._keys(plan.step) if rows else 0,
             moved=sum(swap.length for swap in (*plan.parks, *plan.resumes)),
         )
-        clock.start(self._take_host_work(len(ends)), work)
+        clock.start(self._take_host_work(len(work.calls)), work)
         self._in_flight.append(plan)
         self._next_step = plan.step + 1
         if self._log is not None:
@@ -302,9 +226,9 @@ class Simulation:
         rows = len(self._rows)
         return self._machine.decode_keys(self._total_base + rows * step, self._longest_base + step)
 
-    def _take_host_work(self, chunks: int) -> HostWork:
-        work = HostWork(self._tokens, self._ended, chunks, self._submitted)
-        self._tokens = self._ended = self._submitted = 0
+    def _take_host_work(self, calls: int) -> HostWork:
+        work = HostWork(self._tokens, self._ended, calls, self._woken)
+        self._tokens = self._ended = self._woken = 0
         return work
 
     def _read(self) -> None:
