@@ -1,13 +1,13 @@
 """Pages of KV shared by requests: who holds each, which are free, and what the free ones still hold.
 
 A page is in one of three places: held, with a count of its holders; free and blank; or free and kept, still found by
-the key of its content until it is given out again, the longest unused first (the scheme of vLLM's block pool). Every
-operation on a page takes constant time. The pool does not touch memory: what is to be copied it says.
+the keys of its content until it is given out again, the longest unused first (the scheme of vLLM's block pool). Every
+operation on a page takes constant time. The pool does not touch memory.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 
@@ -31,10 +31,12 @@ class BlockPool:
         self.block_size = block_size
         self.watermark = watermark
         self._holders = [0] * num_blocks
-        self._key: list[bytes | None] = [None] * num_blocks
+        self._taken = [0] * num_blocks
+        self._keys: list[tuple[bytes, ...]] = [()] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        self._blank = list(reversed(range(num_blocks)))  # a stack
-        self._kept: OrderedDict[int, None] = OrderedDict()  # longest unused first
+        # Longest unused first, so that a blank page keeps as long as it can what may yet get a name.
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._kept: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -70,13 +72,24 @@ class BlockPool:
         return [self._take() for _ in range(count)]
 
     def _take(self) -> int:
-        if self._blank:
-            block = self._blank.pop()
-        else:
-            block, _ = self._kept.popitem(last=False)
-            self._forget(block)
+        block, _ = (self._blank or self._kept).popitem(last=False)
+        self._strike(block)
         self._holders[block] = 1
+        self._taken[block] += 1
         return block
+
+    def holders(self, block: int) -> int:
+        """How many hold a page."""
+        return self._holders[block]
+
+    def times_taken(self, block: int) -> int:
+        """How often a page was given out: while this stays, nobody else has written what it holds."""
+        return self._taken[block]
+
+    def freed_by(self, tables: Iterable[Iterable[int]]) -> int:
+        """Pages that would be free if the holders of these tables gave theirs up."""
+        count = Counter(block for table in tables for block in table)
+        return sum(1 for block, own in count.items() if own == self._holders[block])
 
     def find(self, key: bytes) -> int | None:
         """The page that holds what `key` names, held or free."""
@@ -95,40 +108,34 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
-            if self._key[block] is None:
-                self._blank.append(block)
-            else:
-                self._kept[block] = None
+            (self._kept if self._keys[block] else self._blank)[block] = None
 
     def name(self, block: int, key: bytes) -> None:
-        """A page that is held is full now and will not change: find it by `key`. A key that is taken stays."""
-        assert self._holders[block] > 0, f"block {block} is nobody's"
-        if key not in self._by_key:
-            self._forget(block)
-            self._by_key[key], self._key[block] = block, key
+        """Find a page by `key` too: what it names lies in the page and will not change. A key that is taken stays."""
+        if key in self._by_key:
+            return
+        self._by_key[key] = block
+        self._keys[block] += (key,)
+        if block in self._blank:
+            del self._blank[block]
+            self._kept[block] = None
 
-    def own(self, block: int) -> tuple[int, bool]:
-        """The page to write in place of one that is held: itself, or a copy if others hold it or may find it.
-
-        Returns the page and whether the content has to be copied there first. Raises OutOfBlocksError.
-        """
-        if self._holders[block] == 1 and self._key[block] is None:
-            return block, False
-        (fresh,) = self.allocate(1)
-        self.release([block])
-        return fresh, True
+    def forget(self, block: int) -> None:
+        """A page is not found any more; if it is held it stays held."""
+        self._strike(block)
+        if block in self._kept:
+            del self._kept[block]
+            self._blank[block] = None
 
     def forget_all(self) -> None:
-        """No page is found any more; what is held stays held."""
+        """No page is found any more."""
         for block in range(self.num_blocks):
-            self._forget(block)
-        self._blank.extend(self._kept)
-        self._kept.clear()
+            self.forget(block)
 
-    def _forget(self, block: int) -> None:
-        key, self._key[block] = self._key[block], None
-        if key is not None:
+    def _strike(self, block: int) -> None:
+        for key in self._keys[block]:
             del self._by_key[key]
+        self._keys[block] = ()
 
     def check(self, held: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless every page is in one place, with the holders that the tables in `held` say."""
@@ -141,8 +148,8 @@ class BlockPool:
         free = sorted([*self._blank, *self._kept])
         if free != [block for block in range(self.num_blocks) if not count[block]]:
             raise AssertionError(f"free are {free}, with holders {count}")
-        if any(self._key[block] is not None for block in self._blank):
+        if any(self._keys[block] for block in self._blank):
             raise AssertionError("a blank page has a key")
-        named = {key: block for block, key in enumerate(self._key) if key is not None}
-        if named != self._by_key or any(self._key[block] is None for block in self._kept):
+        named = {key: block for block, keys in enumerate(self._keys) for key in keys}
+        if named != self._by_key or not all(self._keys[block] for block in self._kept):
             raise AssertionError(f"pages are named {named}, found by {self._by_key}")

@@ -24,8 +24,8 @@ class SchedulerConfig:
     quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
     enable_prefix_caching: slots keep what they hold for prompts that begin alike; see `scheduler.prefix_cache`.
     block_size: tokens of one page of the prefix cache.
-    num_blocks: pages of `block_size` tokens that slots borrow, as many as a request may need in all; None: every slot
-        has room of its own. Without the prefix cache only.
+    num_blocks: pages of `block_size` tokens that slots borrow, see `scheduler.pages`; None: every slot has room of its
+        own. Where pages run out, requests lose their slots whatever `preemption` says.
     cache_key: what the keys of pages begin with; names the model.
     prefill_equals_decode: prefill gives the bits of decode on this device, so that generated tokens may be reused and
         recomputed.
@@ -79,12 +79,8 @@ class SchedulerConfig:
                 "again; use it with fcfs or priority"
             )
 
-        if self.num_blocks is not None and self.enable_prefix_caching:
-            raise ValueError(
-                "num_blocks is for slots without a prefix cache; set enable_prefix_caching to False"
-            )
-
     @property
     def keeps_tokens(self) -> bool:
         """Whether generated tokens are of any use to the scheduler."""
-        return self.prefill_equals_decode and (self.enable_prefix_caching or self.preemption)
+        loses_slots = self.preemption or self.num_blocks is not None
+        return self.prefill_equals_decode and (self.enable_prefix_caching or loses_slots)

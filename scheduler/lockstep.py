@@ -32,13 +32,17 @@ class Lockstep:
         """Take a request out, when its last token is planned or before."""
         del self._states[state.slot.index]
 
-    def plan(self) -> tuple[Row, ...]:
-        """The rows that decode in this step; each has one more token planned."""
-        ready = [
+    def ready(self) -> list[RequestState]:
+        """The requests whose last token was read and is not their last one of all."""
+        return [
             state
             for state in self._states.values()
             if state.credited == state.planned_before < state.request.max_tokens
         ]
+
+    def plan(self) -> tuple[Row, ...]:
+        """The rows that decode in this step; each has one more token planned."""
+        ready = self.ready()
         for state in ready:
             state.planned_before += 1
         return tuple(Row(slot=state.slot, request_id=state.request_id) for state in ready)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from scheduler import policy
 from scheduler.config import SchedulerConfig
+from scheduler.pages import Pages
 from scheduler.plan import Chunk, Decision, Reuse
 from scheduler.prefix_cache import PrefixCache
 from scheduler.state import RequestState
@@ -35,7 +36,7 @@ class Prefilling:
     computing the same again, and others may pass it meanwhile. Each older prompt can hold it once.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache | None) -> None:
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache | Pages | None) -> None:
         self._config = config
         self._chunk_size = config.chunk_size
         self._limit = config.max_num_batched_tokens
@@ -73,7 +74,7 @@ class Prefilling:
             if start.wait:
                 decisions.append(state.decide("hold", "an older prompt that begins alike is in this step"))
                 continue
-            left = policy.num_chunks(state.context_tokens - start.length, self._chunk_size)
+            left = self._chunks(state, start.length)
             joins = state.request.max_tokens - state.base > 1
             granted = policy.grant(left, budget, self._chunk_size, joins_decode=joins, first=not chunks)
             if self._config.max_chunks is not None:
@@ -85,7 +86,7 @@ class Prefilling:
                     reuses.extend(self._begin(state, start))
                 chunks.extend(self._cut(state, granted, is_first=begins))
                 if self._cache is not None:
-                    coming.update(self._cache.page_keys(state)[: state.prefilled // self._cache.page])
+                    coming.update(self._cache.written(state))
             budget -= policy.chunk_cost(granted, self._chunk_size, joins_decode=joins and granted == left)
             decisions.append(self._explain(state, granted, left, budget, decode_rows, len(chunks)))
             if granted < left:
@@ -103,11 +104,14 @@ class Prefilling:
         if state.prefilled or self._cache is None or not state.request.reads_prefix_cache:
             return _Start(-1, state.prefilled, wait=False)
         source, held = self._cache.match(state, own=state.slot.index)
-        length = self._usable(state, held)
+        length = max(self._usable(state, held), state.ready)
         if not coming:
             return _Start(source, length, wait=False)
-        soon = self._cache.pages_known(self._cache.page_keys(state), coming) * self._cache.page
-        return _Start(source, length, wait=self._usable(state, soon) > length)
+        soon = self._usable(state, self._cache.known(state, coming))
+        return _Start(source, length, wait=self._chunks(state, soon) < self._chunks(state, length))
+
+    def _chunks(self, state: RequestState, start: int) -> int:
+        return policy.num_chunks(state.context_tokens - start, self._chunk_size)
 
     def _usable(self, state: RequestState, cached: int) -> int:
         return policy.usable_prefix(

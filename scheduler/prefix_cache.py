@@ -1,9 +1,7 @@
 """What slots hold, found by the tokens it belongs to: requests that begin alike prefill only the rest.
 
-A slot's content is a sequence of tokens whose keys and values lie at its first positions. It is known by keys of its
-pages: the SHA-256 of the key of the page before and of the page's own tokens, where what comes before the first page
-names model and tenant. Equal keys so mean equal tokens from the beginning on, and what lies behind the last whole page
-is compared token by token.
+A slot's content is a sequence of tokens whose keys and values lie at its first positions. It is known by the keys of
+its pages (`scheduler.page_keys`), and what lies behind the last whole page is compared token by token.
 
 Content is entered when the plan that writes it has been made and struck out when the plan that overwrites it is being
 made. The device runs plans in order, and in each the copies before all else; so a hit, which is used in the plan that
@@ -12,11 +10,10 @@ looks it up, cannot be stale, and needs no pin.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from scheduler.page_keys import PageKeys
 from scheduler.plan import Slot
 from scheduler.state import RequestState
 
@@ -37,35 +34,16 @@ class PrefixCache:
     """Contents of `slots` slots by pages of `page` tokens. `key`: the model's name."""
 
     def __init__(self, slots: int, page: int, key: str) -> None:
-        self.page = page
-        self._key = key
+        self._keys = PageKeys(page, key)
         self._contents = [_Content() for _ in range(slots)]
         self._holders: dict[bytes, dict[int, None]] = {}  # page key to slots, in the order they got it
-
-    def page_keys(self, state: RequestState) -> tuple[bytes, ...]:
-        """Keys of the whole pages of a request's context."""
-        if state.page_keys is None:
-            state.page_keys = tuple(self._chain(self._root(state), state.context))
-        return state.page_keys
-
-    def _root(self, state: RequestState) -> bytes:
-        return hashlib.sha256(
-            f"{self._key}\0{state.request.cache_salt}".encode(errors="surrogatepass")
-        ).digest()
-
-    def _chain(self, key: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The keys of the whole pages of `tokens`, which follow the page of `key`."""
-        for start in range(0, len(tokens) - self.page + 1, self.page):
-            page = array("q", tokens[start : start + self.page]).tobytes()
-            key = hashlib.sha256(key + page).digest()
-            yield key
 
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
         """The slot that holds most of a request's context, `own` among equals, and how many tokens of it; (-1, 0)
         where none holds a page."""
         key = None
         pages = 0
-        for candidate in self.page_keys(state):
+        for candidate in self._keys.of_context(state):
             if candidate not in self._holders:
                 break
             key, pages = candidate, pages + 1
@@ -74,7 +52,7 @@ class PrefixCache:
         holders = list(self._holders[key])[:_HOLDERS_COMPARED]
         if own is not None and own in self._holders[key]:
             holders.insert(0, own)
-        context, known = state.context, pages * self.page
+        context, known = state.context, pages * self._keys.page
         best, longest = -1, 0
         for index in holders:
             content = self._contents[index]
@@ -90,12 +68,17 @@ class PrefixCache:
         """Tokens a slot holds."""
         return self._contents[index].length
 
-    def pages_known(self, keys: Sequence[bytes], coming: set[bytes]) -> int:
-        """How many of the first pages are held, or among those `coming`."""
-        for count, key in enumerate(keys):
-            if key not in self._holders and key not in coming:
-                return count
-        return len(keys)
+    def known(self, state: RequestState, coming: Collection[bytes]) -> int:
+        """How many tokens of a request's context lie in whole pages that are held, or among those `coming`."""
+        keys = self._keys.of_context(state)
+        count = 0
+        while count < len(keys) and (keys[count] in self._holders or keys[count] in coming):
+            count += 1
+        return count * self._keys.page
+
+    def written(self, state: RequestState) -> tuple[bytes, ...]:
+        """Keys of the pages that the plans so far fill."""
+        return self._keys.of_context(state)[: state.prefilled // self._keys.page]
 
     def begin(self, state: RequestState, length: int) -> None:
         """A request takes its slot over. `length` tokens of its context are in there, or copied before all else."""
@@ -105,7 +88,7 @@ class PrefixCache:
 
     def extend(self, state: RequestState, length: int) -> None:
         """The first `length` tokens of a request's context are in its slot once the plan being made has run."""
-        self._hold(state.slot, state.context, length, self.page_keys(state))
+        self._hold(state.slot, state.context, length, self._keys.of_context(state))
 
     def end(self, state: RequestState) -> None:
         """A request left its slot: enter what it generated as well, unless the slot has been taken over since.
@@ -116,13 +99,11 @@ class PrefixCache:
         if content.tenancy != state.slot or content.length < state.context_tokens:
             return
         tokens = (*state.request.prompt_token_ids, *state.generated)
-        keys = self.page_keys(state)
-        rest = self._chain(keys[-1] if keys else self._root(state), tokens[len(keys) * self.page :])
-        self._hold(state.slot, tokens, max(content.length, len(tokens) - 1), (*keys, *rest))
+        self._hold(state.slot, tokens, max(content.length, len(tokens) - 1), self._keys.of_all(state))
 
     def _hold(self, tenancy: Slot, tokens: Sequence[int], length: int, keys: tuple[bytes, ...]) -> None:
         content = self._contents[tenancy.index]
-        kept = keys[: length // self.page]
+        kept = keys[: length // self._keys.page]
         for key in kept[len(content.keys) :]:
             self._holders.setdefault(key, {})[tenancy.index] = None
         self._contents[tenancy.index] = _Content(tokens, length, kept, tenancy)
@@ -152,5 +133,5 @@ class PrefixCache:
         if entries != held or not all(self._holders.values()):
             raise AssertionError(f"the index and the slots differ in {len(entries ^ held)} pages")
         for index, content in enumerate(self._contents):
-            if len(content.keys) != content.length // self.page or content.length > len(content.tokens):
+            if len(content.keys) != content.length // self._keys.page or content.length > len(content.tokens):
                 raise AssertionError(f"slot {index} holds {content}")

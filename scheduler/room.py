@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scheduler import policy
-from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
-from scheduler.plan import BlockTable, Slot
+from scheduler.pages import Pages
+from scheduler.plan import Slot, Swap
 from scheduler.prefix_cache import PrefixCache
 from scheduler.request import Status
 from scheduler.slots import Slots
@@ -15,54 +15,61 @@ from scheduler.state import RequestState
 
 
 class Room:
-    """Slots for requests; where configured, the content they leave behind (`cache`), and pages that slots borrow.
+    """Slots for requests, and pages where slots have none of their own.
 
+    cache: what finds the content that requests leave behind, in slots or in pages; None where nothing is to be found.
     Times are steps: content that was used in a later one is overwritten later.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.slots = Slots(config.max_num_seqs)
-        self.cache: PrefixCache | None = None
+        self.pages = None if config.num_blocks is None else Pages(config)
+        self._held: PrefixCache | None = None  # by slots
+        self.cache: PrefixCache | Pages | None = None
         if config.enable_prefix_caching:
-            self.cache = PrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
-        self._pool: BlockPool | None = None
-        if config.num_blocks is not None:
-            self._pool = BlockPool(config.num_blocks, config.block_size)
+            if self.pages is None:
+                self._held = PrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
+            self.cache = self.pages or self._held
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request can never have pages enough, with the arithmetic; None if it can."""
-        return None if self._pool is None else self._pool.never_fits(prompt_tokens + max_tokens - 1)
+        return None if self.pages is None else self.pages.never_fits(prompt_tokens, max_tokens)
 
     def missing(self, state: RequestState) -> str | None:
         """What a request needs and there is not enough of, in words; None: it can `enter`."""
         if not self.slots.num_free:
             return f"no free slot: {len(self.slots)} of {len(self.slots)} busy"
-        if self._pool is None or self._pool.can_admit(self._blocks_for(state)):
-            return None
-        return f"needs {self._blocks_for(state)} blocks; {self._pool.num_free} of {self._pool.num_blocks} are free"
+        return None if self.pages is None else self.pages.missing(state)
 
     def suffices_without(self, others: Iterable[RequestState], state: RequestState) -> bool:
         """Whether there would be pages enough for a request if all of `others` gave theirs up."""
-        if self._pool is None:
-            return True
-        gained = sum(len(other.blocks) for other in others)
-        return self._blocks_for(state) <= self._pool.num_free + gained
+        return self.pages is None or self.pages.suffices_without(others, state)
 
-    def enter(self, state: RequestState) -> BlockTable | None:
+    def enter(self, state: RequestState) -> None:
         """Give a request a slot, and its pages where slots have none of their own."""
         state.tenancy, state.holds_slot = self._choose_slot(state), True
-        if self._pool is None:
-            return None
-        state.blocks = tuple(self._pool.allocate(self._blocks_for(state)))
-        return BlockTable(slot=state.tenancy, request_id=state.request_id, blocks=state.blocks)
+        if self.pages is not None:
+            self.pages.enter(state)
+
+    def resume(self, state: RequestState, length: int) -> Swap:
+        """What comes back from the host to a request that has entered."""
+        if self.pages is not None:
+            return self.pages.resume(state, length)
+        if self._held is not None:
+            self._held.begin(state, state.context_tokens)
+        return Swap(slot=state.slot, request_id=state.request_id, length=length)
+
+    def park(self, state: RequestState, length: int) -> Swap:
+        """What goes to the host of a request that is about to leave."""
+        blocks = () if self.pages is None else state.blocks[: self.pages.pool.blocks_for(length)]
+        return Swap(slot=state.slot, request_id=state.request_id, length=length, blocks=blocks)
 
     def leave(self, state: RequestState, step: int) -> None:
         """Take back what a request holds."""
-        kept = self.cache is not None and self.cache.length(state.slot.index) > 0
+        kept = self._held is not None and self._held.length(state.slot.index) > 0
         self.slots.release(state.slot, _use(step) if kept else 0)
-        if self._pool is not None:
-            self._pool.release(reversed(state.blocks))
-            state.blocks = ()
+        if self.pages is not None:
+            self.pages.leave(state)
         state.holds_slot = False
 
     def retain(self, state: RequestState) -> None:
@@ -77,36 +84,34 @@ class Room:
 
     def used(self, index: int, step: int) -> None:
         """The content of a slot was copied from."""
-        self.slots.revalue(index, _use(step))
+        if self._held is not None:
+            self.slots.revalue(index, _use(step))
 
     def forget(self) -> None:
-        """Nothing that slots hold is found again."""
-        if self.cache is not None:
-            self.cache.clear()
+        """Nothing that requests have left is found again."""
+        if self.pages is not None:
+            self.pages.pool.forget_all()
+        if self._held is not None:
+            self._held.clear()
             for index in range(len(self.slots)):
                 self.slots.revalue(index, 0)
 
-    def check(self, states: Iterable[RequestState]) -> None:
+    def check(self, states: Iterable[RequestState], step: int) -> None:
         """Raise AssertionError on any broken invariant."""
         self.slots.check()
-        if self.cache is not None:
-            self.cache.check()
-        if self._pool is not None:
-            self._pool.check(state.blocks for state in states)
+        if self._held is not None:
+            self._held.check()
+        if self.pages is not None:
+            self.pages.check(states, step)
 
     def _choose_slot(self, state: RequestState) -> Slot:
         """The slot that holds most of the request's context, if it is free and not worth more to others; else any."""
-        if self.cache is not None and state.status is Status.WAITING and state.request.reads_prefix_cache:
-            index, held = self.cache.match(state)
-            spare = self.slots.num_free > 1 and policy.worth_keeping(held, self.cache.length(index))
+        if self._held is not None and state.status is Status.WAITING and state.request.reads_prefix_cache:
+            index, held = self._held.match(state)
+            spare = self.slots.num_free > 1 and policy.worth_keeping(held, self._held.length(index))
             if held and self.slots.is_free(index) and not spare:
                 return self.slots.acquire(index)
         return self.slots.acquire()
-
-    def _blocks_for(self, state: RequestState) -> int:
-        """Pages for all a request may ever write: nobody runs out of them on the way."""
-        assert self._pool is not None
-        return self._pool.blocks_for(len(state.request.prompt_token_ids) + state.request.max_tokens - 1)
 
 
 def _use(step: int) -> int:

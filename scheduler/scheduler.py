@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from scheduler import integrity, policy, snapshot
 from scheduler.config import SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.decoding import Decoding
 from scheduler.lockstep import Lockstep
+from scheduler.pages import Pages
 from scheduler.plan import (
     NO_CHOICE,
-    BlockTable,
     Chunk,
     Decision,
     Plan,
@@ -28,6 +29,7 @@ from scheduler.request import FinishReason, Request, Status
 from scheduler.room import Room
 from scheduler.snapshot import Counters, Snapshot
 from scheduler.state import RequestState
+from scheduler.swaps import Swaps
 from scheduler.turns import Turns
 from scheduler.waiting import WaitingQueue
 
@@ -60,10 +62,7 @@ class Scheduler:
         self._prefilling = Prefilling(config, self._room.cache)
         self._decoding = Decoding(keeps_tokens=config.keeps_tokens)
         self._lockstep = Lockstep()
-        self._parks: list[tuple[RequestState, Swap]] = []  # since the last plan
-        self._replays: list[RequestState] = []
-        self._tables: list[BlockTable] = []  # of the plan being made
-        self._parked_tokens = 0
+        self._swaps = Swaps(config)
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt
         self._places = 0
         self._preemptions = 0
@@ -149,12 +148,17 @@ class Scheduler:
         """
         decisions: list[Decision] = []
         self._take_turns(decisions)
+        pages = self._room.pages
+        if pages is not None:
+            self._grow(pages, decisions)
         admitted, resumes = self._admit(decisions)
         work = NO_PREFILL
         if self._prefilling:
             work = self._prefilling.plan(len(self._decoding) + len(self._lockstep), decisions)
             for state in work.complete:
                 self._run(state, sampled=state.base + 1)
+        parks, replays = self._swaps.take()
+        copies, tables = ((), ()) if pages is None else pages.take_moves()
         decode = self._decoding.rows
         planned = self._decoding.due(self._next_step)
         if self._lockstep:
@@ -167,13 +171,13 @@ class Scheduler:
             chunks=work.chunks,
             decode=decode,
             decisions=tuple(decisions),
-            parks=self._take_parks(),
+            parks=parks,
             resumes=resumes,
             reuses=work.reuses,
-            replays=self._take_replays(),
-            tables=tuple(self._tables),
+            replays=replays,
+            tables=tables,
+            copies=copies,
         )
-        self._tables.clear()
         for reuse in plan.reuses:
             self._cached_tokens += reuse.length
             self._room.used(reuse.source, self._next_step)
@@ -195,33 +199,18 @@ class Scheduler:
         if state is None or not state.holds_slot:
             return None
         length = state.position(self._next_step)
-        if state.status is Status.PREFILLING:
-            how = "recompute"
-        elif how == "recompute" and not self.config.keeps_tokens:
-            raise ValueError(
-                "no generated tokens are kept to recompute: set prefill_equals_decode and preemption, park or replay"
-            )
-        how = how or policy.way_to_preempt(
-            length,
-            self._parked_tokens,
-            swap_tokens=self.config.swap_tokens,
-            recompute_tokens=self.config.recompute_tokens,
-            prefill_equals_decode=self.config.keeps_tokens,
-        )
+        how = self._swaps.way(state, length, how)
         state.decide(how, f"slot {state.slot.index} was taken away")
         self._part_of(state).leave(state)
         self._room.retain(state)
-        self._room.leave(state, self._next_step)
-        state.planned_before, state.last_step = state.planned(self._next_step), None
         if how == "park":
-            state.parked = length
-            self._parked_tokens += length
-            self._parks.append((state, Swap(slot=state.slot, request_id=request_id, length=length)))
-        elif how == "replay":
+            self._swaps.park(state, self._room.park(state, length))
+        self._room.leave(state, self._next_step)
+        state.planned_before, state.last_step, state.reached = state.planned(self._next_step), None, length
+        if how == "replay":
             self._tokens_credited -= state.credited
             self._tokens_dropped += state.credited
-            state.start_over()
-            self._replays.append(state)
+            self._swaps.replay(state)
         state.status = Status.PARKED if how == "park" else Status.WAITING
         state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
         if to_back:
@@ -272,12 +261,14 @@ class Scheduler:
             rows is not self._decoding.rows
             or self._prefilling
             or self._lockstep
-            or self._parks
+            or self._swaps
             or (self._waiting and (self._room.slots.num_free or self.config.preemption))
             or self.config.keeps_tokens
         ):
             return 0
         steps = self._decoding.steady_steps(self._next_step)
+        if self._room.pages is not None and (due := self._room.pages.next_due) is not None:
+            steps = min(steps, due - self._next_step)
         turn_ends = self._turns.next_end()
         if self._waiting and turn_ends is not None:
             steps = min(steps, turn_ends - self._next_step)
@@ -302,6 +293,8 @@ class Scheduler:
             if state.credited < state.planned_before:
                 decisions.append(state.decide("wait", "tokens of it are in flight"))
                 break
+            if state.status is Status.WAITING:
+                state.begin_prefill()
             if (missing := self._room.missing(state)) is not None:
                 if self._make_room(state, decisions):
                     continue
@@ -312,14 +305,12 @@ class Scheduler:
                 break
             self._waiting.take(state)
             self._spared = None
-            if (table := self._room.enter(state)) is not None:
-                self._tables.append(table)
+            self._room.enter(state)
             admitted.append(state.request_id)
             if state.status is Status.PARKED:
                 resumes.append(self._resume(state))
                 decisions.append(state.decide("resume", f"slot {state.slot.index} was free"))
             else:
-                state.begin_prefill()
                 state.status = Status.PREFILLING
                 self._prefilling.join(state)
                 decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
@@ -334,16 +325,46 @@ class Scheduler:
         return line[policy.most_cached([cache.match(state)[1] for state in line])]
 
     def _take_turns(self, decisions: list[Decision]) -> None:
-        """Park who has had its turn, the longest ago first, one for each request that waits without a free slot."""
-        for _ in range(len(self._waiting) - self._room.slots.num_free):
-            state = self._turns.longest()
-            if state is None or state.turn_ends > self._next_step:
+        """Park who has had its turn, the longest ago first, one for each request that waits without a free slot, and
+        as many as give the next in line its pages."""
+        short = len(self._waiting) - self._room.slots.num_free
+        while (state := self._turns.over(self._next_step)) is not None and self._waiting:
+            if short <= 0 and self._room.missing(self._waiting.head) is None:
                 break
-            if self._parked_tokens + state.position(self._next_step) > self.config.swap_tokens:
+            if not self._swaps.has_room(state.position(self._next_step)):
                 break
-            self.preempt(state.request_id, how="park", to_back=True)
-            assert state.decision is not None
-            decisions.append(state.decision)
+            short -= 1
+            self._take_away(state, decisions, how="park", to_back=True)
+
+    def _grow(self, pages: Pages, decisions: list[Decision]) -> None:
+        """Give rows the pages that they write to in this step, the first in line first; the last makes room.
+
+        The first of all that have pages so never loses them, and each request can have all it needs when it is alone:
+        in every step somebody gets nearer to its end for good. Nobody goes before the head of the queue; with k
+        requests before it in line, it waits for k + max_num_seqs of them to run from beginning to end at most.
+        """
+        step = self._next_step
+        short = pages.due(step)
+        short += (state for state in self._lockstep.ready() if pages.is_short(state, step))
+        for state in sorted(short, key=self._rank):
+            while state.holds_slot and not pages.grow(state):
+                self._take_away(max(self._holders(), key=self._rank), decisions)
+            if state.holds_slot and not state.request.lockstep:
+                pages.runs(state, step)
+
+    def _holders(self) -> tuple[RequestState, ...]:
+        return (*self._prefilling, *self._decoding, *self._lockstep)
+
+    def _rank(self, state: RequestState) -> policy.Place:
+        """Who keeps its pages when there are too few: the lowest. It does not change while the request runs."""
+        if self.config.scheduling_policy in policy.PREEMPTIVE:
+            return self._waiting.place(state)
+        return state.arrival, state.arrival
+
+    def _take_away(self, state: RequestState, decisions: list[Decision], **how: Any) -> None:
+        self.preempt(state.request_id, **how)
+        assert state.decision is not None
+        decisions.append(state.decision)
 
     def _make_room(self, head: RequestState, decisions: list[Decision]) -> bool:
         """Preempt whoever is last in line of those that hold a slot, if `head` is before them.
@@ -353,25 +374,18 @@ class Scheduler:
         """
         if not self.config.preemption or head is self._spared:
             return False
-        holders = (*self._prefilling, *self._decoding, *self._lockstep)
-        later = [state for state in holders if self._waiting.place(state) > self._waiting.place(head)]
+        later = [state for state in self._holders() if self._waiting.place(state) > self._waiting.place(head)]
         if not later:
             self._spared = head
             return False
         if not self._room.suffices_without(later, head):
             return False  # nobody loses a slot in vain
-        last = max(later, key=self._waiting.place)
-        self.preempt(last.request_id)
-        assert last.decision is not None
-        decisions.append(last.decision)
+        self._take_away(max(later, key=self._waiting.place), decisions)
         return True
 
     def _resume(self, state: RequestState) -> Swap:
-        self._parked_tokens -= state.parked
-        state.parked = 0
-        if self._room.cache is not None:
-            self._room.cache.begin(state, state.context_tokens)
-        swap = Swap(slot=state.slot, request_id=state.request_id, length=state.position(self._next_step))
+        self._swaps.release(state)
+        swap = self._room.resume(state, state.position(self._next_step))
         self._run(state, sampled=state.planned_before)
         return swap
 
@@ -383,14 +397,8 @@ class Scheduler:
             self._lockstep.join(state, sampled=sampled)
         else:
             self._decoding.join(state, self._next_step, sampled=sampled)
-
-    def _take_parks(self) -> tuple[Swap, ...]:
-        parks, self._parks = self._parks, []
-        return tuple(swap for state, swap in parks if state.status is not Status.FINISHED)
-
-    def _take_replays(self) -> tuple[str, ...]:
-        replays, self._replays = self._replays, []
-        return tuple(state.request_id for state in replays if state.status is not Status.FINISHED)
+            if self._room.pages is not None:
+                self._room.pages.runs(state, self._next_step)
 
     def _next_turn(self) -> int:
         self._places += 1
@@ -450,7 +458,7 @@ class Scheduler:
         del self._states[state.request_id]
         if state.status in (Status.WAITING, Status.PARKED):
             self._waiting.remove(state)
-            self._parked_tokens -= state.parked
+            self._swaps.release(state)
         if reason is FinishReason.ERROR:
             self._room.discard(state)
         else:
@@ -501,9 +509,9 @@ class Scheduler:
             lockstep=self._lockstep,
             counters=self.counters(),
             chunk_size=self.config.chunk_size,
-            parked_tokens=self._parked_tokens,
+            parked_tokens=self._swaps.tokens,
         )
-        self._room.check(self._states.values())
+        self._room.check(self._states.values(), self._next_step)
 
     def counters(self) -> Counters:
         """Totals since the start."""

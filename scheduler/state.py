@@ -25,7 +25,9 @@ class RequestState:
         they are prefilled again.
     page_keys: of the context, made when first needed.
     turn_ends: the step from which others may have its slot, under "round_robin" and while it runs.
-    blocks: its pages while it holds a slot, where slots have pages.
+    blocks: its pages while it holds a slot, where slots have pages. settled: how many of the first of them are full
+        and will not change. ready: tokens of its context that they held when it got them. left: (index, page, times it
+        was taken) of the others, once it gave them up. reached: positions it had written when it lost its slot.
     parked: KV entries of it that are on the host.
     decision: the latest about it, None before the first.
     """
@@ -46,6 +48,10 @@ class RequestState:
     turn_ends: int = 0
     parked: int = 0
     blocks: tuple[int, ...] = ()
+    settled: int = 0
+    ready: int = 0
+    reached: int = 0
+    left: tuple[tuple[int, int, int], ...] = ()
     finish_reason: FinishReason | None = None
     decision: Decision | None = None
 

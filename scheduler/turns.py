@@ -30,16 +30,16 @@ class Turns:
         if len(self._running) > 4 * self._slots + 64:
             self._running = deque(entry for entry in self._running if _has_turn(*entry))
 
-    def longest(self) -> RequestState | None:
-        """Who has run the longest; None when nobody runs."""
-        while self._running and not _has_turn(*self._running[0]):
-            self._running.popleft()
-        return self._running[0][1] if self._running else None
+    def over(self, step: int) -> RequestState | None:
+        """Who has had its turn in `step`, the longest ago; None where nobody has."""
+        ends = self.next_end()
+        return None if ends is None or ends > step else self._running[0][1]
 
     def next_end(self) -> int | None:
         """The step in which the first turn ends, or did; None when nobody runs."""
-        state = self.longest()
-        return None if state is None else state.turn_ends
+        while self._running and not _has_turn(*self._running[0]):
+            self._running.popleft()
+        return self._running[0][0] if self._running else None
 
 
 def _has_turn(ends: int, state: RequestState) -> bool:

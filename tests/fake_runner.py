@@ -2,7 +2,8 @@
 
 It keeps per-row state as the device does: the KV a row holds (here the tokens themselves, by position, and written
 otherwise by decode where prefill does not give its bits), how many tokens the row may still sample, and its stop ids.
-A free row keeps its KV, and a request may begin with what is in its row or in another. It learns nothing from the
+A free row keeps its KV, and a request may begin with what is in its row or in another. Where rows have pages, the
+tokens lie in these too, and after every step each row must find there what is its own. It learns nothing from the
 scheduler but plans. `Loop` stands in for the engine and states the laws a caller may rely on.
 """
 
@@ -97,7 +98,9 @@ class FakeRunner:
         self.rows = [DeviceRow() for _ in range(config.max_num_seqs)]
         self.requests: dict[str, Request] = {}
         self.host: dict[str, DeviceRow] = {}  # state of parked requests
-        self.pages: dict[Slot, tuple[str, tuple[int, ...]]] = {}
+        self.pages = [[-1] * config.block_size for _ in range(config.num_blocks or 0)]  # tokens, as in `kv`
+        self.tables: list[list[int]] = [[] for _ in self.rows]
+        self.copied = 0
         self.steps = 0
         self.prefilled = 0  # tokens
 
@@ -105,7 +108,6 @@ class FakeRunner:
         """What the rows held is gone."""
         self.rows = [DeviceRow() for _ in self.rows]
         self.host.clear()
-        self.pages.clear()
 
     def release(self, request_id: str) -> None:
         """The engine will not ask for this request again; what it has may be overwritten."""
@@ -114,7 +116,6 @@ class FakeRunner:
 
     def vacate(self, request_id: str) -> None:
         """The request has no row any more."""
-        self.pages = {slot: own for slot, own in self.pages.items() if own[0] != request_id}
         for row in self.rows:
             if row.request_id == request_id:
                 row.over = True
@@ -127,8 +128,11 @@ class FakeRunner:
         self._check_budget(plan)
         for swap in plan.parks:
             self._park(swap)
+        for copy in plan.copies:
+            self.pages[copy.target] = list(self.pages[copy.source])
+            self.copied += 1
         for table in plan.tables:
-            self._check_pages(table)
+            self._set_table(table)
         for swap in plan.resumes:
             self._resume(swap)
         for reuse in plan.reuses:
@@ -136,6 +140,8 @@ class FakeRunner:
         first = [self._prefill(chunk) for chunk in plan.chunks]
         decode = [self._decode(row) for row in plan.decode]
         self._check_all_decode(plan)
+        for row in self.rows if self.config.num_blocks is not None else ():
+            require(row.over or self._in_pages(row.slot, len(row.kv)) == row.kv, f"{row}: pages overwritten")
         return StepResult(first=[token for token in first if token is not None], decode=decode)
 
     def _check_budget(self, plan: Plan) -> None:
@@ -143,22 +149,25 @@ class FakeRunner:
         within = tokens <= self.config.max_num_batched_tokens
         require(within or len(plan.chunks) <= 1, f"{tokens} tokens, beyond budget and floor: {plan}")
 
-    def _check_pages(self, table: BlockTable) -> None:
-        """Nobody who still runs has any of these pages."""
-        over = {row.slot for row in self.rows if row.over}
-        self.pages = {slot: own for slot, own in self.pages.items() if slot not in over}
-        taken = {block for _, blocks in self.pages.values() for block in blocks}
-        require(len(set(table.blocks)) == len(table.blocks), f"a page twice in {table}")
-        require(not taken & set(table.blocks), f"{table} has pages of others: {taken}")
-        there_are = range(self.config.num_blocks or 0)
-        require(all(block in there_are for block in table.blocks), f"no such page: {table}")
-        self.pages[table.slot] = table.request_id, table.blocks
+    def _set_table(self, table: BlockTable) -> None:
+        own = self.tables[table.slot.index]
+        require(table.start <= len(own), f"{table} leaves a gap behind {own}")
+        own[table.start :] = table.blocks
+        require(len(set(own)) == len(own), f"a page twice in {own}")
 
-    def _fits_its_pages(self, row: DeviceRow) -> None:
+    def _in_pages(self, slot: Slot | None, length: int) -> list[int]:
+        assert slot is not None
+        return [token for block in self.tables[slot.index] for token in self.pages[block]][:length]
+
+    def _write(self, row: DeviceRow, tokens: Sequence[int], start: int = 0) -> None:
+        """Append to what a row has, and to its pages from position `start` on."""
+        row.kv.extend(tokens)
         if self.config.num_blocks is not None:
             assert row.slot is not None
-            room = len(self.pages[row.slot][1]) * self.config.block_size
-            require(len(row.kv) <= room, f"{row} has written beyond its {room} positions")
+            size, table = self.config.block_size, self.tables[row.slot.index]
+            require(len(row.kv) <= len(table) * size, f"{row} has written behind its pages {table}")
+            for position in range(max(start, len(row.kv) - len(tokens)), len(row.kv)):
+                self.pages[table[position // size]][position % size] = row.kv[position]
 
     def _take_over(self, slot: Slot, request_id: str) -> DeviceRow:
         """A blank row for a new tenancy."""
@@ -174,6 +183,11 @@ class FakeRunner:
         require((row.slot, row.request_id) == (swap.slot, swap.request_id), f"{swap} is not for {row}")
         require(row.token is not None, f"{swap} of a prompt that is not whole")
         require(len(row.kv) <= swap.length, f"{swap} leaves part of {row}")
+        if self.config.num_blocks is not None:
+            size = self.config.block_size
+            require(len(swap.blocks) == -(-swap.length // size), f"{swap} has not the pages of its length")
+            found = [token for block in swap.blocks for token in self.pages[block]][: len(row.kv)]
+            require(found == row.kv, f"{swap} reads {found}, not {row}")
         self.host[swap.request_id] = replace(row, kv=list(row.kv))
         row.over = True
 
@@ -183,11 +197,22 @@ class FakeRunner:
         parked = self.host.pop(swap.request_id)
         require(parked.remaining > 0, f"{swap} of a row that is done: {parked}")
         require(len(parked.kv) == swap.length, f"{swap} is not {parked}")
-        self.rows[swap.slot.index] = replace(parked, slot=swap.slot, over=False)
+        self.rows[swap.slot.index] = row = replace(parked, slot=swap.slot, over=False, kv=[])
+        shared = swap.blocks.count(-1)
+        require(set(swap.blocks[:shared]) <= {-1}, f"{swap} leaves pages behind those it writes")
+        self._write(row, parked.kv, start=shared * self.config.block_size)
+        own = self.tables[swap.slot.index][shared : len(swap.blocks)]
+        require(
+            self.config.num_blocks is None or list(swap.blocks[shared:]) == own, f"{swap} is not for {own}"
+        )
 
     def _reuse(self, reuse: Reuse) -> None:
         """What the source holds is the very context of the request, as prefill writes it."""
-        found = self.rows[reuse.source].kv[: reuse.length]
+        if self.config.num_blocks is None:
+            found = self.rows[reuse.source].kv[: reuse.length]
+        else:
+            require(reuse.source == -1, f"{reuse} names a slot where there are pages")
+            found = self._in_pages(reuse.slot, reuse.length)
         context = self._context(reuse.request_id)[: reuse.length]
         require(found == context, f"stale: {reuse} finds {found}, not {context}")
         row = self._take_over(reuse.slot, reuse.request_id)
@@ -214,8 +239,7 @@ class FakeRunner:
         require(chunk.tokens == row.prompt[chunk.start : end], f"{chunk} is not the prompt of {row}")
         require(chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last")
         require(chunk.is_last or len(chunk.tokens) == self.config.chunk_size, f"{chunk} is short")
-        row.kv.extend(chunk.tokens)
-        self._fits_its_pages(row)
+        self._write(row, chunk.tokens)
         self.prefilled += len(chunk.tokens)
         if not chunk.is_last:
             return None
@@ -235,8 +259,7 @@ class FakeRunner:
             require(ended, f"{asked} decodes beyond max_tokens: {row}")
             return ()
         assert row.token is not None
-        row.kv.append(row.token if self.config.prefill_equals_decode else ~row.token)
-        self._fits_its_pages(row)
+        self._write(row, [row.token if self.config.prefill_equals_decode else ~row.token])
         return (row.take(self._sample(row)),)
 
     def _check_all_decode(self, plan: Plan) -> None:
@@ -353,20 +376,29 @@ class Loop:
         unread = [view.request_id for view in before.waiting if view.credited < view.planned]
         oldest = min(self.live, key=lambda name: self.live[name].place, default=None)
         plan = self.scheduler.plan()
-        line = sorted(self.queue, key=self.queue.__getitem__)
-        ready = line[: min((line.index(name) for name in unread), default=len(line))]
         by_preemption = [each for each in plan.decisions if each.action in PREEMPTED]
-        granted = min(free + len(by_preemption), len(ready))
-        if self.scheduler.config.num_blocks is not None:  # pages may be short instead
-            granted = min(granted, len(plan.admitted))
-        require(plan.admitted == tuple(ready[:granted]), f"{free} free slots are for {ready}: {plan}")
-        require(self.scheduler.config.preemption or not by_preemption, f"preempted unasked: {plan}")
-        for request_id in plan.admitted:
-            del self.queue[request_id]
+        paged = self.scheduler.config.num_blocks is not None
+        require(self.scheduler.config.preemption or paged or not by_preemption, f"preempted unasked: {plan}")
         for lost in by_preemption:
             require(lost.request_id != oldest, f"the first of all was preempted: {plan}")
-            later = max(self.live[name].place for name in plan.admitted)
-            require(self.live[lost.request_id].place > later, f"preempted by a later one: {plan}")
+            place = self.live[lost.request_id].place
+            if paged:  # for a row that grows, perhaps itself, or an arrival
+                gained = [*plan.admitted, *(table.request_id for table in plan.tables), lost.request_id]
+                first = min(self.live[name].place for name in gained)
+                require(place > first or {*gained} == {lost.request_id}, f"preempted by a later one: {plan}")
+                self._lost_its_slot(lost.request_id, lost.action)
+            else:
+                later = max(self.live[name].place for name in plan.admitted)
+                require(place > later, f"preempted by a later one: {plan}")
+        line = sorted(self.queue, key=self.queue.__getitem__)
+        ready = line[: min((line.index(name) for name in unread), default=len(line))]
+        granted = min(free + len(by_preemption), len(ready))
+        if paged:  # pages may be short instead
+            granted = min(granted, len(plan.admitted))
+        require(plan.admitted == tuple(ready[:granted]), f"{free} free slots are for {ready}: {plan}")
+        for request_id in plan.admitted:
+            del self.queue[request_id]
+        for lost in by_preemption if not paged else ():
             self._lost_its_slot(lost.request_id, lost.action)
         for request_id in plan.replays:
             self.live[request_id].samples.clear()  # they come again

@@ -66,8 +66,9 @@ class Store:
                 sequence.table += self.pool.allocate(1)
             else:
                 old = sequence.table[at]
-                sequence.table[at], copied = self.pool.own(old)
-                if copied:
+                if self.pool.holders(old) > 1:
+                    (sequence.table[at],) = self.pool.allocate(1)
+                    self.pool.release([old])
                     self.copies += 1
                     self.memory[sequence.table[at]] = list(self.memory[old])
         except OutOfBlocksError:

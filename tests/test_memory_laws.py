@@ -22,11 +22,8 @@ STEMS = [tuple(TREE.randrange(VOCABULARY) for _ in range(24)) for _ in range(2)]
 
 def draw_config(draw: random.Random) -> SchedulerConfig:
     config = _draw_config(draw)
-    if draw.random() < 0.25:  # the largest request takes 36 + 8 tokens
-        pages = draw.choice((44, 50, 90))
-        return replace(
-            config, enable_prefix_caching=False, num_blocks=-(-pages // config.block_size), swap_tokens=0
-        )
+    if draw.random() < 0.5:  # the largest request takes 36 + 8 tokens
+        return replace(config, num_blocks=-(-draw.choice((44, 50, 60, 90)) // config.block_size))
     return config
 
 
