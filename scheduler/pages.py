@@ -61,7 +61,7 @@ class Pages:
         return self._first_blocks(state) + self.pool.watermark <= self.pool.num_free + gained
 
     def enter(self, state: RequestState) -> None:
-        """Give a request that got a slot its pages: those that are found, as far as they are of use, and fresh ones."""
+        """Give a request that got a slot its pages: those that are found and of use, and fresh ones."""
         needed, found, length = self._first_blocks(state), self._found(state), self._usable(state)
         whole = length // self._page
         for block in found[:whole]:

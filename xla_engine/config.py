@@ -64,10 +64,10 @@ class EngineConfig:
         own, or "model", what the checkpoint's generation_config.json recommends.
     enable_prefix_caching: prompts that begin as an earlier one did, of the same `cache_salt`, prefill only the rest;
         where the model keeps no window or recurrent state, and never at the cost of a bit.
-    block_size: tokens of a page, the unit in which cached prefixes are found.
-    num_blocks: pages of `block_size` tokens that slots borrow, as many as prompt and max_tokens need, where otherwise
-        each slot has `max_model_len` of its own: more requests fit when most are short. Without the prefix cache, and
-        requests that lose their slot run again from their beginning.
+    block_size: tokens of a page, the unit in which cached prefixes are found and slots borrow memory.
+    num_blocks: pages of `block_size` tokens that slots borrow as they grow, and share where prompts begin alike, where
+        otherwise each slot has `max_model_len` of its own: more requests fit when most are short. When pages run out,
+        the last in line loses its slot and goes on later.
     kv_cache_memory_bytes: memory of these pages, instead of their number; "auto" takes what weights and slots leave of
         `memory_utilization`, up to `max_model_len` for every slot.
     preemption: under priority, a request that is before another in line takes its slot; the other goes on later.
@@ -128,15 +128,8 @@ class EngineConfig:
                 )
         if self.kv_cache_memory_bytes not in (None, AUTO):
             _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        if self.paged:
-            if self.block_size not in PAGE_SIZES:
-                raise ConfigError(
-                    f"pages hold {', '.join(map(str, PAGE_SIZES))} tokens, not {self.block_size}"
-                )
-            if self.scheduling_policy == "round_robin":
-                raise ConfigError(
-                    "requests cannot be parked with num_blocks, and round_robin lives by it: choose another"
-                )
+        if self.paged and self.block_size not in PAGE_SIZES:
+            raise ConfigError(f"pages hold {', '.join(map(str, PAGE_SIZES))} tokens, not {self.block_size}")
         if not 0 <= self.swap_space < 2**20:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space!r}")
         if self.max_model_len is not None:
@@ -184,7 +177,7 @@ class EngineConfig:
     @property
     def parks(self) -> bool:
         """Whether the state of a request can wait on the host."""
-        return self.preemption and not self.paged
+        return self.preemption or self.paged
 
     @property
     def device_rows(self) -> int:

@@ -64,7 +64,7 @@ class XlaBatchEngine(Loop):
         )
         self.config = config = runner.config
         self.self_check: SelfCheck | None = None
-        if config.self_check and config.num_blocks is None:
+        if config.self_check:
             self.self_check = run_self_check(runner, checkpoint.config.vocab_size)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
         super().__init__(scheduler, runner, RequestBook(tokenizer), lag=config.lag)

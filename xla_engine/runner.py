@@ -91,8 +91,6 @@ class Runner:
                 raise ConfigError(
                     "num_blocks is for keys and values; this model has recurrent layers: leave it out"
                 )
-            # Nothing is probed without slots of their own: the largest graphs fit any load.
-            self.lane_choices, self.bucket_choices = self.lane_choices[-1:], self.buckets[-1:]
         began = time.perf_counter()
         self._weights = self._place(weights, load_progress)
         self._rope = jax.device_put(rope_tables(model, self.context_length))
@@ -198,7 +196,7 @@ class Runner:
     @property
     def keeps_every_position(self) -> bool:
         """Whether what a slot holds can be reused from its beginning to anywhere."""
-        return keeps_every_position(self._spec, self.context_length)
+        return self._pool is not None or keeps_every_position(self._spec, self.context_length)
 
     @property
     def has_one_row_code(self) -> bool:

@@ -24,7 +24,7 @@ def scheduler_config(
         scheduling_policy=config.scheduling_policy,
         priority_aging=config.priority_aging,
         quantum=config.quantum,
-        enable_prefix_caching=config.reuses_slots and runner.keeps_every_position,
+        enable_prefix_caching=config.enable_prefix_caching and runner.keeps_every_position,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         cache_key=cache_key,

@@ -12,6 +12,7 @@ the same bits whatever the batch. Where rows do, nothing can be done. Either is 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import struct
 import time
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.attention import KEY_BLOCK
-from scheduler import Chunk, Plan, Row, Sample, Slot
+from scheduler import BlockTable, Chunk, Plan, Row, Sample, Slot
 from xla_engine.row_settings import RowSettings
 from xla_engine.runner import Runner
 from xla_engine.sampling_params import SamplingParams
@@ -76,19 +77,27 @@ class SelfCheck:
         return "level A: same bits whatever the batch, and prefill gives the bits of decode"
 
 
-def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck:
+class _TooFewPagesError(Exception):
+    """The pool cannot hold a crowd."""
+
+
+def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     """Check a runner with a blank cache, and restrict it to its largest graphs where sizes change bits.
 
-    Nothing is compiled. Afterwards the runner is as it was, but for stale values in the cache.
+    Nothing is compiled. Afterwards the runner is as it was, but for stale values in the cache. None, and the largest
+    graphs only, where a pool of pages is too small for it.
     """
     began = time.perf_counter()
     lane_choices, bucket_choices = runner.lane_choices, runner.bucket_choices
     probes = [_Probe(runner, vocab_size, size) for size in bucket_choices]
     try:
         rows, lanes, buckets, prefill, cuts = _compare(probes, lane_choices)
+    except _TooFewPagesError:
+        lane_choices, bucket_choices = lane_choices[-1:], bucket_choices[-1:]
+        return None
     finally:
+        runner.reset()
         runner.lane_choices, runner.bucket_choices = lane_choices, bucket_choices
-    runner.reset()
     if lanes:
         runner.lane_choices = lane_choices[-1:]
     if buckets:
@@ -167,12 +176,13 @@ def _compare(probes: Sequence[_Probe], lane_choices: tuple[int, ...]) -> Iterato
 class _Prompt:
     """A prompt in a slot, and what the device is told about it.
 
-    Run are the first chunk and those from position `tail` on; the keys between are whatever the slot holds.
+    Run are the first `head` positions and those from `tail` on; the keys between are whatever the slot holds.
     last_alone: the last token is a chunk of its own.
     """
 
     slot: int
     tokens: tuple[int, ...]
+    head: int
     tail: int
     settings: RowSettings
     last_alone: bool = False
@@ -197,7 +207,9 @@ class _Probe:
         self._samples = min(_SAMPLES, room - 1)
         length = min(below + int(_CHUNKS * chunk), room - self._samples)
         self._tokens = self._random_tokens(length)
-        self._tail = min(below, length - 1) // chunk * chunk
+        # Whole pages are computed, or none of their positions.
+        self._head = math.lcm(chunk, runner.config.block_size if runner.config.paged else 1)
+        self._tail = min(below, length - 1) // self._head * self._head
         rows = runner.config.device_rows
         self.slots = (0, rows // 2, rows - 1)
 
@@ -243,7 +255,9 @@ class _Probe:
         settings = RowSettings(
             max_tokens=samples or self._samples, stop_token_ids=(), params=_PROBE_PARAMS, seed=0
         )
-        return _Prompt(slot=slot, tokens=self._tokens + forced, tail=self._tail, settings=settings)
+        return _Prompt(
+            slot=slot, tokens=self._tokens + forced, head=self._head, tail=self._tail, settings=settings
+        )
 
     def _neighbour(self, slot: int, kind: int, *, samples: int | None = None) -> _Prompt:
         chunk = self._runner.config.chunk_size
@@ -254,7 +268,7 @@ class _Probe:
             params=_NEIGHBOUR_PARAMS[kind % len(_NEIGHBOUR_PARAMS)],
             seed=self._draw.getrandbits(64),
         )
-        return _Prompt(slot=slot, tokens=self._random_tokens(length), tail=0, settings=settings)
+        return _Prompt(slot=slot, tokens=self._random_tokens(length), head=0, tail=0, settings=settings)
 
     def _random_tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._draw.randrange(self._vocab_size) for _ in range(count))
@@ -274,8 +288,9 @@ class _Probe:
         rows = tuple(Row(slot=_slot(prompt), request_id=str(prompt.slot)) for prompt in prompts)
         settings = {str(prompt.slot): prompt.settings for prompt in prompts}
         decodes = prompts[0].settings.max_tokens - 1
-        plans = [_plan(before, ())] if before else []
-        plans += [_plan(chunks, rows if decodes else ()), *[_plan((), rows)] * (decodes - 1)]
+        tables = self._tables(prompts) if self._runner.config.paged else ()
+        plans = [_plan(before, (), tables)] if before else []
+        plans += [_plan(chunks, rows if decodes else (), tables), *[_plan((), rows)] * (decodes - 1)]
         results = [self._runner.wait(step) for step in [self._runner.start(plan, settings) for plan in plans]]
         samples = [[sample] for result in results for sample in result.first]
         for result in results[bool(before) :]:
@@ -283,10 +298,26 @@ class _Probe:
                 row.extend(sampled)
         return samples
 
+    def _tables(self, prompts: Sequence[_Prompt]) -> tuple[BlockTable, ...]:
+        """A page for all positions that a prompt writes; where it writes nothing, one that nobody writes."""
+        config = self._runner.config
+        size, (untouched, *free) = config.block_size, range(config.num_blocks or 1)
+        tables = []
+        for prompt in prompts:
+            end = len(prompt.tokens) + prompt.settings.max_tokens - 1
+            gap = range(min(prompt.head, prompt.tail), prompt.tail)
+            wanted = [at not in gap for at in range(0, end, size)]
+            if len(free) < sum(wanted):
+                raise _TooFewPagesError
+            own, free = iter(free[: sum(wanted)]), free[sum(wanted) :]
+            blocks = tuple(next(own) if writes else untouched for writes in wanted)
+            tables.append(BlockTable(slot=_slot(prompt), request_id=str(prompt.slot), blocks=blocks))
+        return tuple(tables)
+
     def _chunks(self, prompt: _Prompt) -> Iterator[Chunk]:
         size, end = self._runner.config.chunk_size, len(prompt.tokens)
         cut = end - 1 if prompt.last_alone else end
-        starts = (*range(0, min(size, prompt.tail), size), *range(prompt.tail, cut, size))
+        starts = (*range(0, min(prompt.head, prompt.tail), size), *range(prompt.tail, cut, size))
         for start in (*starts, *([cut] if cut < end else [])):
             stop = min(start + size, end if start == cut else cut)
             yield Chunk(
@@ -302,8 +333,8 @@ def _slot(prompt: _Prompt) -> Slot:
     return Slot(index=prompt.slot, epoch=0)
 
 
-def _plan(chunks: tuple[Chunk, ...], decode: tuple[Row, ...]) -> Plan:
-    return Plan(step=0, admitted=(), chunks=chunks, decode=decode, decisions=())
+def _plan(chunks: tuple[Chunk, ...], decode: tuple[Row, ...], tables: tuple[BlockTable, ...] = ()) -> Plan:
+    return Plan(step=0, admitted=(), chunks=chunks, decode=decode, decisions=(), tables=tables)
 
 
 def _difference(found: Sequence[Sample], expected: Sequence[Sample]) -> Iterator[str]:
