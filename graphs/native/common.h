@@ -1,16 +1,13 @@
-// What the native operations share: vectors, storage types, matrix tiles and the loop over threads.
+// What the native operations share: vectors, storage types and matrix tiles.
 
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -22,11 +19,9 @@
 #include <unistd.h>
 #endif
 
-#include "xla/ffi/api/ffi.h"
+#include "parallel.h"
 
 namespace xla_engine {
-
-namespace ffi = xla::ffi;
 
 constexpr int64_t kVector = 16;  // floats in a vector, keys in a key block
 
@@ -134,22 +129,5 @@ inline void Configure(const TileShapes& shapes) {
 }
 
 #endif
-
-// Runs body(0) .. body(count - 1) on the pool and the calling thread; returns when all are done.
-template <typename Body>
-void ParallelFor(ffi::ThreadPool& pool, int64_t count, const Body& body) {
-  struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto progress = std::make_shared<Progress>();
-  auto work = [progress, count, &body] {
-    // A helper that comes late finds no index left and never touches `body`.
-    for (int64_t index; (index = progress->next.fetch_add(1)) < count; progress->done.fetch_add(1)) body(index);
-  };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  for (int64_t helper = 0; helper < helpers; ++helper) pool.Schedule(std::decay_t<decltype(work)>(work));
-  work();
-  while (progress->done.load() < count) std::this_thread::yield();
-}
 
 }  // namespace xla_engine

@@ -109,7 +109,6 @@ ffi::Error RunExperts(ffi::ThreadPool pool, Halves x, Integers expert, Floats we
   uint32_t* tiles = Aligned(rows_buffer, group_count * kRows * words);
   uint32_t* hidden = Aligned(hidden_buffer, group_count * kRows * inner_words);
 
-  std::atomic<int64_t> prepared{0}, gated{0};
   const int64_t gate_tasks = inner / 16;  // sixteen gates beside their ups, of all experts in use
   const int64_t down_tasks = width / kFeatures;
 
@@ -122,11 +121,9 @@ ffi::Error RunExperts(ffi::ThreadPool pool, Halves x, Integers expert, Floats we
       std::memcpy(taken.data() + r * width, Data(x) + row * width, width * sizeof(BFloat16));
     }
     Interleave(taken.data(), group.rows, words, tiles + at * kRows * words);
-    prepared.fetch_add(1);
   };
 
   auto multiply = [&](int64_t task) {  // gates and ups of features 16 task ..
-    while (prepared.load() < group_count) _mm_pause();
     ByPairs(groups, [&](int64_t at, Columns columns, int64_t next) {
       const int64_t e = groups[at].expert, feature = 16 * task;
       const BFloat16* gates = Data(gate_up) + (e * 2 * inner + feature) * width;
@@ -151,7 +148,6 @@ ffi::Error RunExperts(ffi::ThreadPool pool, Halves x, Integers expert, Floats we
       }
     });
     _tile_release();
-    gated.fetch_add(1);
   };
 
   auto finish = [&](int64_t task) {  // features 32 task .. of every row
@@ -159,7 +155,6 @@ ffi::Error RunExperts(ffi::ThreadPool pool, Halves x, Integers expert, Floats we
     for (int64_t row = 0; row < count; ++row)
       std::memcpy(out->typed_data() + row * width + feature, residual.typed_data() + row * width + feature,
                   kFeatures * sizeof(float));
-    while (gated.load() < gate_tasks) _mm_pause();
     ByPairs(groups, [&](int64_t at, Columns columns, int64_t next) {
       const int64_t e = groups[at].expert;
       const BFloat16* upper = Data(down) + (e * width + feature) * inner;
@@ -183,11 +178,7 @@ ffi::Error RunExperts(ffi::ThreadPool pool, Halves x, Integers expert, Floats we
     _tile_release();
   };
 
-  ParallelFor(pool, group_count + gate_tasks + down_tasks, [&](int64_t index) {
-    if (index < group_count) return prepare(index);
-    if (index < group_count + gate_tasks) return multiply(index - group_count);
-    finish(index - group_count - gate_tasks);
-  });
+  InPhases(pool, Phase{group_count, prepare}, Phase{gate_tasks, multiply}, Phase{down_tasks, finish});
   return ffi::Error::Success();
 }
 

@@ -24,18 +24,19 @@ inline void ConfigurePacked(int64_t first, int64_t second) {
   Configure(shapes);
 }
 
-// `steps` times 64 bytes of K of up to 32 rows by two blocks of sixteen features.
+// Where the weights of a task lie, or those of the next one: two blocks of sixteen features.
+struct Stream {
+  const char *one, *other;
+};
+
+// `steps` times 64 bytes of K of up to 32 rows, `pitch` bytes from sixteen to the next, by two blocks of sixteen features,
+// added to tiles 0-3. Meanwhile `lines` cache lines a step of what comes next are fetched.
 template <typename T>
-void MultiplyPacked(const char* rows, const char* one, const char* other, int64_t steps, bool second) {
-  const char* behind = rows + steps * 1024;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+void MultiplyPacked(const char* rows, int64_t pitch, Stream weights, int64_t steps, bool second, Stream next, int64_t lines) {
   for (int64_t step = 0; step < steps; ++step) {
-    _tile_loadd(6, one + step * 1024, 64);
+    _tile_loadd(6, weights.one + step * 1024, 64);
     _tile_loadd(4, rows + step * 1024, 64);
-    _tile_loadd(7, other + step * 1024, 64);
+    _tile_loadd(7, weights.other + step * 1024, 64);
     if constexpr (std::is_same_v<T, int8_t>) {
       _tile_dpbssd(0, 4, 6);
       _tile_dpbssd(1, 4, 7);
@@ -43,8 +44,12 @@ void MultiplyPacked(const char* rows, const char* one, const char* other, int64_
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
     }
+    for (int64_t line = step * lines; line < (step + 1) * lines; ++line) {
+      __builtin_prefetch(next.one + line * 64, 0, 2);
+      __builtin_prefetch(next.other + line * 64, 0, 2);
+    }
     if (!second) continue;
-    _tile_loadd(5, behind + step * 1024, 64);
+    _tile_loadd(5, rows + pitch + step * 1024, 64);
     if constexpr (std::is_same_v<T, int8_t>) {
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
@@ -61,48 +66,94 @@ struct Sums {
   alignas(64) Sum one[16 * 16], other[16 * 16];
 };
 
+// Zeroes tiles 0-3 or takes them up from where they were left.
+template <typename Sum>
+void Begin(const Sums<Sum>* sums, bool second, bool fresh) {
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    return;
+  }
+  _tile_loadd(0, sums[0].one, 64);
+  _tile_loadd(1, sums[0].other, 64);
+  if (!second) return;
+  _tile_loadd(2, sums[1].one, 64);
+  _tile_loadd(3, sums[1].other, 64);
+}
+
+template <typename Sum>
+void Leave(Sums<Sum>* sums, bool second) {
+  _tile_stored(0, sums[0].one, 64);
+  _tile_stored(1, sums[0].other, 64);
+  if (second) {
+    _tile_stored(2, sums[1].one, 64);
+    _tile_stored(3, sums[1].other, 64);
+  }
+  Written();
+}
+
+// Memory that grows, is never cleared and begins a cache line.
+class Lines {
+ public:
+  char* Bytes(int64_t count) {
+    if (static_cast<int64_t>(kept_.size()) < count + 64) kept_ = std::vector<char>(count + 64);
+    return kept_.data() + (64 - reinterpret_cast<uintptr_t>(kept_.data()) % 64) % 64;
+  }
+
+ private:
+  std::vector<char> kept_;
+};
+
 // Products of N prepared rows with packed weights, `width` elements of K. `prepare(n, rows, block)` fills the block of
 // rows n .. n + rows; `pick(task)` names two blocks of features; `finish(task, n, rows, sums)` takes sums away.
+//
+// Many rows go over K in parts whose weights stay in the first-level cache, sums waiting in memory: the order of a sum is
+// the same. The first part of the rows fetches the next task's weights.
 template <typename T, typename Prepare, typename Pick, typename Finish>
 void PackedProduct(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Prepare& prepare,
                    const Pick& pick, const Finish& finish) {
   using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
-  thread_local std::vector<char> buffer;
+  constexpr int64_t kMany = 64, kPart = 9;  // rows; steps of K, 2 KB of weights each
+  thread_local Lines prepared;
   const int64_t groups = (count + 15) / 16, steps = width * sizeof(T) / 64, bytes = steps * 1024;
-  if (static_cast<int64_t>(buffer.size()) < groups * bytes + 64) buffer.resize(groups * bytes + 64);
-  char* blocks = buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64;
-  std::atomic<int64_t> prepared{0};
-  ParallelFor(pool, groups + tasks, [&](int64_t index) {
-    if (index < groups) {
-      prepare(index * 16, std::min<int64_t>(16, count - index * 16), blocks + index * bytes);
-      prepared.fetch_add(1);
-      return;
-    }
-    const int64_t task = index - groups;
+  const int64_t parts = count > kMany ? (steps + kPart - 1) / kPart : 1, part = (steps + parts - 1) / parts;
+  const int64_t blocks_of_rows = (count + 31) / 32, lines = (16 + blocks_of_rows - 1) / blocks_of_rows;  // of the next 16 a step
+  char* blocks = prepared.Bytes(groups * bytes);
+  const auto fill = [&](int64_t group) {
+    prepare(group * 16, std::min<int64_t>(16, count - group * 16), blocks + group * bytes);
+  };
+  const auto stream = [&](int64_t task) {
     const auto [one, other] = pick(task);
-    while (prepared.load() < groups) _mm_pause();
-    Sums<Sum> sums;
-    int64_t shaped = 0;  // rows that the tiles are configured for
-    for (int64_t n = 0; n < count; n += 32) {
-      const int64_t rows = std::min<int64_t>(32, count - n);
-      const int64_t first = std::min<int64_t>(16, rows), second = rows - first;
-      if (rows != shaped) ConfigurePacked(first, second);
-      shaped = rows;
-      MultiplyPacked<T>(blocks + n / 16 * bytes, static_cast<const char*>(one), static_cast<const char*>(other), steps,
-                        second > 0);
-      _tile_stored(0, sums.one, 64);
-      _tile_stored(1, sums.other, 64);
-      Written();
-      finish(task, n, first, sums);
-      if (second) {
-        _tile_stored(2, sums.one, 64);
-        _tile_stored(3, sums.other, 64);
-        Written();
-        finish(task, n + 16, second, sums);
+    return Stream{static_cast<const char*>(one), static_cast<const char*>(other)};
+  };
+  const auto multiply = [&](int64_t task) {
+    thread_local Lines kept;
+    auto* sums = reinterpret_cast<Sums<Sum>*>(kept.Bytes(groups * sizeof(Sums<Sum>)));
+    const Stream weights = stream(task), next = stream(std::min(task + 1, tasks - 1));
+    int64_t shaped = 0, fetched = 0;  // rows that the tiles are configured for; bytes of each block of the next weights
+    for (int64_t step = 0; step < steps; step += part) {
+      const int64_t now = std::min(part, steps - step), from = step * 1024;
+      for (int64_t n = 0; n < count; n += 32) {
+        const int64_t rows = std::min<int64_t>(32, count - n), first = std::min<int64_t>(16, rows), second = rows - first;
+        Sums<Sum>* of_rows = sums + n / 16;
+        if (rows != shaped) ConfigurePacked(first, second);
+        shaped = rows;
+        Begin(of_rows, second > 0, step == 0);
+        const int64_t ahead = fetched < bytes ? lines : 0;
+        MultiplyPacked<T>(blocks + n / 16 * bytes + from, bytes, {weights.one + from, weights.other + from}, now, second > 0,
+                          {next.one + fetched, next.other + fetched}, ahead);
+        fetched += ahead * now * 64;
+        Leave(of_rows, second > 0);
+        if (step + now < steps) continue;
+        finish(task, n, first, of_rows[0]);
+        if (second) finish(task, n + 16, second, of_rows[1]);
       }
     }
     _tile_release();
-  });
+  };
+  InPhases(pool, Phase{groups, fill}, Phase{tasks, multiply});
 }
 
 }  // namespace xla_engine

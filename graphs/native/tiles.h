@@ -111,26 +111,23 @@ void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks,
   const int64_t groups = (count + 15) / 16, words = width * sizeof(T) / 4;
   if (static_cast<int64_t>(buffer.size()) < groups * 16 * words + 16) buffer.resize(groups * 16 * words + 16);
   uint32_t* tiles = buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64 / 4;
-  std::atomic<int64_t> prepared{0};
   const bool ahead = kFeatures * width * static_cast<int64_t>(sizeof(T)) <= kPrefetched;
-  ParallelFor(pool, groups + tasks, [&](int64_t index) {
-    if (index < groups) {
-      prepare(index * 16, std::min<int64_t>(16, count - index * 16), tiles + index * 16 * words);
-      prepared.fetch_add(1);
-      return;
-    }
-    const Rows<T> rows = pick(index - groups);
-    while (prepared.load() < groups) _mm_pause();
+  const auto fill = [&](int64_t group) {
+    prepare(group * 16, std::min<int64_t>(16, count - group * 16), tiles + group * 16 * words);
+  };
+  const auto multiply = [&](int64_t task) {
+    const Rows<T> rows = pick(task);
     Columns configured = {0, 0};
     for (int64_t n = 0; n < count; n += 32) {
       const Columns columns = {std::min<int64_t>(16, count - n), std::min<int64_t>(16, std::max<int64_t>(count - n - 16, 0))};
       if (columns.first != configured.first || columns.second != configured.second) Configure(rows.features, columns);
       configured = columns;
       Multiply(rows, tiles + n * words, width, columns.second > 0, ahead && n == 0);
-      finish(index - groups, n, columns);
+      finish(task, n, columns);
     }
     _tile_release();
-  });
+  };
+  InPhases(pool, Phase{groups, fill}, Phase{tasks, multiply});
 }
 
 // One tile of sums, [16 features][16 rows], turned: row n's sixteen features.
