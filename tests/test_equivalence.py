@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from xla_engine.verify import verify
 def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
     """At least 200 distinct random requests, B_max 16, random arrivals, lag 0 and 1: no bit differs."""
     assert embedded.max_num_seqs == 16
-    cases = draw_cases(embedded, 220, seed=0)
+    cases = draw_cases(embedded, 220, seed=0, every_field=True)
     assert len({(case.prompt_token_ids, str(case.params)) for case in cases}) == 220
     report = verify(embedded, requests=220, schedules=2, seed=0, lags=(0, 1))
     assert report.lines() and report.ok, "\n".join(report.lines())
@@ -34,8 +34,20 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
     assert report.admitted_mid_stream > 150
     assert report.aborted_neighbours > 0
     assert report.finish_reasons["stop"] > 0, "some requests must end by a stop id"
+    assert set(report.finish_reasons) == {"length", "stop"}
     assert any(case.params.max_tokens == 1 for case in cases)
     assert report.compiles_after_warmup == 0
+
+
+def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchEngine) -> None:
+    """`n` is as many requests with seeds of their own, prompt_logprobs are compared by `test_sampling_features`."""
+    pytest.importorskip("llguidance")
+    drawn = [case.params for case in draw_cases(embedded, 220, seed=0, every_field=True)]
+    plain = SamplingParams()
+    known = {field.name for field in fields(SamplingParams)}
+    never = {name for name in known if all(getattr(each, name) == getattr(plain, name) for each in drawn)}
+    text_only = {"include_stop_str_in_output", "skip_special_tokens", "detokenize"}
+    assert never == {"n", "prompt_logprobs"} | text_only
 
 
 @pytest.mark.parametrize("attention", ["auto", "xla"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def verify(
     report = VerifyReport(requests=requests, schedules=schedules)
     if engine.self_check is not None:
         report.start_up_check = engine.self_check.promise
-    cases = draw_cases(engine, requests, seed)
+    cases = draw_cases(engine, requests, seed, every_field=True)
     before = engine.stats().compiles_after_warmup
 
     def count(action: Action, took_effect: bool) -> None:
@@ -129,7 +130,7 @@ def verify(
 def compare(
     request_id: str, schedule: int, alone: CompletionOutput, batched: CompletionOutput, report: VerifyReport
 ) -> None:
-    """Add one pair to the report: token ids, logprob bits, finish reason."""
+    """Add one pair to the report: token ids, bits of their logprobs and of the most likely tokens', finish reason."""
     left, right = _pairs(alone), _pairs(batched)
     report.tokens += len(left)
     first: int | None = None
@@ -157,10 +158,19 @@ def compare(
         )
 
 
-def _pairs(output: CompletionOutput) -> list[tuple[int, int]]:
-    """(token id, logprob bits) per generated token."""
-    bits = np.asarray(output.logprobs or (), np.float32).view(np.int32).tolist()
-    return list(zip(output.token_ids, bits, strict=True))
+def _pairs(output: CompletionOutput) -> list[tuple[int, Any]]:
+    """(token id, logprob bits, and those of the most likely tokens by id where asked for) per generated token."""
+    bits = _bits(output.logprobs or ())
+    top = [
+        dict(zip(found, _bits([each.logprob for each in found.values()]), strict=True))
+        for found in output.top_logprobs or ({},) * len(bits)
+    ]
+    return list(zip(output.token_ids, zip(bits, top, strict=True), strict=True))
+
+
+def _bits(logprobs: Sequence[float]) -> list[int]:
+    bits: list[int] = np.asarray(logprobs, np.float32).view(np.int32).tolist()
+    return bits
 
 
 def _at(output: CompletionOutput, position: int) -> tuple[int, float] | None:
