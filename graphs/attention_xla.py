@@ -8,12 +8,14 @@ otherwise survive the masked probabilities.
 
 Scores, softmax and sums are float32; probabilities are rounded to the compute dtype for the second product. Keys are
 taken in blocks of fixed size: both products see the same shapes whatever the `key_length` (a static bucket over the
-valid keys), and blocks are added in order, so that masked blocks behind a row's own keys change no bit of it.
+valid keys), and blocks are added in order, so that masked blocks behind a row's own keys change no bit of it. Of slots
+with pages one block at a time is brought together, for each of the products: the context is never there as a whole.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,15 +82,16 @@ class XlaAttention:
                 for leaf, new in zip(layer, (k, v), strict=True)
             )
         )
+        blocks: _Slots | _Pages
         if block_tables is None:
-            keys, values = (leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer)
+            blocks = _Slots(*(leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer))
         else:
-            keys, values = _from_pages(layer, block_tables, length, key_length)
+            blocks = _Pages(layer, block_tables, length, key_length, compute_dtype)
         capacity = None if block_tables is not None else len(layer.keys) * KEY_BLOCK
-        visible = _visible(length[:, None], keys, form.window, capacity)  # [B, 1, S]
+        visible = _visible(length[:, None], blocks.positions, form.window, capacity)  # [B, 1, S]
         grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
         sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1)
-        out = _attention(grouped, keys, values, visible, form, sinks, keys_left=True)
+        out = _attention(grouped, blocks, visible, form, sinks, keys_left=True)
         return layer, out.reshape(rows, -1)
 
     def attend_prefill(
@@ -121,19 +124,19 @@ class XlaAttention:
                 for leaf, new in zip(layer, (k, v), strict=True)
             )
         )
-        if block_tables is None:  # [J, P, KV, block, Dh]
-            keys, values = (leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer)
+        blocks: _Slots | _Pages
+        if block_tables is None:
+            blocks = _Slots(*(leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer))
         else:
-            keys, values = _from_pages(layer, block_tables[slot], start + count - 1, key_length)
+            blocks = _Pages(layer, block_tables[slot], start + count - 1, key_length, compute_dtype)
         capacity = None if block_tables is not None else len(layer.keys) * KEY_BLOCK
-        visible = _visible(position, keys, form.window, capacity)  # [P, T, S]
+        visible = _visible(position, blocks.positions, form.window, capacity)  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
         sinks = None if weights.sinks is None else jnp.tile(weights.sinks.reshape(kv_heads, -1), width)
         out = _attention(
             grouped.reshape(lanes, kv_heads, -1, head_dim),
-            keys,
-            values,
+            blocks,
             jnp.repeat(visible, q.shape[2] // kv_heads, axis=1),  # [P, T * G, S]
             form,
             sinks,
@@ -170,33 +173,71 @@ class XlaAttention:
         return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_block), 2, 0)) for x in (keys, values)))
 
 
-def _from_pages(
-    pool: LayerCache, tables: jax.Array, last: jax.Array, key_length: int
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values `[J, N, KV, block, Dh]` of rows with `tables [N, max_blocks]`, values zero behind `last [N]`."""
-    size = pool.keys.shape[3]
-    pages = tables[:, : key_length // size].reshape(
-        len(tables), -1, KEY_BLOCK // size
-    )  # [N, J, pages of a block]
+class _Slots(NamedTuple):
+    """Keys and values `[J, N, KV, block, Dh]` of N rows, as they lie in the cache."""
 
-    def gather(leaf: jax.Array) -> jax.Array:
-        parts = leaf.at[0, pages].get(mode="clip")  # [N, J, pages of a block, KV, block_size, Dh]
-        blocks = parts.transpose(1, 0, 3, 2, 4, 5)
-        return blocks.reshape(*blocks.shape[:3], KEY_BLOCK, -1)
+    keys: jax.Array
+    values: jax.Array
 
-    inside = (
-        jnp.arange(key_length, dtype=jnp.int32).reshape(-1, 1, KEY_BLOCK) <= last[:, None]
-    )  # [J, N, block]
-    return gather(pool.keys), jnp.where(inside[:, :, None, :, None], gather(pool.values), 0)
+    @property
+    def positions(self) -> int:
+        return len(self.keys) * KEY_BLOCK
+
+    def scores(self, q: jax.Array, *, keys_left: bool) -> jax.Array:
+        """Products of `q [N, KV, R, Dh]` with all keys, `[J, N, KV, R, block]`."""
+        return _scores(jnp.broadcast_to(q, (len(self.keys), *q.shape)), self.keys, keys_left=keys_left)
+
+    def weigh(self, weights: jax.Array) -> jax.Array:
+        """Values weighted by `[J, N, KV, R, block]`, summed from the first block to the last: `[N, KV, R, Dh]`."""
+        return _in_order(_product(weights.astype(self.values.dtype), self.values))
 
 
-def _visible(position: jax.Array, keys: jax.Array, window: int | None, capacity: int | None) -> jax.Array:
-    """Which of `keys [J, N, KV, block, Dh]` the queries at `position [N, R]` see: `[N, R, S]`.
+class _Pages(NamedTuple):
+    """The same of rows with `tables [N, max_blocks]`, in a pool: one block at a time is fetched from its pages.
+
+    Values behind `last [N]` are zero.
+    """
+
+    pool: LayerCache
+    tables: jax.Array
+    last: jax.Array
+    positions: int
+    dtype: jnp.dtype
+
+    def scores(self, q: jax.Array, *, keys_left: bool) -> jax.Array:
+        def score(block: jax.Array) -> jax.Array:
+            return _scores(q, self._fetch(self.pool.keys, block), keys_left=keys_left)
+
+        return lax.map(score, jnp.arange(self._blocks, dtype=jnp.int32))
+
+    def weigh(self, weights: jax.Array) -> jax.Array:
+        def part(block: jax.Array) -> jax.Array:
+            position = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+            inside = (position <= self.last[:, None])[:, None, :, None]  # [N, 1, block, 1]
+            values = jnp.where(inside, self._fetch(self.pool.values, block), 0)
+            return _product(weights[block].astype(values.dtype), values)
+
+        return lax.fori_loop(1, self._blocks, lambda block, total: total + part(block), part(jnp.int32(0)))
+
+    @property
+    def _blocks(self) -> int:
+        return self.positions // KEY_BLOCK
+
+    def _fetch(self, leaf: jax.Array, block: jax.Array) -> jax.Array:
+        """Block of every row, `[N, KV, block, Dh]`."""
+        many = KEY_BLOCK // leaf.shape[3]
+        pages = lax.dynamic_slice_in_dim(self.tables, block * many, many, axis=1)  # [N, many]
+        parts = leaf.at[0, pages].get(mode="clip").swapaxes(1, 2)  # [N, KV, many, block_size, Dh]
+        return parts.reshape(*parts.shape[:2], KEY_BLOCK, -1).astype(self.dtype)
+
+
+def _visible(position: jax.Array, keys: int, window: int | None, capacity: int | None) -> jax.Array:
+    """Which of so many keys the queries at `position [N, R]` see: `[N, R, S]`.
 
     A slot of `capacity` positions may be a ring: a query sees what was written less than a window before its own key.
     What has been written since lies further back, going round. None: pages, which do not repeat.
     """
-    last, key = position[:, :, None], jnp.arange(keys.shape[0] * KEY_BLOCK, dtype=jnp.int32)
+    last, key = position[:, :, None], jnp.arange(keys, dtype=jnp.int32)
     if window is None:
         return key <= last
     age = last - key if capacity is None else (last - key) % capacity
@@ -205,39 +246,31 @@ def _visible(position: jax.Array, keys: jax.Array, window: int | None, capacity:
 
 def _attention(
     q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    blocks: _Slots | _Pages,
     visible: jax.Array,
     form: AttentionForm,
     sinks: jax.Array | None,
     *,
     keys_left: bool,
 ) -> jax.Array:
-    """Masked softmax attention: q `[N, KV, R, Dh]`, keys and values `[J, N, KV, block, Dh]`, visible `[N, R|1, S]`,
-    sinks `[KV, R]`.
+    """Masked softmax attention: q `[N, KV, R, Dh]`, visible `[N, R|1, S]`, sinks `[KV, R]`.
 
     `keys_left` makes the keys the left operand of the first product, which XLA:CPU does not re-pack: for few rows R.
     """
-    blocks, count = keys.shape[:2]
-    queries = jnp.broadcast_to(q.astype(keys.dtype), (blocks, *q.shape))
-    if keys_left:
-        scores = lax.optimization_barrier(_product(keys, queries, 4)).swapaxes(3, 4)
-    else:
-        scores = _product(queries, keys, 4)
-    scores = scores * form.scale  # [J, N, KV, R, block]
+    scores = blocks.scores(q, keys_left=keys_left) * form.scale  # [J, N, KV, R, block]
     if form.softcap is not None:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
-    seen = jnp.moveaxis(visible.reshape(count, -1, blocks, KEY_BLOCK), 2, 0)  # [J, N, R|1, block]
-    scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+    seen = visible.reshape(*visible.shape[:2], -1, KEY_BLOCK)
+    scores = jnp.where(jnp.moveaxis(seen, 2, 0)[:, :, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=(0, 4), keepdims=True)
     if sinks is not None:
         peak = jnp.maximum(peak, sinks[:, :, None])
     weights = jnp.exp(scores - peak)
-    weighted = _product(weights.astype(values.dtype), values, 3)  # [J, N, KV, R, Dh]
+    weighted = blocks.weigh(weights)  # [N, KV, R, Dh]
     total = _in_order(sum_last(weights))
     if sinks is not None:
         total = total + jnp.exp(sinks[:, :, None] - peak[0])
-    return _in_order(weighted) / total
+    return weighted / total
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
@@ -248,13 +281,22 @@ def _in_order(parts: jax.Array) -> jax.Array:
     return total
 
 
-def _product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
-    """Contract left's last axis with `right_axis` of right; the three leading axes are batch; float32 out."""
+def _scores(q: jax.Array, keys: jax.Array, *, keys_left: bool) -> jax.Array:
+    """`q [..., R, Dh]` by `keys [..., block, Dh]`: `[..., R, block]`."""
+    q = q.astype(keys.dtype)
+    if keys_left:
+        return lax.optimization_barrier(_product(keys, q, transposed=True)).swapaxes(-1, -2)
+    return _product(q, keys, transposed=True)
+
+
+def _product(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Matrix products over equal leading axes, float32 out; `transposed`: with the last axis of right."""
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    batch = tuple(range(left.ndim - 2))
     return lax.dot_general(
         left,
         right,
-        (((4,), (right_axis,)), ((0, 1, 2), (0, 1, 2))),
+        (((left.ndim - 1,), (right.ndim - (1 if transposed else 2),)), (batch, batch)),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
