@@ -55,8 +55,8 @@ class Attention(Protocol):
 
     `block_tables i32 [B, max_blocks]` puts position p of slot b at position `p % block_size` of page
     `block_tables[b, p // block_size]` of the layer, which is then a pool; None: slots are contiguous. Entries behind a
-    slot's last page may hold anything. The bits of a result are the same either way; in float32 `xla` rounds a soft cap
-    otherwise.
+    slot's last page may hold anything. The bits of a result are the same either way, but
+    for a soft cap in float32 under `xla`.
     """
 
     @property

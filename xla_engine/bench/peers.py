@@ -34,9 +34,11 @@ REFERENCE = (
 )
 PEERS = {
     "xla-engine-int8": Peer("xla:Int8", "this engine, weights and activations in eight bits"),
+    "xla-engine-pages": Peer("xla:Pages", "this engine, four times the slots in the same cache, as pages"),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
     "openvino": Peer("openvino_cb:Plain", "OpenVINO GenAI ContinuousBatchingPipeline"),
+    "openvino-wide": Peer("openvino_cb:Wide", "the same, eight times the requests at once"),
     "openvino-u8": Peer("openvino_cb:U8Cache", "the same with keys and values in eight bits"),
     "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
     "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),

@@ -23,6 +23,7 @@ class Plain:
     """OpenVINO's side of the protocol in `worker.py`; keys and values in the precision of the model."""
 
     cache_precision = ""
+    widening = 1  # requests at once, for each slot
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -35,8 +36,8 @@ class Plain:
             convert(model, directory)
         short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
         options = openvino_genai.SchedulerConfig()
-        options.max_num_seqs = self._slots = max_num_seqs
-        options.max_num_batched_tokens = max_num_seqs + PROMPT_TOKENS
+        options.max_num_seqs = self._slots = self.widening * max_num_seqs
+        options.max_num_batched_tokens = self._slots + PROMPT_TOKENS
         options.cache_size = cache_gib(model, max_num_seqs * max_model_len)
         options.enable_prefix_caching = False
         kept = self.cache_precision or short
@@ -90,6 +91,12 @@ class Plain:
         self._requests += 1
         ids = openvino.Tensor(np.array([prompt], np.int64))
         return self._pipeline.add_request(self._requests, ids, greedy)
+
+
+class Wide(Plain):
+    """The same with all requests of the ragged workload at once, as far as its cache goes."""
+
+    widening = 8
 
 
 class U8Cache(Plain):

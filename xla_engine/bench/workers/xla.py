@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from graphs.attention import whole_blocks
 from scheduler import Plan, Request, Scheduler, StepResult, TokenEvent
 from xla_engine import __version__
 from xla_engine.checkpoint import load_checkpoint
@@ -23,6 +25,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.verify import verify
 
 Ids = list[list[int]]
+SLOTS_OF_PAGES = 4  # for one slot of its own
 
 
 class TimedRunner:
@@ -64,7 +67,7 @@ class Watch:
 
 
 class Engine:
-    """Our side of the protocol in `worker.py`; weights as the model has them."""
+    """Our side of the protocol in `worker.py`; weights as the model has them, slots of their own."""
 
     quantization: str | None = None
 
@@ -81,6 +84,7 @@ class Engine:
             quantization=self.quantization,
             enable_prefix_caching=False,  # prompts come again in the next round, and are to be computed again
         )
+        config = self.laid_out(config, whole_blocks(max_model_len))
         self._engine = XlaBatchEngine(load_checkpoint(model, dtype=dtype), None, config)
         self._runner = TimedRunner(self._engine.runner)
         self._engine.runner = cast(Runner, self._runner)
@@ -92,6 +96,10 @@ class Engine:
             "compile_seconds": stats.compile_seconds,
             "programs": len(self._engine.inventory_report()),
         }
+
+    def laid_out(self, config: EngineConfig, positions: int) -> EngineConfig:
+        """How keys and values lie that would take `positions` for each slot."""
+        return config
 
     @property
     def engine(self) -> XlaBatchEngine:
@@ -214,6 +222,14 @@ class Int8(Engine):
     """The same with weights and activations in eight bits."""
 
     quantization = "int8"
+
+
+class Pages(Engine):
+    """More slots in the same memory, of which they borrow pages."""
+
+    def laid_out(self, config: EngineConfig, positions: int) -> EngineConfig:
+        blocks = config.device_rows * positions // config.block_size
+        return replace(config, num_blocks=blocks, max_num_seqs=SLOTS_OF_PAGES * config.num_slots)
 
 
 class Judge:
