@@ -19,8 +19,9 @@ from xla_engine.record import RecordError
 from xla_engine.record_json import write_record
 from xla_engine.recording import record_schedule
 from xla_engine.schedule import draw_cases, draw_schedule
-from xla_engine.step_log import StepLog, logging_steps, read_step_log
+from xla_engine.step_log import Moment, StepLog, logging_steps, read_step_log
 from xla_engine.timeline import Timeline, read_timeline, write_timeline
+from xla_engine.timeline.model import Segment, of_step_log
 from xla_engine.timeline.trace_events import trace_events
 
 
@@ -148,6 +149,12 @@ def test_parked_and_cached_are_drawn(tiny: XlaBatchEngine, tmp_path: Path) -> No
         if kind == "parked":
             assert request in [who for who, *_ in log.steps[first].parks]
             assert request in [who for who, *_ in log.steps[last + 1].resumes]
+    # Had one ended by the token that was on its way when it was parked, it would be parked no longer.
+    lane, first, last, _, request = next(
+        each for each in timeline.segments if each.kind == "parked" and each.last > each.first
+    )
+    log.requests[request].over = Moment(first + 1, first)
+    assert Segment(lane, first, first, "parked", request) in of_step_log(log).segments
     write_timeline(timeline, tmp_path / "t.html")
 
 

@@ -39,8 +39,8 @@ class LoggedRequest:
 
     came: when it was submitted. like: an earlier request, and how many tokens both prompts begin with; None if none is
         known. What a prompt has in common with the answer to an earlier one is not known.
-    end: why it ended, None if it did not. taken_back: when the caller, or its time, ended it; None where a token did.
-        tokens: new tokens it had then.
+    end: why it ended, None if it did not. over: when. taken_back: the same where the caller, or its time, ended it;
+        None where a token did. tokens: new tokens it had then.
     """
 
     name: str
@@ -53,6 +53,7 @@ class LoggedRequest:
     like: tuple[int, int] | None = None
     end: str | None = None
     ended: float | None = None
+    over: Moment | None = None
     taken_back: Moment | None = None
     tokens: int = 0
 
@@ -319,8 +320,9 @@ def _read(file: TextIO) -> StepLog:
             for index, reason, tokens in line.get("end", ()):
                 request = log.requests[index]
                 request.end, request.ended, request.tokens = str(reason), at, int(tokens)
+                request.over = Moment(len(log.steps), reads)
                 if "read" not in line:
-                    request.taken_back = Moment(len(log.steps), reads)
+                    request.taken_back = request.over
     return log
 
 

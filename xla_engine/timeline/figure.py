@@ -14,6 +14,10 @@ COLOURS = {
     "cached": "#55a868",
     "parked": "#a58bc4",
 }
+IDLE = "#f4f4f2"
+LONG = ("decode", "parked")  # what takes many steps
+NARROWEST = 0.001  # share of the figure's width that one step is drawn with at least
+LOWEST = 0.1  # inches a lane needs for labels
 ROOM = 0.011  # share of the figure's width that a letter of a label takes
 
 
@@ -28,37 +32,49 @@ def draw(timeline: Timeline, path: Path | str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Rectangle
 
-    lanes, steps = max(timeline.lanes, 1), max(timeline.steps, 1)
-    height = min(1.6 + 0.24 * lanes, 24) + 1.2
+    lanes, steps = timeline.lanes, max(timeline.steps, 1)
+    parked = lanes - timeline.slots
+    squeeze = min(1.0, timeline.slots / parked) if parked else 1.0  # no more height than the slots
+    deep = timeline.slots + parked * squeeze
+    height = min(1.6 + 0.24 * deep, 24) + 1.2
     figure, (axes, below) = pyplot.subplots(
         2, figsize=(13, height), height_ratios=(height - 2.2, 1), sharex=True, layout="constrained"
     )
-    for kind in KINDS:
-        boxes = [
-            [(first, lane - 0.42), (last + 1, lane - 0.42), (last + 1, lane + 0.42), (first, lane + 0.42)]
-            for lane, first, last, what, _ in timeline.segments
-            if what == kind
-        ]
-        if boxes:
-            edge = "white" if len(boxes) < 4000 else "none"
-            axes.add_collection(
-                PolyCollection(boxes, facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, label=kind)
-            )
-    for lane, first, last, _, index in timeline.segments:
-        name = timeline.requests[index].name
-        if (last + 1 - first) / steps > ROOM * len(name):
-            axes.text((first + last + 1) / 2, lane, name, ha="center", va="center", fontsize=7, color="white")
-    axes.set(xlim=(0, steps), ylim=(lanes - 0.5, -0.5), ylabel="slot")
-    if lanes > timeline.slots:
-        axes.axhline(timeline.slots - 0.5, color="grey", linewidth=0.8)
-    axes.set_yticks(range(0, lanes, max(1, lanes // 16)))
-    axes.set_title(f"{timeline.title}\n{len(timeline.requests)} requests, {timeline.steps} steps", fontsize=9)
-    axes.set_facecolor("#f4f4f2")
-    if timeline.segments:
-        axes.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=len(KINDS), fontsize=8, frameon=False
+    boxes: dict[str, list[list[tuple[float, float]]]] = {kind: [] for kind in KINDS}
+    for lane, first, last, kind, index in timeline.segments:
+        tall = squeeze if lane >= timeline.slots else 1.0
+        middle = (
+            lane if lane < timeline.slots else timeline.slots - 0.5 + (lane - timeline.slots + 0.5) * squeeze
         )
+        end, half = max(last + 1, first + NARROWEST * steps), 0.42 * tall
+        corners = (first, -half), (end, -half), (end, half), (first, half)
+        boxes[kind].append([(x, middle + y) for x, y in corners])
+        name = timeline.requests[index].name
+        if (last + 1 - first) / steps > ROOM * len(name) and tall * height / deep > LOWEST:
+            about = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+            axes.text((first + last + 1) / 2, middle, name, **about)
+    for kind in sorted(KINDS, key=LONG.__contains__, reverse=True):  # what is short goes on top
+        if boxes[kind]:
+            edge = "white" if kind in LONG and len(boxes[kind]) < 4000 else "none"
+            axes.add_collection(
+                PolyCollection(
+                    boxes[kind], facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, label=kind
+                )
+            )
+    axes.add_patch(Rectangle((0, -1), 0, 0, facecolor=IDLE, edgecolor="#bbbbb5", linewidth=0.5, label="idle"))
+    axes.set(xlim=(0, steps), ylim=(deep - 0.5, -0.5), ylabel="slot")
+    axes.set_yticks(range(0, timeline.slots, max(1, round(deep / 16))))
+    if parked:
+        axes.axhline(timeline.slots - 0.5, color="grey", linewidth=0.8)
+        about = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 9}
+        axes.text(-0.006 * steps, (timeline.slots + deep - 1) / 2, "parked", **about)
+    axes.set_title(f"{timeline.title}\n{len(timeline.requests)} requests, {timeline.steps} steps", fontsize=9)
+    axes.set_facecolor(IDLE)
+    if timeline.segments:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01)}
+        axes.legend(**place, ncols=len(KINDS) + 1, fontsize=8, frameon=False)
     below.fill_between(
         range(timeline.steps), timeline.busy, step="post", color="#4c78c8", alpha=0.35, linewidth=0
     )

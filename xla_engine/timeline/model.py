@@ -139,11 +139,11 @@ class _Lanes:
         self._since[request] = last + 1
 
 
-def _build(steps: Sequence[_Step], slots: int, taken_back: Mapping[int, int]) -> tuple[Segment, ...]:
-    """taken_back: by request, the step before which its caller ended it."""
+def _build(steps: Sequence[_Step], slots: int, over: Mapping[int, int]) -> tuple[Segment, ...]:
+    """over: by request, the step before which it ended; perhaps parked, with its last token on the way."""
     lanes = _Lanes(slots)
     leaving: dict[int, list[int]] = {}
-    for request, number in taken_back.items():
+    for request, number in over.items():
         leaving.setdefault(number, []).append(request)
     for number, step in enumerate(steps):
         for request in leaving.get(number, ()):
@@ -173,11 +173,7 @@ def of_step_log(log: StepLog) -> Timeline:
         )
         for step in log.steps
     ]
-    taken_back = {
-        index: each.taken_back.started
-        for index, each in enumerate(log.requests)
-        if each.taken_back is not None
-    }
+    over = {index: each.over.started for index, each in enumerate(log.requests) if each.over is not None}
     times: list[tuple[float, float]] = []
     free = 0.0
     for step in log.steps:
@@ -193,13 +189,9 @@ def of_step_log(log: StepLog) -> Timeline:
             Label(each.name, each.prompt_tokens, each.tokens if each.end else None, each.end)
             for each in log.requests
         ),
-        segments=_build(steps, int(log.scheduler["max_num_seqs"]), taken_back),
+        segments=_build(steps, int(log.scheduler["max_num_seqs"]), over),
         times=tuple(times),
-        waiting=_waiting(
-            steps,
-            [each.came.started for each in log.requests],
-            taken_back,
-        ),
+        waiting=_waiting(steps, [each.came.started for each in log.requests], over),
     )
 
 

@@ -17,8 +17,9 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
     """The trace: a track per slot, one for the steps, counters of busy slots and waiting requests."""
     times = timeline.times or [(NOMINAL_STEP * at, NOMINAL_STEP * (at + 1)) for at in range(timeline.steps)]
     events: list[dict[str, Any]] = [_name("process_name", 0, 0, timeline.title or "xla-engine")]
-    events.append(_name("thread_name", 0, timeline.lanes, "steps"))
-    for lane in range(timeline.lanes):
+    lanes, busy = timeline.lanes, timeline.busy
+    events.append(_name("thread_name", 0, lanes, "steps"))
+    for lane in range(lanes):
         events.append(_name("thread_name", 0, lane, f"slot {lane}" if lane < timeline.slots else "parked"))
     for lane, first, last, kind, index in timeline.segments:
         request = timeline.requests[index]
@@ -28,9 +29,8 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
         if request.end is not None:
             args["end"] = request.end
         events.append(_span(request.name, kind, lane, times[first][0], times[last][1], args))
-    busy = timeline.busy
     for step, (begin, end) in enumerate(times):
-        events.append(_span(f"step {step}", "step", timeline.lanes, begin, end, {"busy slots": busy[step]}))
+        events.append(_span(f"step {step}", "step", lanes, begin, end, {"busy slots": busy[step]}))
         counters = {"busy slots": busy[step], "waiting": timeline.waiting[step]}
         for name, value in counters.items():
             events.append({"name": name, "ph": "C", "pid": 0, "ts": _us(begin), "args": {name: value}})
