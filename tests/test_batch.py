@@ -531,7 +531,9 @@ def test_the_tally_counts_results_and_errors() -> None:
     assert (tally.ok, tally.failed) == (2, {"invalid_json_line": 1, "invalid_request": 2})
     assert (tally.prompt_tokens, tally.generated_tokens) == (6, 4)
     assert [error.line for error in tally.first_errors] == [2, 4, 5]
-    text = "\n".join(summary_lines(tally, EngineStats(compiles_warmup=5), wall=2.0, cold_start=1.5))
+    stats = EngineStats(compiles_warmup=5, cached_tokens=7, prompt_tokens=4)
+    text = "\n".join(summary_lines(tally, stats, wall=2.0, cold_start=1.5))
+    assert "7 tokens found, 4 computed" in text and "preemptions" not in text
     for part in (
         "5: 2 ok, 3 failed (invalid_json_line 1, invalid_request 2)",
         "6 prompt, 4 generated, 2.0 tok/s",

@@ -455,6 +455,22 @@ def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
         assert len(set(lengths)) > least // 4 and len({r.params.max_tokens for r in requests}) > least // 4
 
 
+@pytest.mark.slow
+def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "xla-engine"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m xla_engine "$@"\n')
+    command.chmod(0o755)
+    paths = f"{command.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths}
+    example = ["bash", ROOT / "examples" / "more_requests_than_memory.sh", tmp_path / "results"]
+    done = subprocess.run(example, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("same") == 5, "a run differs from the first"
+    assert "tokens found" in done.stdout and "preemptions" in done.stdout
+    assert (tmp_path / "results" / "steps.html").stat().st_size > 10_000
+
+
 def test_the_notebook_runs() -> None:
     command = [sys.executable, "examples/notebook.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

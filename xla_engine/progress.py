@@ -205,6 +205,7 @@ def summary_lines(tally: Tally, stats: EngineStats, *, wall: float, cold_start: 
         ),
         ("wall time", f"{wall:.2f} s"),
         ("tokens", f"{tally.prompt_tokens} prompt, {tally.generated_tokens} generated, {rate:.1f} tok/s"),
+        *_memory_lines(stats),
         ("time to first token", _quantiles(tally.ttft)),
         ("inter-token latency", _quantiles(tally.inter_token)),
         ("slot occupancy", f"{stats.occupancy:.1%}"),
@@ -216,6 +217,16 @@ def summary_lines(tally: Tally, stats: EngineStats, *, wall: float, cold_start: 
         ("compiles", f"{stats.compiles_warmup} before, {stats.compiles_after_warmup} after warm-up"),
     ]
     return [f"{name:<20} {text}" for name, text in rows]
+
+
+def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
+    """What was not computed because it lay in memory, and what had to leave it; nothing where there was neither."""
+    lines = []
+    if stats.cached_tokens:
+        lines.append(("prefix cache", f"{stats.cached_tokens} tokens found, {stats.prompt_tokens} computed"))
+    if stats.preemptions:
+        lines.append(("preemptions", f"{stats.preemptions}"))
+    return lines
 
 
 def _bar(stream: TextIO, total: int | None, bar_format: str, **options: Any) -> Any:
