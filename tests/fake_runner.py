@@ -100,7 +100,6 @@ class FakeRunner:
         self.host: dict[str, DeviceRow] = {}  # state of parked requests
         self.pages = [[-1] * config.block_size for _ in range(config.num_blocks or 0)]  # tokens, as in `kv`
         self.tables: list[list[int]] = [[] for _ in self.rows]
-        self.copied = 0
         self.steps = 0
         self.prefilled = 0  # tokens
 
@@ -130,7 +129,6 @@ class FakeRunner:
             self._park(swap)
         for copy in plan.copies:
             self.pages[copy.target] = list(self.pages[copy.source])
-            self.copied += 1
         for table in plan.tables:
             self._set_table(table)
         for swap in plan.resumes:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler import Request, SchedulerConfig
-from tests.fake_runner import VOCABULARY, Loop, expected
+from tests.fake_runner import PREEMPTED, VOCABULARY, Loop, expected
 
 TREE = random.Random(7)
 STEMS = [tuple(TREE.randrange(VOCABULARY) for _ in range(24)) for _ in range(2)]
@@ -106,11 +106,23 @@ def check_all(seeds: range) -> None:
     assert sum(each.cached_tokens for each in counters) > len(loops), "hits were rare"
     for how in ("park", "recompute", "replay"):
         assert sum(loop.preempted[how] for loop in loops) > len(loops) / 10, how
-    assert sum(loop.scheduler.config.num_blocks is not None for loop in loops) > len(loops) / 8
-    plans = [plan for loop in loops for plan in loop.plans]
-    reuses = [reuse for plan in plans for reuse in plan.reuses]
+    paged = [plan for loop in loops if loop.scheduler.config.num_blocks is not None for plan in loop.plans]
+    whole = [plan for loop in loops if loop.scheduler.config.num_blocks is None for plan in loop.plans]
+    reuses = [reuse for plan in whole for reuse in plan.reuses]
     assert any(reuse.source == reuse.slot.index for reuse in reuses), "in place"
     assert any(reuse.source != reuse.slot.index for reuse in reuses), "copied"
+    for what, count in {
+        "pages shared": sum(len(plan.reuses) for plan in paged),
+        "pages copied": sum(len(plan.copies) for plan in paged),
+        "rows grown": sum(table.start > 0 for plan in paged for table in plan.tables),
+        "slots lost for want of pages": sum(
+            each.action in PREEMPTED for plan in paged for each in plan.decisions
+        ),
+        "parked pages shared on their return": sum(
+            -1 in swap.blocks for plan in paged for swap in plan.resumes
+        ),
+    }.items():
+        assert count > len(loops) / 20, what
 
 
 def test_adversarial_sequences_give_no_stale_hit_and_lose_nothing() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import FinishReason, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult, policy
-from tests.fake_runner import VOCABULARY, Loop
+from tests.fake_runner import PREEMPTED, VOCABULARY, Loop
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
@@ -24,10 +24,12 @@ class PolicyLoop(Loop):
 
     def plan(self) -> Plan:
         plan = self.scheduler.plan()
+        for lost in (each for each in plan.decisions if each.action in PREEMPTED):
+            self._lost_its_slot(lost.request_id, lost.action)
         for request_id in plan.admitted:
             self.queue.pop(request_id)
-        for swap in plan.parks:
-            self._lost_its_slot(swap.request_id, "park")
+        for request_id in plan.replays:
+            self.live[request_id].samples.clear()  # they come again
         self.plans.append(plan)
         self._check_lockstep(plan)
         if not plan.is_empty:
@@ -36,6 +38,8 @@ class PolicyLoop(Loop):
 
 
 def draw_config(draw: random.Random, name: str) -> SchedulerConfig:
+    size = draw.choice((1, 2, 4))
+    tokens = draw.choice((None, None, 34, 50))  # in pages; the largest request takes 32
     return SchedulerConfig(
         max_num_seqs=draw.randint(1, 4),
         chunk_size=draw.choice((2, 4)),
@@ -44,9 +48,10 @@ def draw_config(draw: random.Random, name: str) -> SchedulerConfig:
         priority_aging=draw.choice((1, 3, 8)),
         quantum=draw.choice((1, 1, 2, 5)),
         enable_prefix_caching=draw.random() < 0.7,
-        block_size=draw.choice((1, 2, 4)),
+        block_size=size,
         prefill_equals_decode=draw.random() < 0.5,
         swap_tokens=draw.choice((0, 12, 1 << 20)),
+        num_blocks=None if tokens is None else -(-tokens // size),
     )
 
 
