@@ -139,7 +139,8 @@ class FakeRunner:
         decode = [self._decode(row) for row in plan.decode]
         self._check_all_decode(plan)
         for row in self.rows if self.config.num_blocks is not None else ():
-            require(row.over or self._in_pages(row.slot, len(row.kv)) == row.kv, f"{row}: pages overwritten")
+            if not row.over and self._in_pages(row.slot, len(row.kv)) != row.kv:
+                raise PlanError(f"the pages of {row} were overwritten")
         return StepResult(first=[token for token in first if token is not None], decode=decode)
 
     def _check_budget(self, plan: Plan) -> None:
@@ -163,7 +164,8 @@ class FakeRunner:
         if self.config.num_blocks is not None:
             assert row.slot is not None
             size, table = self.config.block_size, self.tables[row.slot.index]
-            require(len(row.kv) <= len(table) * size, f"{row} has written behind its pages {table}")
+            if len(row.kv) > len(table) * size:
+                raise PlanError(f"{row} has written behind its pages {table}")
             for position in range(max(start, len(row.kv) - len(tokens)), len(row.kv)):
                 self.pages[table[position // size]][position % size] = row.kv[position]
 
