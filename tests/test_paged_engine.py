@@ -70,26 +70,26 @@ def test_pages_hold_more_requests_and_change_no_bit(tiny: XlaBatchEngine, paged:
     assert most > 8, f"{most} requests at once"
 
 
-def storm(engine: XlaBatchEngine, seed: int, lag: int) -> int:
+def storm(engine: XlaBatchEngine, seed: int, lag: int, requests: int = 24) -> int:
     """Prompts that begin alike, aborts, and slots lost at random steps; returns how many slots were lost.
 
     Each request is first run alone, with nothing of it known.
     """
     draw = random.Random(seed)
-    requests = []
-    for index in range(24):
+    drawn = []
+    for index in range(requests):
         stem = draw.choice(STEMS)[: draw.choice((0, 16, 31, 32, 64, 100))]
         tail = [draw.randrange(TINY.vocab_size) for _ in range(draw.choice((0, 1, 5, 40)))]
         params = replace(draw.choice(PARAMS), max_tokens=draw.choice((1, 6, 30)), min_tokens=0)
-        requests.append((f"{seed}/{index}", (stem + tail) or [1], params))
+        drawn.append((f"{seed}/{index}", (stem + tail) or [1], params))
     expected = {}
-    for name, prompt, params in requests:
+    for name, prompt, params in drawn:
         engine.reset_prefix_cache()
         engine.submit(prompt, params, request_id=name)
         expected.update(answers(engine.drain()))
     before, cached = engine.stats().preemptions, engine.stats().cached_tokens
     engine.lag = lag
-    waiting, ended = list(requests), []
+    waiting, ended = list(drawn), []
     while waiting or engine.has_unfinished:
         for _ in range(draw.choice((0, 1, 3))):
             if waiting:
@@ -120,7 +120,7 @@ def test_turns_of_one_step_over_fewer_pages_than_requests_change_no_bit(make_eng
     engine = make_engine(
         replace(PAGED, scheduling_policy="round_robin", quantum=1, max_num_seqs=4, num_blocks=10)
     )
-    assert storm(engine, seed=7, lag=1) > 100
+    assert storm(engine, seed=7, lag=1, requests=12) > 100
 
 
 def test_rows_grow_and_the_last_in_line_gives_way(paged: XlaBatchEngine) -> None:
