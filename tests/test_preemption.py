@@ -142,6 +142,24 @@ def test_where_the_host_has_no_room_requests_run_again(make_engine: MakeEngine) 
     assert isinstance(engine.config, EngineConfig)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_a_text_must_match_begins_anew_with_a_request_that_runs_again(
+    embedded: XlaBatchEngine, lag: int
+) -> None:
+    """In a slot again in the very step, it was prefilled under the mask of the token after its last one."""
+    pytest.importorskip("llguidance")
+    params = SamplingParams(seed=4, max_tokens=40, logprobs=0, structured_outputs={"regex": "([a-z] ){9}"})  # type: ignore[arg-type]
+    embedded.lag = lag
+    embedded.submit("def ", params, request_id="word")
+    (alone,) = embedded.drain()
+    for steps in (2, 3, 6):
+        embedded.submit("def ", params, request_id="word")
+        ended = [output for _ in range(steps) for output in embedded.step(only_finished=True)]
+        assert not ended and embedded.preempt("word", how="replay")
+        (again,) = embedded.drain()
+        assert (again.error, answers([again])) == (None, answers([alone]))
+
+
 def test_a_request_that_ends_while_it_is_parked_leaves_nothing(tiny: XlaBatchEngine) -> None:
     tiny.submit(PROMPTS[3], PARAMS[0], request_id="a")
     for _ in range(5):

@@ -144,12 +144,12 @@ class Loop:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._faults.plan = plan
+        for request_id in plan.replays:  # first: one that is in a slot again has the mask of its first token
+            self._book[request_id].rewind()
         self._in_flight.append(self.runner.start(plan, self._book.settings))
         self._faults.plan = None
         if self.on_step is not None:
             self.on_step(plan, None)
-        for request_id in plan.replays:
-            self._book[request_id].rewind()
         for reuse in plan.reuses:
             self._book[reuse.request_id].reuse(reuse.length)
         now = self.clock()
