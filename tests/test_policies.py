@@ -56,9 +56,12 @@ def draw_config(draw: random.Random, name: str) -> SchedulerConfig:
 
 
 @pytest.mark.parametrize("name", policy.POLICIES)
-def test_every_request_gets_what_it_gets_alone_under_each_policy(name: str) -> None:
-    """Two hundred seeded storms of arrivals, aborts and deadlines, at a lag of 0 to 2."""
-    for seed in range(200):
+@pytest.mark.parametrize(
+    "seeds", [range(200), pytest.param(range(200, 2200), marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_every_request_gets_what_it_gets_alone_under_each_policy(name: str, seeds: range) -> None:
+    """Seeded storms of arrivals, aborts and deadlines, at a lag of 0 to 2."""
+    for seed in seeds:
         draw = random.Random(f"{name}/{seed}")
         loop = PolicyLoop(draw_config(draw, name))
         lag = draw.randint(0, 2)
