@@ -9,7 +9,7 @@ from typing import Any
 from scheduler import integrity, policy, snapshot
 from scheduler.config import SchedulerConfig
 from scheduler.deadlines import Deadlines
-from scheduler.decoding import Decoding
+from scheduler.decoding import Credits, Decoding
 from scheduler.lockstep import Lockstep
 from scheduler.pages import Pages
 from scheduler.plan import (
@@ -35,6 +35,7 @@ from scheduler.waiting import WaitingQueue
 
 COMPARED = 32  # requests in line, for how much of each is cached
 NO_PREFILL = PrefillPlan((), (), ())
+NOTHING = Credits([], [], 0)
 
 
 class Scheduler:
@@ -60,7 +61,7 @@ class Scheduler:
         self._turns = Turns(config.quantum if round_robin else None, config.max_num_seqs)
         self._deadlines = Deadlines()
         self._prefilling = Prefilling(config, self._room.cache)
-        self._decoding = Decoding(keeps_tokens=config.keeps_tokens)
+        self._decoding = Decoding(self._states, keeps_tokens=config.keeps_tokens)
         self._lockstep = Lockstep()
         self._swaps = Swaps(config)
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt
@@ -127,7 +128,7 @@ class Scheduler:
         fresh._next_step = fresh._committed = self._next_step
         fresh._places, fresh._preemptions = self._places, self._preemptions
         fresh._cached_tokens = self._cached_tokens
-        self._decoding.settle()
+        self._settle()
         lost = sum(state.credited for state in self._states.values())
         fresh._tokens_credited = self._tokens_credited - lost
         fresh._tokens_dropped = self._tokens_dropped + lost
@@ -162,7 +163,9 @@ class Scheduler:
         decode = self._decoding.rows
         planned = self._decoding.due(self._next_step)
         if self._lockstep:
-            decode += self._lockstep.plan()  # adding nothing leaves the same object
+            if single := self._lockstep.plan():
+                decode += single
+                self._decoding.differ(self._next_step + 1)
             planned += self._lockstep.done()
         decisions.extend(self._hand_over(state) for state in planned)
         plan = Plan(
@@ -202,6 +205,9 @@ class Scheduler:
         how = self._swaps.way(state, length, how)
         state.decide(how, f"slot {state.slot.index} was taken away")
         self._part_of(state).leave(state)
+        if state.last_step is not None:
+            state.settle(self._committed)
+            self._decoding.taken_away(state, self._next_step)
         self._room.retain(state)
         if how == "park":
             self._swaps.park(state, self._room.park(state, length))
@@ -238,14 +244,21 @@ class Scheduler:
                 f"step {plan.step} samples {len(first_rows)} first tokens and {len(plan.decode)} rows; the "
                 f"result has {len(result.first)} and {len(result.decode)}"
             )
-        self._committed += 1
-        events = self._credit(first_rows, [(sample,) for sample in result.first]) if first_rows else []
-        decoded = self._decoding.credit_all(plan.decode, result.decode)
+        events = []
+        if first_rows:
+            events = self._credit(plan.step, first_rows, [(sample,) for sample in result.first])
+        decoded = self._decoding.credit_all(plan.step, plan.decode, result.decode) if plan.decode else NOTHING
         if decoded is None:
-            self._decoding.settle()
-            return events + self._credit(plan.decode, result.decode)
-        self._tokens_credited += len(decoded)
-        return events + decoded
+            events += self._credit(plan.step, plan.decode, result.decode)
+        else:
+            events += decoded.events
+            self._tokens_credited += len(decoded.events)
+            self._tokens_dropped += decoded.dropped
+            for state, reason in decoded.ended:
+                self._tokens_credited -= reason is FinishReason.ERROR
+                self._end(state, reason)
+        self._committed += 1
+        return events
 
     @property
     def next_deadline(self) -> float:
@@ -283,7 +296,7 @@ class Scheduler:
         """
         self._next_step += steps
         self._committed += steps
-        self._tokens_credited += self._decoding.credit_steps(steps)
+        self._tokens_credited += steps * len(self._decoding)
 
     def _admit(self, decisions: list[Decision]) -> tuple[tuple[str, ...], tuple[Swap, ...]]:
         """Give slots to the head of the line; returns who got one, and whose state comes back from the host."""
@@ -406,12 +419,17 @@ class Scheduler:
 
     def _hand_over(self, state: RequestState) -> Decision:
         """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
-        self._part_of(state).leave(state)
+        if state.request.lockstep:
+            self._lockstep.leave(state)
+        else:
+            self._decoding.hand_over(state)
         self._room.leave(state, self._next_step)
         tokens, slot = state.request.max_tokens, state.slot.index
         return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
 
-    def _credit(self, parts: Sequence[Chunk | Row], samples: Sequence[Sequence[Sample]]) -> list[TokenEvent]:
+    def _credit(
+        self, step: int, parts: Sequence[Chunk | Row], samples: Sequence[Sequence[Sample]]
+    ) -> list[TokenEvent]:
         events = []
         for part, sampled in zip(parts, samples, strict=True):
             request_id = part.request_id
@@ -432,7 +450,10 @@ class Scheduler:
                 self._end(state, FinishReason.ERROR)
                 continue
             request = state.request
-            state.credited += 1
+            if isinstance(part, Row) and state.last_step is not None:
+                state.settle(step + 1)
+            else:
+                state.credited += 1
             self._tokens_credited += 1
             if self.config.keeps_tokens:
                 state.generated.append(sample.token_id)
@@ -466,9 +487,15 @@ class Scheduler:
         if state.holds_slot:
             self._part_of(state).leave(state)
             self._room.leave(state, self._next_step)
+        if state.last_step is not None:
+            self._decoding.over(state, self._committed, self._next_step)
         state.status, state.finish_reason = Status.FINISHED, reason
         self._finished[reason] += 1
         self._deadlines.forget_ended(len(self._states))
+
+    def _settle(self) -> None:
+        for state in self._states.values():
+            state.settle(self._committed)
 
     def _part_of(self, state: RequestState) -> Prefilling | Decoding | Lockstep:
         """What plans for a request that holds a slot."""
@@ -491,7 +518,7 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Slots, queue and counters, with the reason of each live request's last decision."""
-        self._decoding.settle()
+        self._settle()
         admitted = [
             state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
         ]
@@ -499,7 +526,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError on any broken invariant."""
-        self._decoding.settle()
+        self._settle()
         integrity.check(
             states=self._states,
             slots=self._room.slots,

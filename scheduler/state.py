@@ -19,8 +19,9 @@ class RequestState:
     holds_slot: whether the slot of `tenancy` is still this request's.
     prefilled: tokens of its context planned by prefill, or taken from the prefix cache.
     last_step: the plan that plans this request's last token; known while it decodes, and after. None in lockstep.
+    first_step: the first plan in which it decodes, where `last_step` is known.
     planned_before: new tokens planned, of a request in lockstep or one that was preempted.
-    credited: tokens received by commits.
+    credited: tokens received by commits, as far as somebody counted; see `settle`.
     generated: these tokens, where the scheduler has a use for them. base: how many of them belong to the context, as
         they are prefilled again.
     page_keys: of the context, made when first needed.
@@ -40,6 +41,7 @@ class RequestState:
     holds_slot: bool = False
     prefilled: int = 0
     last_step: int | None = None
+    first_step: int = 0
     planned_before: int = 0
     credited: int = 0
     generated: list[int] = field(default_factory=list)
@@ -88,6 +90,14 @@ class RequestState:
         if self.last_step is None:
             return self.planned_before
         return self.request.max_tokens - max(self.last_step + 1 - next_step, 0)
+
+    def settle(self, committed: int) -> None:
+        """Let `credited` say what the steps before `committed` brought.
+
+        A row gets a token from each step in which it decodes, so nobody counts while it does.
+        """
+        if self.last_step is not None and committed > self.first_step:
+            self.credited = self.planned(committed)
 
     def position(self, next_step: int) -> int:
         """KV entries written by the plans before `next_step`, which is the row's next write index."""
