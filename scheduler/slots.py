@@ -14,6 +14,9 @@ class StaleSlotError(ValueError):
 class Slots:
     """`count` slots, of which the one of least use is handed out first, and among these that of lowest index.
 
+    Where use says when the content of a slot was last wanted, the least recently used goes first. Slots are equal in
+    size, and one is overwritten as a whole: by slots is by bytes.
+
     The epoch of an index grows by one at each release, so a `Slot` names one tenancy and no later one.
     """
 

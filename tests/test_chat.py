@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from xla_engine import LLM, SamplingParams
-from xla_engine.chat import _WORKER, ChatTemplate, render_chat
+from xla_engine.chat import _WORKER, ChatTemplate, chosen_template, render_chat
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ChatTemplateError, CheckpointError, InvalidRequestError
 
@@ -54,6 +54,13 @@ BOMBS = {
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "nesting": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
 }
+
+
+def test_a_template_in_place_of_the_checkpoints_sees_its_special_tokens() -> None:
+    own = ChatTemplate(sources={"default": PLAIN}, special_tokens=TOKENS)
+    assert chosen_template(own, None) is own
+    other = chosen_template(own, "{{ bos_token }}{{ messages[0].content }}")
+    assert render_chat(HELLO, other) == "<s>Hello"
 
 
 @pytest.mark.parametrize("name", BOMBS)
