@@ -192,7 +192,17 @@ def test_pages_figures_and_traces_are_written(log_path: Path, tmp_path: Path) ->
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(timeline.segments) + timeline.steps
-    assert all(span["dur"] >= 0 for span in spans)
+    keys = {
+        "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"},
+        "C": {"name", "ph", "ts", "pid", "args"},
+        "M": {"name", "ph", "pid", "tid", "args"},
+    }
+    assert all(set(event) == keys[event["ph"]] and event["pid"] == 1 for event in events)
+    tracks: dict[int, float] = {}
+    for span in sorted(spans, key=lambda span: span["ts"]):
+        assert span["dur"] >= 0 and span["ts"] >= tracks.get(span["tid"], 0.0) - 0.002, span
+        tracks[span["tid"]] = span["ts"] + span["dur"]
+    assert sorted(tracks) == [*range(1, timeline.lanes + 2)]
     if matplotlib is not None:
         assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 

@@ -10,17 +10,18 @@ from typing import Any
 
 from xla_engine.timeline.model import Timeline
 
+PROCESS = 1  # numbers of processes and threads begin at 1: 0 is the idle one where such traces come from
 NOMINAL_STEP = 1e-3  # seconds a step is drawn with where the record has no times
 
 
 def trace_events(timeline: Timeline) -> dict[str, Any]:
     """The trace: a track per slot, one for the steps, counters of busy slots and waiting requests."""
     times = timeline.times or [(NOMINAL_STEP * at, NOMINAL_STEP * (at + 1)) for at in range(timeline.steps)]
-    events: list[dict[str, Any]] = [_name("process_name", 0, 0, timeline.title or "xla-engine")]
     lanes, busy = timeline.lanes, timeline.busy
-    events.append(_name("thread_name", 0, lanes, "steps"))
-    for lane in range(lanes):
-        events.append(_name("thread_name", 0, lane, f"slot {lane}" if lane < timeline.slots else "parked"))
+    events = [_about("process_name", lanes, name=timeline.title or "xla-engine")]
+    for lane in range(lanes + 1):
+        name = f"slot {lane}" if lane < timeline.slots else "parked" if lane < lanes else "steps"
+        events += [_about("thread_name", lane, name=name), _about("thread_sort_index", lane, sort_index=lane)]
     for lane, first, last, kind, index in timeline.segments:
         request = timeline.requests[index]
         args = {"kind": kind, "first step": first, "last step": last, "prompt tokens": request.prompt_tokens}
@@ -33,18 +34,22 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
         events.append(_span(f"step {step}", "step", lanes, begin, end, {"busy slots": busy[step]}))
         counters = {"busy slots": busy[step], "waiting": timeline.waiting[step]}
         for name, value in counters.items():
-            events.append({"name": name, "ph": "C", "pid": 0, "ts": _us(begin), "args": {name: value}})
+            events.append({"name": name, "ph": "C", "pid": PROCESS, "ts": _us(begin), "args": {name: value}})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _span(name: str, kind: str, lane: int, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
     duration = round(_us(end) - _us(begin), 3)
-    span = {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": lane, "ts": _us(begin), "dur": duration}
-    return {**span, "args": args}
+    span = {"name": name, "cat": kind, "ph": "X", "ts": _us(begin), "dur": duration, "args": args}
+    return span | _track(lane)
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _about(what: str, lane: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "args": args} | _track(lane)
+
+
+def _track(lane: int) -> dict[str, int]:
+    return {"pid": PROCESS, "tid": lane + 1}
 
 
 def _us(seconds: float) -> float:
