@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import Scheduler, SchedulerConfig
+from tests.conftest import TINY_ENGINE
 from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine import XlaBatchEngine
@@ -46,9 +47,9 @@ UNEVEN = replace(COST, noise=(0.0, 4e-4, -3e-4, -1e-4), overlap=0.5, wake=1e-3)
 MACHINE = Machine(lanes=(2, 8), key_buckets=(512,), rows=8)
 
 
-def record(engine: XlaBatchEngine, path: Path, *, seed: int, lag: int = 1) -> None:
+def record(engine: XlaBatchEngine, path: Path, *, seed: int, lag: int = 1, longest: int = 200) -> None:
     """A run of every kind of end: caps, stop ids, stop strings, aborts; priorities, prompts that begin alike, arrivals
-    in the middle."""
+    in the middle. Prompts have at most 150 tokens and `longest` more."""
     draw = random.Random(seed)
     engine.lag = lag
     vocabulary = engine.checkpoint.config.vocab_size
@@ -58,7 +59,7 @@ def record(engine: XlaBatchEngine, path: Path, *, seed: int, lag: int = 1) -> No
             stops = [draw.randrange(vocabulary) for _ in range(6)] if index % 3 == 0 else []
             engine.submit(
                 stem[: draw.choice((0, 0, 70, 150))]
-                + [draw.randrange(vocabulary) for _ in range(draw.choice((1, 3, 20, 70, 200)))],
+                + [draw.randrange(vocabulary) for _ in range(draw.choice((1, 3, 20, 70, longest)))],
                 SamplingParams(
                     temperature=1.0,
                     seed=index,
@@ -110,6 +111,25 @@ def test_simulated_schedule_is_the_real_one_step_for_step(
     assert other.end != "length" or compare(log, COST).first_difference is not None
 
 
+def test_simulated_schedule_of_pages_is_the_real_one(
+    make_engine: Callable[..., XlaBatchEngine], tmp_path: Path
+) -> None:
+    """Slots borrow pages of a pool that is too small: prompts share them, requests lose theirs and come back."""
+    engine = make_engine(replace(TINY_ENGINE, block_size=32, num_blocks=12, max_num_seqs=16))
+    usual = engine.scheduler.config
+    for seed, policy in enumerate(("priority", "round_robin")):
+        options = {"scheduling_policy": policy, "quantum": 5, "preemption": policy == "priority"}
+        engine.scheduler = Scheduler(replace(usual, **options))
+        record(engine, tmp_path / "steps.jsonl", seed=seed, longest=60)
+        log = read_step_log(tmp_path / "steps.jsonl")
+        found = compare(log, COST)
+        assert found.first_difference is None, (
+            f"{policy}, {found.steps} steps: {found.first_difference} differs"
+        )
+        assert found.predicted.preemptions == engine.scheduler.counters().preemptions > 2
+        assert any(step.reuses for step in log.steps)
+
+
 arrivals = st.lists(
     st.tuples(
         st.sampled_from((0.0, 0.0, 0.001, 0.02, 0.3)),  # after the one before
@@ -134,6 +154,9 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"scheduling_policy": "deadline"},
     {"scheduling_policy": "round_robin", "quantum": 7},
     {"scheduling_policy": "longest_prefix", "enable_prefix_caching": True},
+    {"num_blocks": 16, "block_size": 16},
+    {"num_blocks": 16, "block_size": 16, "preemption": True, "enable_prefix_caching": True},
+    {"num_blocks": 16, "block_size": 16, "scheduling_policy": "round_robin", "quantum": 7},
 )
 
 
@@ -302,7 +325,14 @@ def simulated(tmp_path: Path) -> Path:
     """The log of a simulation, whose costs are known."""
     path = tmp_path / "steps.jsonl"
     config = SchedulerConfig(max_num_seqs=8, chunk_size=16, max_num_batched_tokens=8 + 128)
-    engine = {"lag": 1, "slot_bytes": 4000, "prefill_lanes": [2, 8], "key_buckets": [512], "model": "none"}
+    engine = {
+        "lag": 1,
+        "slot_bytes": 4000,
+        "kv_bytes_per_token": 10,
+        "prefill_lanes": [2, 8],
+        "key_buckets": [512],
+        "model": "none",
+    }
     with open(path, "w") as file:
         log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
         Simulation(config, MACHINE, Clock(COST), log=log).run(heavy_tailed(60, 30.0, 0))
@@ -344,6 +374,10 @@ def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) ->
     assert len({each["new_tokens"] for each in found.values()}) == 1
     ran = CliRunner().invoke(main, [*made, "--policy", "round_robin", "--policy", "fcfs", "--memory", "9kB"])
     assert ran.exit_code == 0 and "round_robin, 2 slots" in ran.output, ran.output
+    ran = CliRunner().invoke(main, [*made, "--memory", "4kB", "--pages", "--json", str(figures)])
+    assert ran.exit_code == 0 and "never fit into the pages" in ran.output, ran.output
+    found = json.loads(figures.read_text())["simulations"]["priority, 8 slots, 6 pages"]
+    assert found["preemptions"] > 0 and found["finished"]["refused"] > 0 < found["finished"]["length"]
     ran = CliRunner().invoke(main, [*made, "--record", str(again)])
     assert ran.exit_code == 0, ran.output
     log = read_step_log(again)
@@ -353,5 +387,6 @@ def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) ->
         made[:4],
         [*made, "--speed", "0"],
         [*made, "--memory", "9"],
+        [*made, "--pages"],
     ):
         assert CliRunner().invoke(main, wrong).exit_code == 2

@@ -250,6 +250,7 @@ def describe_engine(engine: XlaBatchEngine) -> dict[str, Any]:
         "max_model_len": engine.max_model_len,
         "lag": engine.lag,
         "slot_bytes": engine.runner.cache_bytes // engine.config.device_rows,
+        "kv_bytes_per_token": engine.runner.kv_bytes_per_token,
         "prefill_lanes": list(engine.runner.lane_choices),
         "key_buckets": list(engine.runner.bucket_choices),
         **engine.runner.platform,

@@ -42,7 +42,12 @@ if TYPE_CHECKING:
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="As many slots as the KV cache has room for in 500MB, 8GB, ... (of the recorded max_model_len).",
+    help="KV cache of 500MB, 8GB, ...: as many slots of the recorded max_model_len, or pages, as it has room for.",
+)
+@click.option(
+    "--pages/--no-pages",
+    default=None,
+    help="Slots borrow pages of --memory, or have room of their own.  [default: as recorded]",
 )
 @click.option(
     "--policy",
@@ -71,6 +76,7 @@ def simulate(
     cost_path: str | None,
     widths: tuple[int, ...],
     memory: str | None,
+    pages: bool | None,
     policies: tuple[str, ...],
     quantum: int | None,
     max_num_batched_tokens: int | None,
@@ -95,6 +101,7 @@ def simulate(
       xla-engine run examples/requests.jsonl -o out.jsonl --record steps.jsonl
       xla-engine simulate steps.jsonl
       xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --max-num-seqs 8 --max-num-seqs 32
+      xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --memory 20MB --pages --max-num-seqs 32
       xla-engine simulate AzureLLMInferenceTrace_conv.csv --cost steps.jsonl --policy fcfs --policy shortest_prompt
     """
     from xla_engine.simulator.fit import fit
@@ -114,11 +121,16 @@ def simulate(
         from xla_engine.simulator.compare import compare
 
         click.echo("\n" + "\n".join(compare(recorded, cost).lines()))
-    if memory is not None:
+    if pages is None:
+        pages = source.scheduler.get("num_blocks") is not None
+    num_blocks = _pages(memory, source) if pages else None
+    if memory is not None and not pages:
         if widths:
-            raise _common.NotStarted("--memory and --max-num-seqs both say how many slots; give one")
-        widths = (_slots_in(memory, source),)
-    configs = _configs(source, widths, policies, quantum, max_num_batched_tokens)
+            raise _common.NotStarted(
+                "--memory and --max-num-seqs both say how many slots; give one, or --pages with them"
+            )
+        widths = (_fit(memory, source, "slot", int(source.engine.get("slot_bytes", 0))),)
+    configs = _configs(source, widths, policies, quantum, max_num_batched_tokens, num_blocks)
     if recorded is None:  # nothing is known of what prompts have in common
         configs = {name: replace(config, enable_prefix_caching=False) for name, config in configs.items()}
     if record_path is not None and len(configs) > 1:
@@ -148,18 +160,27 @@ def _made(trace: str) -> bool:
     return trace in SYNTHETIC
 
 
-def _slots_in(memory: str, source: StepLog) -> int:
-    """Slots that fit into a size of memory."""
+def _fit(memory: str, source: StepLog, what: str, each: int) -> int:
+    """How many slots or pages of so many bytes fit into a size of memory."""
     found = re.fullmatch(r"([0-9.]+) *([kMGT]?)B?", memory.strip())
-    if found is None or "slot_bytes" not in source.engine:
+    if found is None or not each:
         raise _common.NotStarted(
             f"--memory {memory}: give a size like 500MB or 8GB, and a record of this version"
         )
     size = float(found[1]) * 1000 ** " kMGT".index(found[2] or " ")
-    per_slot = int(source.engine["slot_bytes"])
-    if size < per_slot:
-        raise _common.NotStarted(f"--memory {memory} is {size:.0f} bytes; one slot takes {per_slot}")
-    return int(size // per_slot)
+    if size < each:
+        raise _common.NotStarted(f"--memory {memory} is {size:.0f} bytes; one {what} takes {each}")
+    return int(size // each)
+
+
+def _pages(memory: str | None, source: StepLog) -> int:
+    """Pages of the memory, or as recorded."""
+    if memory is not None:
+        each = int(source.engine.get("kv_bytes_per_token", 0)) * int(source.scheduler["block_size"])
+        return _fit(memory, source, "page", each)
+    if source.scheduler.get("num_blocks") is None:
+        raise _common.NotStarted("--pages needs --memory: the recorded run had none")
+    return int(source.scheduler["num_blocks"])
 
 
 def _configs(
@@ -168,6 +189,7 @@ def _configs(
     policies: tuple[str, ...],
     quantum: int | None,
     max_num_batched_tokens: int | None,
+    num_blocks: int | None,
 ) -> dict[str, SchedulerConfig]:
     """What to simulate, by the name it has in the table."""
     from scheduler import SchedulerConfig
@@ -177,8 +199,10 @@ def _configs(
     found = {}
     for policy in policies or (recorded.scheduling_policy,):
         for width in widths or (recorded.max_num_seqs,):
-            found[f"{policy}, {width} slots"] = replace(
+            name = f"{policy}, {width} slots" + (f", {num_blocks} pages" if num_blocks else "")
+            found[name] = replace(
                 recorded,
+                num_blocks=num_blocks,
                 max_num_seqs=width,
                 max_num_batched_tokens=max_num_batched_tokens or max(width + spare, 1),
                 scheduling_policy=policy,

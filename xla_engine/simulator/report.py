@@ -11,6 +11,8 @@ from scheduler import SchedulerConfig
 from xla_engine.errors import ConfigError
 from xla_engine.simulator.quantiles import Quantiles
 
+REFUSED = "refused"  # among the ends of requests: it needs more pages than there are
+
 
 @dataclass(slots=True, kw_only=True)
 class Report:
@@ -51,8 +53,18 @@ class Report:
 
 def table(reports: Mapping[str, Report]) -> list[str]:
     """A line per simulation. Times to the first token, between tokens and of whole requests at p50 and p99."""
-    head = ("", "tok/s", "wall", "slots busy", "queue", "first token, s", "between, ms", "whole, s")
-    rows = [head, ("", "", "s", "%", "most", "p50 / p99 / max", "p50 / p99", "p50 / p99")]
+    head = (
+        "",
+        "tok/s",
+        "wall",
+        "slots busy",
+        "queue",
+        "lost slots",
+        "first token, s",
+        "between, ms",
+        "whole, s",
+    )
+    rows = [head, ("", "", "s", "%", "most", "times", "p50 / p99 / max", "p50 / p99", "p50 / p99")]
     for name, report in reports.items():
         first, between, whole = report.first_token, report.inter_token, report.whole
         rows.append(
@@ -62,13 +74,18 @@ def table(reports: Mapping[str, Report]) -> list[str]:
                 f"{report.wall:.1f}",
                 f"{100 * report.occupancy:.0f}",
                 str(report.most_waiting),
+                str(report.preemptions),
                 f"{first.at(0.5):.3g} / {first.at(0.99):.3g} / {first.largest:.3g}",
                 f"{1e3 * between.at(0.5):.3g} / {1e3 * between.at(0.99):.3g}",
                 f"{whole.at(0.5):.3g} / {whole.at(0.99):.3g}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    for name, report in reports.items():
+        if refused := report.finished.get(REFUSED):
+            lines.append(f"{name}: {refused} of {report.requests} requests never fit into the pages")
+    return lines
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -76,7 +93,16 @@ def to_json(report: Report) -> dict[str, Any]:
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     found: dict[str, Any] = {
         name: getattr(report, name)
-        for name in ("wall", "steps", "requests", "prompt_tokens", "new_tokens", "finished", "most_waiting")
+        for name in (
+            "wall",
+            "steps",
+            "requests",
+            "prompt_tokens",
+            "new_tokens",
+            "finished",
+            "most_waiting",
+            "preemptions",
+        )
     }
     found |= {"tokens_per_second": report.tokens_per_second, "occupancy": report.occupancy}
     for name in ("queued", "first_token", "inter_token", "whole"):

@@ -25,7 +25,7 @@ from scheduler import (
 )
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import HostWork, Machine, Work
-from xla_engine.simulator.report import Report
+from xla_engine.simulator.report import REFUSED, Report
 from xla_engine.simulator.trace import Arrival, distinct
 from xla_engine.step_log import Moment, StepLogWriter
 
@@ -125,6 +125,9 @@ class Simulation:
 
     def _submit(self, arrival: Arrival) -> None:
         self.report.requests += 1
+        if self._scheduler.never_fits(arrival.prompt_tokens, arrival.max_tokens) is not None:
+            self.report.finished[REFUSED] = self.report.finished.get(REFUSED, 0) + 1
+            return
         self._clock.submit()
         # Recorded arrivals come when the loop gets to them; timed ones have waited since their time.
         came = self._clock.now if arrival.moment is not None else arrival.time
@@ -169,7 +172,7 @@ class Simulation:
         report, clock = self.report, self._clock
         for decision in plan.decisions:
             if decision.action in PREEMPTED:
-                self._lose_slot(decision.request_id)
+                self._lose_slot(decision.request_id, plan.step)
         for name in plan.admitted:
             if not self._live[name].away:
                 report.queued.add(clock.now - self._live[name].came)
@@ -215,9 +218,12 @@ class Simulation:
             live.stops = step + max(new - sampled - 1, 0)
             heapq.heappush(self._stops, (live.stops, live.number, name))
 
-    def _lose_slot(self, name: str) -> None:
+    def _lose_slot(self, name: str, step: int) -> None:
+        """A request does not decode from `step` on; a stop token that it sampled before is on its way all the same."""
         live = self._live[name]
-        live.stops = live.back = None
+        live.back = None
+        if live.stops is not None and live.stops >= step:
+            live.stops = None
         if not live.away and live.had_token:
             live.away, live.last_token = True, self._last_read
             self._irregular += 1
