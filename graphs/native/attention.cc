@@ -69,13 +69,15 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
     alignas(64) T key[kMaxWidth], value[kMaxWidth];
     const Head<T> head = head_of(lane, kv);
     const int64_t end = a.start[lane] + a.count[lane];
-    const bool continued = lane + 1 < a.lanes && a.slot[lane + 1] == a.slot[lane] && a.start[lane + 1] == end &&
-                           a.count[lane + 1] > 0;
+    bool continued = false;  // by another lane, which may be written at the same time
+    for (int64_t other = 0; other < a.lanes; ++other)
+      continued |= a.slot[other] == a.slot[lane] && a.start[other] == end && a.count[other] > 0;
     for (int64_t t = 0; t < a.count[lane]; ++t) {
       const int64_t row = lane * a.width + t;
       a.projection.Rotated(row, a.heads + kv, a.k_norm, key);
       a.projection.Value(row, a.heads + a.kv_heads + kv, value);
-      head.Write(a.start[lane] + t, key, value, t + 1 == a.count[lane] && !continued);
+      const bool odd = (a.start[lane] + t) % 2;
+      head.Write(a.start[lane] + t, key, value, odd ? t > 0 || a.width == 1 : t + 1 < a.count[lane] || !continued);
     }
   };
 
@@ -117,7 +119,10 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
       for (int64_t r = 0; r < seen.rows; ++r) {
         const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
         T* to = out + ((lane * a.width + t) * a.heads + head) * a.projection.head_dim;
-        for (int64_t d = 0; d < a.projection.head_dim; ++d) to[d] = Storage<T>::Round(result[r * a.projection.padded + d] / sums[r]);
+        const float* from = result + r * a.projection.padded;
+        int64_t d = 0;
+        for (; d + kVector <= a.projection.head_dim; d += kVector) Storage<T>::Round(Load(from + d) / sums[r], to + d);
+        for (; d < a.projection.head_dim; ++d) to[d] = Storage<T>::Round(from[d] / sums[r]);
       }
     }
   };

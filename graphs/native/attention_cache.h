@@ -37,17 +37,24 @@ struct Head {
     return table[position / page % pages] * stride + position % page * width;
   }
 
-  // `alone`: the next position is not written by the same call. It shares a word with this one if this one is even:
-  // it is zeroed then, because products run over whole words and stale NaN must not stay in one.
-  void Write(int64_t position, const T* key, const T* value, bool alone) const {
-    T* to = keys + Offset(position / kVector * kVector) + position % kVector * kPack;
-    for (int64_t d = 0; d < width; ++d) to[d / kPack * kVector * kPack + d % kPack] = key[d];
-    T* row = values + Offset(position / kTile * kTile) + position % kTile / kPack * kVector * kPack + position % kPack;
-    const bool clear = alone && position % kPack < kPack - 1;
-    for (int64_t d = 0; d < width; ++d) {
-      T* word = row + (d / kVector * kVector * kVector + d % kVector) * kPack;
-      word[0] = value[d];
-      if (clear) word[1] = T{};
+  // `own`: nobody else writes the other half of the word that the value stands in, if it has one: the next position is
+  // written after this one, or not by this call. It is zeroed, because products run over whole words and stale NaN must
+  // not stay in one.
+  void Write(int64_t position, const T* key, const T* value, bool own) const {
+    Word* to = reinterpret_cast<Word*>(keys + Offset(position / kVector * kVector)) + position % kVector;
+    const Word* words = reinterpret_cast<const Word*>(key);
+    for (int64_t word = 0; word < width / kPack; ++word) to[word * kVector] = words[word];
+    T* row = values + Offset(position / kTile * kTile) + position % kTile / kPack * kVector * kPack;
+    for (int64_t d = 0; d < width; d += kVector, row += kVector * kVector * kPack) {
+      if constexpr (kPack == 1) {
+        Store(row, Load(value + d));
+      } else if (!own) {
+        for (int64_t each = 0; each < kVector; ++each) row[each * kPack + position % kPack] = value[d + each];
+      } else {
+        const Bits fresh = __builtin_convertvector(*reinterpret_cast<const Shorts*>(value + d), Bits);
+        Bits* at = reinterpret_cast<Bits*>(row);
+        *at = position % kPack ? (*at & 0xFFFF) | fresh << 16 : fresh;
+      }
     }
   }
 };

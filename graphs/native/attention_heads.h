@@ -18,7 +18,9 @@ struct Projection {
   template <typename T>
   void Value(int64_t row, int64_t head, T* to) const {
     const float* from = At(row, head);
-    for (int64_t d = 0; d < head_dim; ++d) to[d] = Storage<T>::Round(from[d]);
+    int64_t d = 0;
+    for (; d + kVector <= head_dim; d += kVector) Storage<T>::Round(Load(from + d), to + d);
+    for (; d < head_dim; ++d) to[d] = Storage<T>::Round(from[d]);
     for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
   }
 
@@ -40,7 +42,13 @@ struct Projection {
   void Rotate(int64_t row, const float* from, T* to) const {
     const int64_t half = head_dim / 2;
     const float *cosine = rope + row * head_dim, *sine = cosine + half;
-    for (int64_t d = 0; d < half; ++d) {
+    int64_t d = 0;
+    for (; d + kVector <= half; d += kVector) {
+      const Vec low = Load(from + d), high = Load(from + d + half), c = Load(cosine + d), s = Load(sine + d);
+      Storage<T>::Round(low * c - high * s, to + d);
+      Storage<T>::Round(high * c + low * s, to + d + half);
+    }
+    for (; d < half; ++d) {
       const float low = from[d], high = from[d + half];
       to[d] = Storage<T>::Round(low * cosine[d] - high * sine[d]);
       to[d + half] = Storage<T>::Round(high * cosine[d] + low * sine[d]);

@@ -34,13 +34,16 @@ inline Vec Tanh(Vec x) {
 template <bool kCapped>
 float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm form, float sink) {
   const int64_t begin = first / kVector * kVector;
-  for (int64_t at = begin; at < first; ++at) scores[at] = kLowest;
-  for (int64_t at = last; at < (last + kVector - 1) / kVector * kVector; ++at) scores[at] = kLowest;
+  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float inward = kCapped ? form.scale / form.softcap : form.scale;
   Vec peaks = Vec{} + kLowest;
   for (int64_t at = begin; at < last; at += kVector) {
     Vec score = Load(scores + at) * inward;
-    if constexpr (kCapped) score = score == kLowest ? score : Tanh(score) * form.softcap;
+    if constexpr (kCapped) score = Tanh(score) * form.softcap;
+    if (at < first || at + kVector > last) {
+      const Words place = lanes + static_cast<int32_t>(at);
+      score = place < static_cast<int32_t>(first) || place >= static_cast<int32_t>(last) ? Vec{} + kLowest : score;
+    }
     Store(scores + at, score);
     peaks = score > peaks ? score : peaks;
   }

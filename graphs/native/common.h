@@ -27,6 +27,9 @@ constexpr int64_t kVector = 16;  // floats in a vector, keys in a key block
 
 typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t Word __attribute__((may_alias));
 
 struct BFloat16 {
   uint16_t bits;
@@ -44,6 +47,7 @@ template <>
 struct Storage<float> {
   static constexpr int64_t kPack = 1, kPad = 16;
   static float Round(float value) { return value; }
+  static void Round(Vec values, float* to) { Store(to, values); }
   static float Widen(float value) { return value; }
   template <int w>
   static Vec Part(const float* words) {
@@ -59,6 +63,10 @@ struct Storage<BFloat16> {
     std::memcpy(&bits, &value, 4);
     if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
     return {static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
+  }
+  static void Round(Vec values, BFloat16* to) {
+    const Bits bits = (Bits)values, rounded = bits + 0x7FFF + (bits >> 16 & 1), nan = bits | 0x400000;
+    *reinterpret_cast<Shorts*>(to) = __builtin_convertvector((values != values ? nan : rounded) >> 16, Shorts);
   }
   static float Widen(BFloat16 value) {
     uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
