@@ -4,6 +4,11 @@ A request is admitted with pages for its context and one position more; a row th
 plan that first writes to it. With the prefix cache, pages are found by the keys of `scheduler.page_keys`: whole ones
 are shared, of one that is used in part a copy is made. So each page has one writer, and once it is full none.
 
+When pages run out, the last in line loses its own. So the first of all that have some never does, and as each request
+can have all it needs when it is alone, in every step somebody gets nearer to its end for good. Nobody goes before the
+head of the queue: with k requests before it in line, one waits for k + max_num_seqs of them to run from beginning to
+end at most.
+
 A page is named when the plan that fills it has been made. The device runs plans in order, and in each the copies
 before all that writes; so what is found cannot be stale.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,7 +66,7 @@ class Scheduler:
         self._lockstep = Lockstep()
         self._swaps = Swaps(config)
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt
-        self._places = 0
+        self._places = itertools.count()
         self._preemptions = 0
         self._cached_tokens = 0
         self._next_step = 0
@@ -82,7 +83,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} can never run: {why}")
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
-        self._queue(RequestState(request=request, arrival=self._submitted, turn=self._next_turn()))
+        self._queue(RequestState(request=request, arrival=self._submitted, turn=next(self._places)))
         self._submitted += 1
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
@@ -220,7 +221,7 @@ class Scheduler:
         state.status = Status.PARKED if how == "park" else Status.WAITING
         state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
         if to_back:
-            state.turn = self._next_turn()
+            state.turn = next(self._places)
         self._waiting.put_back(state, to_back=to_back)
         self._preemptions += 1
         return how
@@ -352,27 +353,19 @@ class Scheduler:
     def _grow(self, pages: Pages, decisions: list[Decision]) -> None:
         """Give rows the pages that they write to in this step, the first in line first; the last makes room.
 
-        The first of all that have pages so never loses them, and each request can have all it needs when it is alone:
-        in every step somebody gets nearer to its end for good. Nobody goes before the head of the queue; with k
-        requests before it in line, it waits for k + max_num_seqs of them to run from beginning to end at most.
+        `scheduler.pages` says how long anybody waits.
         """
         step = self._next_step
         short = pages.due(step)
         short += (state for state in self._lockstep.ready() if pages.is_short(state, step))
-        for state in sorted(short, key=self._rank):
+        for state in sorted(short, key=self._waiting.rank):
             while state.holds_slot and not pages.grow(state):
-                self._take_away(max(self._holders(), key=self._rank), decisions)
+                self._take_away(max(self._holders(), key=self._waiting.rank), decisions)
             if state.holds_slot and not state.request.lockstep:
                 pages.runs(state, step)
 
     def _holders(self) -> tuple[RequestState, ...]:
         return (*self._prefilling, *self._decoding, *self._lockstep)
-
-    def _rank(self, state: RequestState) -> policy.Place:
-        """Who keeps its pages when there are too few: the lowest. It does not change while the request runs."""
-        if self.config.scheduling_policy in policy.PREEMPTIVE:
-            return self._waiting.place(state)
-        return state.arrival, state.arrival
 
     def _take_away(self, state: RequestState, decisions: list[Decision], **how: Any) -> None:
         self.preempt(state.request_id, **how)
@@ -412,10 +405,6 @@ class Scheduler:
             self._decoding.join(state, self._next_step, sampled=sampled)
             if self._room.pages is not None:
                 self._room.pages.runs(state, self._next_step)
-
-    def _next_turn(self) -> int:
-        self._places += 1
-        return self._places - 1
 
     def _hand_over(self, state: RequestState) -> Decision:
         """Give up the slot of a request that is wholly planned: the device runs this step before the next."""

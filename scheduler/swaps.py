@@ -62,6 +62,8 @@ class Swaps:
 
     def take(self) -> tuple[tuple[Swap, ...], tuple[str, ...]]:
         """What goes to the host in the plan being made, and who begins again; without those that ended since."""
+        if not self._parks and not self._replays:
+            return (), ()
         parks = tuple(swap for state, swap in self._parks if state.status is not Status.FINISHED)
         replays = tuple(state.request_id for state in self._replays if state.status is not Status.FINISHED)
         self._parks.clear()

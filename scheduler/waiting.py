@@ -35,6 +35,7 @@ class WaitingQueue:
         self.max_waiting = config.max_waiting
         self._place = policy.POLICIES[config.scheduling_policy]
         self._aging = config.priority_aging
+        self._fixed = config.scheduling_policy in policy.PREEMPTIVE
         self._unbounded = config.scheduling_policy in policy.UNBOUNDED
         self._passed = 0  # requests taken since the one that waits longest is the one that waits longest
         self._pushed = 0
@@ -57,6 +58,10 @@ class WaitingQueue:
         return self._place(
             Facts(state.turn, request.priority, state.prompt_tokens, request.deadline, self._aging)
         )
+
+    def rank(self, state: RequestState) -> Place:
+        """Who keeps its pages when there are too few: the lowest. It does not change while the request runs."""
+        return self.place(state) if self._fixed else (state.arrival, state.arrival)
 
     def _waits(self, entry: tuple[Place, int, RequestState]) -> bool:
         place, _, state = entry

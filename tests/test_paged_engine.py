@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.test_preemption import PARAMS, PROMPTS, answers, submit_all
+from tests.test_simulator import COST, record
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, TokenLimitError
@@ -18,10 +20,14 @@ from xla_engine.recording import record_schedule
 from xla_engine.replay import replay
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.schedule import draw_cases, draw_schedule
+from xla_engine.simulator.compare import compare
+from xla_engine.step_log import read_step_log
 from xla_engine.verify import verify
 
 MakeEngine = Callable[..., XlaBatchEngine]
-PAGED = replace(TINY_ENGINE, prefill_lanes=(8,), block_size=32, num_blocks=24, max_num_seqs=16)
+PAGED = replace(
+    TINY_ENGINE, prefill_lanes=(8,), block_size=32, num_blocks=24, max_num_seqs=16, max_model_len=400
+)
 DRAW = random.Random(9)
 STEMS = [[DRAW.randrange(TINY.vocab_size) for _ in range(100)] for _ in range(3)]
 
@@ -180,6 +186,16 @@ def test_a_record_of_a_run_over_pages_replays(paged: XlaBatchEngine) -> None:
     assert record.identity.config["num_blocks"] == 24
     report = replay(paged, record)
     assert report.ok, "\n".join(report.lines())
+
+
+def test_a_simulated_run_over_pages_is_the_real_one_step_for_step(
+    paged: XlaBatchEngine, tmp_path: Path
+) -> None:
+    record(paged, tmp_path / "steps.jsonl", seed=1)
+    log = read_step_log(tmp_path / "steps.jsonl")
+    found = compare(log, COST)
+    assert found.first_difference is None, f"of {found.steps} steps, {found.first_difference} differs"
+    assert any(step.parks for step in log.steps) and any(step.reuses for step in log.steps)
 
 
 def test_the_start_up_check_runs_over_pages_where_they_hold_a_crowd(

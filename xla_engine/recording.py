@@ -67,6 +67,9 @@ class Recorder:
     def planned(self, number: int, step: Step) -> None:
         """A step was started."""
 
+    def runs_again(self, request_id: str) -> None:
+        """A request lost its slot and will be credited its tokens anew."""
+
     def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
         """A step was read and its tokens credited."""
 
@@ -75,6 +78,8 @@ class Recorder:
         if events is None:
             self.steps.append(self._step(plan))
             self.planned(number, self.steps[number])
+            for request_id in plan.replays:
+                self.runs_again(request_id)
             return
         credits = tuple(self._credit(event) for event in events)
         self.steps[number] = replace(self.steps[number], read=self.turn, hash=_hash(credits))

@@ -186,6 +186,9 @@ class _Check(Recorder):
             return
         self.difference = _plan_difference(number, self._record.steps[number], step)
 
+    def runs_again(self, request_id: str) -> None:
+        self._positions[request_id] = 0
+
     def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
         if self.difference is not None:
             return
