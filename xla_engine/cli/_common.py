@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scheduler.policy import POLICIES
 from xla_engine.errors import XlaEngineError
 from xla_engine.progress import counting, loading
 
@@ -117,6 +118,39 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             metavar="NAME",
             default="auto",
             help="auto takes the fastest here; xla is pure JAX.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def scheduling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Fields of `EngineConfig` that say who goes first, and how much runs in a step."""
+    options = (
+        click.option(
+            "--policy",
+            "scheduling_policy",
+            type=click.Choice(list(POLICIES)),
+            default="priority",
+            help="Who gets a slot next.",
+        ),
+        click.option(
+            "--quantum",
+            type=click.IntRange(1),
+            default=64,
+            help="Steps of a turn under the policy round_robin.",
+        ),
+        click.option(
+            "--priority-aging",
+            type=click.IntRange(1),
+            default=64,
+            help="Later requests that one class of priority may go before; elsewhere, any before who waits longest.",
+        ),
+        click.option(
+            "--max-num-batched-tokens",
+            type=click.IntRange(1),
+            help="Rows of work in one step.  [default: all slots and the largest prefill call]",
         ),
     )
     for option in reversed(options):

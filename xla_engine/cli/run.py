@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from scheduler.policy import POLICIES
 from xla_engine.batch_lines import MAX_LINE_BYTES
 from xla_engine.cli import _batch_run, _common
 from xla_engine.output_file import Mode
@@ -41,27 +40,7 @@ from xla_engine.sampling_params import SamplingParams
     default=1,
     help="1: the host reads a step while the device computes the next; 0: one by one.",
 )
-@click.option(
-    "--policy",
-    "scheduling_policy",
-    type=click.Choice(list(POLICIES)),
-    default="priority",
-    help="Who gets a slot next.",
-)
-@click.option(
-    "--quantum", type=click.IntRange(1), default=64, help="Steps of a turn under the policy round_robin."
-)
-@click.option(
-    "--priority-aging",
-    type=click.IntRange(1),
-    default=64,
-    help="Later requests that one class of priority may go before, or any request before the one that waits longest.",
-)
-@click.option(
-    "--max-num-batched-tokens",
-    type=click.IntRange(1),
-    help="Rows of work in one step.  [default: all slots and the largest prefill call]",
-)
+@_common.scheduling_options
 @click.option("--seed", type=int, default=0, help="Randomness of requests that bring no seed of their own.")
 @click.option(
     "--generation-config",

@@ -14,6 +14,7 @@ from xla_engine.progress import counting
 
 @click.command(short_help="Check that batching changes no bit.", context_settings={"show_default": True})
 @_common.model_options
+@_common.scheduling_options
 @click.option("--requests", type=click.IntRange(1), default=200, help="Random requests to compare.")
 @click.option(
     "--schedules", type=click.IntRange(1), default=4, help="Random schedules they are dealt out to."
@@ -64,6 +65,7 @@ def verify(
     Example:
       xla-engine verify --model ./SmolLM2-135M --requests 50 --max-model-len 256
       xla-engine verify --requests 10000 --schedules 300
+      xla-engine verify --num-blocks 40 --policy round_robin --quantum 1
       xla-engine verify --against config
       xla-engine verify --record failing.json
     """
