@@ -358,7 +358,9 @@ class Scheduler:
         step = self._next_step
         short = pages.due(step)
         short += (state for state in self._lockstep.ready() if pages.is_short(state, step))
-        for state in sorted(short, key=self._waiting.rank):
+        if len(short) > pages.pool.num_free:
+            short.sort(key=self._waiting.rank)
+        for state in short:
             while state.holds_slot and not pages.grow(state):
                 self._take_away(max(self._holders(), key=self._waiting.rank), decisions)
             if state.holds_slot and not state.request.lockstep:

@@ -35,11 +35,15 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotView:
-    """One slot. position: KV entries that the plans made so far write. request: None when it is free."""
+    """One slot. position: KV entries that the plans made so far write. request: None when it is free.
+
+    blocks: the pages it borrows, where slots do.
+    """
 
     slot: Slot
     position: int
     request: RequestView | None
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,9 @@ def take(
             oldest_prompt = oldest_prompt or state
         view = _view(state, step, decision)
         if state.holds_slot:
-            held[state.slot.index] = SlotView(slot=state.slot, position=state.position(step), request=view)
+            held[state.slot.index] = SlotView(
+                slot=state.slot, position=state.position(step), request=view, blocks=state.blocks
+            )
         else:
             draining.append(view)
     return Snapshot(

@@ -63,6 +63,7 @@ def test_samples_of_one_prompt_share_its_pages(exact: bool) -> None:
     assert [reuse.length for reuse in second.reuses] == [9 if exact else 8] * 3
     assert len(second.copies) == (3 if exact else 0)
     assert held(driven) == 2 + 4 * 1
+    assert {slot.blocks[:2] for slot in driven.scheduler.snapshot().slots} == {(0, 1)}
     driven.drain()
 
 
