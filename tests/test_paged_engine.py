@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler import BlockCopy
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.test_preemption import PARAMS, PROMPTS, answers, submit_all
 from tests.test_simulator import COST, record
@@ -129,6 +130,16 @@ def test_turns_of_one_step_over_fewer_pages_than_requests_change_no_bit(make_eng
     assert storm(engine, seed=7, lag=1, requests=12) > 100
 
 
+@pytest.mark.slow
+def test_a_storm_with_the_cpp_operations_changes_no_bit() -> None:
+    """There generated tokens are shared as well, and a known prompt computes its last token alone."""
+    config = EngineConfig(max_num_seqs=8, max_model_len=400, prefill_lanes=(8,), block_size=32, num_blocks=22)
+    with XlaBatchEngine.from_pretrained(config=config) as engine:
+        if not engine.runner.has_one_row_code:
+            pytest.skip("this machine has no C++ products")
+        assert storm(engine, seed=3, lag=1) + storm(engine, seed=4, lag=2) > 10
+
+
 def test_rows_grow_and_the_last_in_line_gives_way(paged: XlaBatchEngine) -> None:
     """Sixteen requests of one page at first, four in the end: 64 pages are wanted of 24."""
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=100, logprobs=2, ignore_eos=True)
@@ -163,8 +174,12 @@ def test_samples_of_one_prompt_share_its_pages(paged: XlaBatchEngine) -> None:
         nonlocal fewest
         fewest = min(fewest, pages.pool.num_free)
 
+    copies: list[BlockCopy] = []
+    paged.on_step = lambda plan, _: copies.extend(plan.copies)
     paged.submit(prompt, params, request_id="alone")
     (again,) = run_checked(paged, count)
+    paged.on_step = None
+    assert copies, "the last page holds the last chunk, which each computes for itself"
     assert [output.token_ids for output in again.outputs] == [output.token_ids for output in alone.outputs]
     # 99 positions are four pages: two or three are everybody's, and eight sequences would take 32 of their own.
     assert 24 - fewest <= 3 + 8 * 2
