@@ -18,6 +18,9 @@ from tests.fake_runner import Loop, expected
 BASE = {"chunk_size": 4, "max_num_batched_tokens": 64, "block_size": 4, "priority_aging": 4}
 
 
+LAYOUTS = [None, 12]  # slots of their own, or pages
+
+
 def loop(slots: int, **options: object) -> Loop:
     fields = BASE | {"enable_prefix_caching": True, "preemption": True} | options
     return Loop(SchedulerConfig(max_num_seqs=slots, **fields))  # type: ignore[arg-type]
@@ -118,9 +121,10 @@ def test_having_waited_once_gives_no_right_to_preempt() -> None:
     assert driven.preempted.total() == 0, "equal priorities never preempt each other"
 
 
-def test_a_shared_prefix_keeps_all_its_owners() -> None:
+@pytest.mark.parametrize("num_blocks", LAYOUTS)
+def test_a_shared_prefix_keeps_all_its_owners(num_blocks: int | None) -> None:
     """Sharing set the reference count to one, and the other owners lost their blocks: the sharers all go on."""
-    driven = loop(3)
+    driven = loop(3, num_blocks=num_blocks)
     stem = tuple(range(1, 13))
     for index in range(3):
         driven.submit(request(f"r{index}", prompt=(*stem, index), max_tokens=12))
@@ -132,9 +136,10 @@ def test_a_shared_prefix_keeps_all_its_owners() -> None:
     driven.drain()
 
 
-def test_padding_is_not_token_zero_and_the_place_of_a_page_counts() -> None:
+@pytest.mark.parametrize("num_blocks", LAYOUTS)
+def test_padding_is_not_token_zero_and_the_place_of_a_page_counts(num_blocks: int | None) -> None:
     """A hash of a block's tokens alone: zero padding was token 0, and a block matched at any place."""
-    driven = loop(2)
+    driven = loop(2, num_blocks=num_blocks)
     driven.submit(request("a", prompt=(5, 6, 7, 8, 1, 0), max_tokens=1))
     driven.drain()
     reused: list[int] = []
@@ -149,10 +154,13 @@ def test_padding_is_not_token_zero_and_the_place_of_a_page_counts() -> None:
     assert reused == [4], "only the page at the beginning, under the prompt that begins with it"
 
 
+@pytest.mark.parametrize("num_blocks", LAYOUTS)
 @pytest.mark.parametrize("cut_invariant", [False, True])
-def test_a_prompt_that_is_wholly_cached_still_computes_a_token(cut_invariant: bool) -> None:
+def test_a_prompt_that_is_wholly_cached_still_computes_a_token(
+    cut_invariant: bool, num_blocks: int | None
+) -> None:
     """Nothing was left to compute, so there were no logits to sample from."""
-    driven = loop(2, cut_invariant=cut_invariant)
+    driven = loop(2, cut_invariant=cut_invariant, num_blocks=num_blocks)
     for name in ("a", "b"):
         driven.submit(request(name, prompt=(1, 2, 3, 4, 5, 6, 7, 8), max_tokens=3))
         driven.drain()
@@ -160,8 +168,9 @@ def test_a_prompt_that_is_wholly_cached_still_computes_a_token(cut_invariant: bo
     assert reuse.length == (7 if cut_invariant else 4)
 
 
-def test_terminating_all_reaches_those_who_wait_and_those_who_are_parked() -> None:
-    driven = loop(2)
+@pytest.mark.parametrize("num_blocks", LAYOUTS)
+def test_terminating_all_reaches_those_who_wait_and_those_who_are_parked(num_blocks: int | None) -> None:
+    driven = loop(2, num_blocks=num_blocks)
     for index in range(5):
         driven.submit(request(f"r{index}", prompt=(index, 3), max_tokens=20))
     driven.turn()
