@@ -17,7 +17,7 @@ from graphs.attention_xla import XlaAttention
 from graphs.cache import make_cache
 from graphs.inventory import Inventory, Program
 from graphs.model import ModelSpec
-from graphs.rows import make_rows, make_tables
+from graphs.rows import Pool, make_rows, make_tables
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
@@ -126,21 +126,26 @@ def test_implicit_transfers_never_happen(tiny: XlaBatchEngine) -> None:
         mixed_workload(tiny, 20, seed=12)
 
 
+@pytest.mark.parametrize("num_blocks", [None, 8], ids=["slots", "pages"])
 @pytest.mark.parametrize("length", [100, 2048, 8192, 131072])
-def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(length: int) -> None:
+def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(
+    length: int, num_blocks: int | None
+) -> None:
     """Start-up compiles them all. Pure JAX has most: it alone has key buckets."""
-    config = EngineConfig()
+    config = EngineConfig(num_blocks=num_blocks)
     spec = ModelSpec(TINY, jnp.dtype(jnp.bfloat16), XlaAttention())
     buckets = config.buckets(length)
+    block = config.block_size
+    pool = None if num_blocks is None else Pool(num_blocks, block, buckets[-1] // block)
     programs = make_programs(
         spec,
         config,
         buckets,
         weights=[],
         rope=jnp.zeros((1, 1, 2, 8)),
-        cache=make_cache(spec, 1, buckets[-1]),
-        rows=make_rows(1, MAX_STOP_TOKEN_IDS, length),
-        tables=make_tables(1, TINY.vocab_size),
+        cache=make_cache(spec, 1, buckets[-1] if pool is None else block, num_blocks=num_blocks),
+        rows=make_rows(1, MAX_STOP_TOKEN_IDS, length, pool),
+        tables=make_tables(1, TINY.vocab_size, paged=pool is not None),
     )
     assert len({program.name for program in programs}) == len(programs) <= 14
     assert buckets[-1] >= length
