@@ -9,7 +9,7 @@ import jax
 from graphs.attention import whole_blocks
 from graphs.cache import make_cache
 from graphs.model import ModelSpec
-from graphs.rows import Pool, make_rows
+from graphs.rows import Pool, make_rows, pack_rows
 
 
 def tree_bytes(tree: Any) -> int:
@@ -45,4 +45,4 @@ def keeps_every_position(spec: ModelSpec, length: int) -> bool:
 def rows_bytes(rows: int, stop_width: int, length: int, block_size: int | None = None) -> int:
     """Bytes of the row state of `rows` slots, without what lies in pages if they have such."""
     pool = None if block_size is None else Pool(0, block_size, whole_blocks(length) // block_size)
-    return tree_bytes(jax.eval_shape(lambda: make_rows(rows, stop_width, length, pool)))
+    return tree_bytes(jax.eval_shape(lambda: pack_rows(make_rows(rows, stop_width, length, pool))))

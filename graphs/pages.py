@@ -17,10 +17,10 @@ from jax import lax
 
 from graphs.attention import KEY_BLOCK, KVCache, LayerCache
 from graphs.model import ModelSpec
-from graphs.rows import Rows
+from graphs.rows import RowState
 
 Pages = Any  # one record per layer and the history, each with a leading axis of pages
-Row = Rows  # without the leading axis, and without what lies in pages
+Row = RowState  # without the leading axis, and without what lies in pages
 
 
 def pages_per_call(block_size: int) -> int:
@@ -29,8 +29,8 @@ def pages_per_call(block_size: int) -> int:
 
 
 def copy_pages(
-    spec: ModelSpec, cache: KVCache, rows: Rows, source: jax.Array, target: jax.Array, count: jax.Array
-) -> tuple[KVCache, Rows]:
+    spec: ModelSpec, cache: KVCache, rows: RowState, source: jax.Array, target: jax.Array, count: jax.Array
+) -> tuple[KVCache, RowState]:
     """Page `target[i]` becomes what `source[i]` is, for the first `count` of `[G]`, in order."""
 
     def copy(index: jax.Array, state: Pages) -> Pages:
@@ -40,7 +40,7 @@ def copy_pages(
 
 
 def read_pages(
-    spec: ModelSpec, cache: KVCache, rows: Rows, slot: jax.Array, pages: jax.Array
+    spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, pages: jax.Array
 ) -> tuple[Pages, Row]:
     """The content of `pages [G]`, and a slot's row state."""
     found = lax.map(lambda page: _get(spec, (cache, rows.history), page), pages)
@@ -50,14 +50,14 @@ def read_pages(
 def write_pages(
     spec: ModelSpec,
     cache: KVCache,
-    rows: Rows,
+    rows: RowState,
     slot: jax.Array,
     pages: jax.Array,
     first: jax.Array,
     end: jax.Array,
     moved: Pages,
     row: Row,
-) -> tuple[KVCache, Rows]:
+) -> tuple[KVCache, RowState]:
     """The inverse of `read_pages`, into any slot and of `pages [G]` into those from `first` to before `end`."""
 
     def write(index: jax.Array, state: Pages) -> Pages:
@@ -68,7 +68,7 @@ def write_pages(
     return cache, replace(put, history=written.history, block_tables=rows.block_tables)
 
 
-def _own(rows: Rows) -> Row:
+def _own(rows: RowState) -> Row:
     """Row state without what is not by slot."""
     every: Any = rows
     return replace(every, history=None, block_tables=None)
@@ -89,6 +89,6 @@ def _put(spec: ModelSpec, state: Pages, page: jax.Array, content: Pages) -> Page
     return layers, history.at[page].set(tokens)
 
 
-def _with_history(rows: Rows, state: Pages) -> tuple[KVCache, Rows]:
+def _with_history(rows: RowState, state: Pages) -> tuple[KVCache, RowState]:
     cache, history = state
     return cache, replace(rows, history=history)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.widths import MAX_LOGIT_BIAS
+from graphs.words import pack, unpack
 
 NO_CHOICE = -2  # in place of a sampled token: the row's logits were no numbers, or excluded every token
 
@@ -110,6 +111,32 @@ class Rows:
         beyond = len(self.history) + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
         at = self.history.at[jnp.where(wanted, row, beyond), place]
         return at.set(token, mode="drop", unique_indices=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowState:
+    """`Rows` as they lie between calls. words: u32 `[B, W]`, all that is small, side by side."""
+
+    words: jax.Array
+    history: jax.Array
+    block_tables: jax.Array | None
+
+
+def pack_rows(rows: Rows) -> RowState:
+    """Rows as they lie between calls."""
+    return RowState(words=pack(_small(rows)), history=rows.history, block_tables=rows.block_tables)
+
+
+def unpack_rows(state: RowState, like: Rows) -> Rows:
+    """The inverse of `pack_rows`. like: rows, perhaps abstract, of the same widths."""
+    small: Rows = unpack(state.words, _small(like))
+    return replace(small, history=state.history, block_tables=state.block_tables)
+
+
+def _small(rows: Rows) -> Rows:
+    every: Any = rows
+    return replace(every, history=None, block_tables=None)
 
 
 def make_sampling_rows(count: int) -> SamplingRows:

@@ -13,21 +13,21 @@ import jax
 
 from graphs.attention import KEY_BLOCK, KVCache, LayerCache
 from graphs.model import ModelSpec
-from graphs.rows import Rows
+from graphs.rows import RowState
 
 Blocks = list[Any]  # one pytree per layer
-Row = Rows  # without the leading axis
+Row = RowState  # without the leading axis
 
 
 def copy_block(
     spec: ModelSpec,
     cache: KVCache,
-    rows: Rows,
+    rows: RowState,
     source: jax.Array,
     target: jax.Array,
     block: jax.Array,
     length: jax.Array,
-) -> tuple[KVCache, Rows]:
+) -> tuple[KVCache, RowState]:
     """Give slot `target` the block of `source` and its token history; all scalars i32.
 
     Positions from `length` on are nobody's: stale NaN must be harmless there afterwards.
@@ -37,7 +37,7 @@ def copy_block(
 
 
 def read_block(
-    spec: ModelSpec, cache: KVCache, rows: Rows, slot: jax.Array, block: jax.Array
+    spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, block: jax.Array
 ) -> tuple[Blocks, Row]:
     """A block of a slot, and the slot's row state."""
     return _read(spec, cache, slot, block), jax.tree.map(lambda leaf: leaf[slot], rows)
@@ -46,13 +46,13 @@ def read_block(
 def write_block(
     spec: ModelSpec,
     cache: KVCache,
-    rows: Rows,
+    rows: RowState,
     slot: jax.Array,
     block: jax.Array,
     length: jax.Array,
     blocks: Blocks,
     row: Row,
-) -> tuple[KVCache, Rows]:
+) -> tuple[KVCache, RowState]:
     """The inverse of `read_block`, into any slot; `length` as in `copy_block`."""
     put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), rows, row)
     return _write(spec, cache, slot, block, blocks, length), put
@@ -83,5 +83,5 @@ def _write(
     ]
 
 
-def _with_history(rows: Rows, slot: jax.Array, history: jax.Array) -> Rows:
+def _with_history(rows: RowState, slot: jax.Array, history: jax.Array) -> RowState:
     return dataclasses.replace(rows, history=rows.history.at[slot].set(history))

@@ -22,7 +22,7 @@ from graphs.model import ModelSpec
 from graphs.pages import copy_pages, read_pages, write_pages
 from graphs.prefill import prefill_chunk
 from graphs.rope import rope_tables
-from graphs.rows import Pool, Rows, Tables, make_rows, make_tables, unpack_samples
+from graphs.rows import Pool, Rows, Tables, make_rows, make_tables, pack_rows, unpack_samples
 from scheduler import BlockCopy, Chunk, Slot, Swap
 from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.backends import choose_attention
@@ -163,7 +163,9 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
         return jnp.asarray(np.frombuffer(draw.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
 
     cache = make_cache(spec, ROWS, 64, num_blocks=30)
-    state: State = jax.tree.map(noise, (cache, make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
+    state: State = jax.tree.map(
+        noise, (cache, pack_rows(make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
+    )
     parked = Parked()
     moves = PageMoves(cast(Inventory, Calls(spec)), parked, 64)
     expected, slots = by_page(state), by_slot(state[1])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from graphs.cache import make_cache
 from graphs.footprint import block_bytes
 from graphs.model import ModelSpec
-from graphs.rows import Pool, make_rows, make_tables
+from graphs.rows import Pool, make_rows, make_tables, pack_rows
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine import memory
 from xla_engine.backends import choose_attention
@@ -93,7 +93,7 @@ def test_memory_for_pages_becomes_their_number() -> None:
     cache, rows = jax.eval_shape(
         lambda: (
             make_cache(SPEC, 8, 16, num_blocks=pool.num_blocks),
-            make_rows(8, MAX_STOP_TOKEN_IDS, 300, pool),
+            pack_rows(make_rows(8, MAX_STOP_TOKEN_IDS, 300, pool)),
         )
     )
     pages = memory.tree_bytes((cache, rows.history))

@@ -16,8 +16,9 @@ from graphs.model import ModelSpec
 from graphs.pages import copy_pages, pages_per_call, read_pages, write_pages
 from graphs.prefill import prefill_chunk
 from graphs.prompt_logprobs import prompt_logprobs
-from graphs.rows import Rows, Tables
+from graphs.rows import Rows, RowState, Tables, pack_rows, unpack_rows
 from graphs.slots import copy_block, read_block, write_block
+from graphs.words import pack, unpack
 from xla_engine.config import EngineConfig
 from xla_engine.prefill_call import make_lanes
 
@@ -36,8 +37,12 @@ def make_programs(
     rows: Rows,
     tables: Tables,
 ) -> list[Program]:
-    """Everything one engine runs. `buckets` are the key lengths; the arrays are looked at for their shapes only."""
-    state = _abstract((weights, rope, cache, rows))
+    """Everything one engine runs. `buckets` are the key lengths; the arrays are looked at for their shapes only.
+
+    Row state and lanes are packed (`graphs.words`) outside of the programs.
+    """
+    rows = _abstract(rows)
+    state = (*_abstract((weights, rope, cache)), jax.eval_shape(pack_rows, rows))
     scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
     wide = _abstract(tables)
     processed = config.logprobs_mode == "processed_logprobs"
@@ -46,7 +51,9 @@ def make_programs(
         programs.append(
             Program(
                 name=decode_name(bucket),
-                function=functools.partial(decode_step, spec, bucket, processed_logprobs=processed),
+                function=_on_packed(
+                    functools.partial(decode_step, spec, bucket, processed_logprobs=processed), rows
+                ),
                 arguments=(*state, scheduled, wide),
                 donate=(2, 3),
             )
@@ -54,13 +61,18 @@ def make_programs(
         programs.extend(
             Program(
                 name=prefill_name(lanes, bucket),
-                function=functools.partial(
-                    prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
+                function=_on_packed(
+                    functools.partial(
+                        prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
+                    ),
+                    rows,
+                    idle,
                 ),
-                arguments=(*state, _abstract(make_lanes([], {}, lanes, config.chunk_size)), wide),
+                arguments=(*state, _abstract(pack(idle)), wide),
                 donate=(2, 3),
             )
             for lanes in config.prefill_lanes
+            for idle in [make_lanes([], {}, lanes, config.chunk_size)]
         )
     for lanes in config.prefill_lanes:
         tokens = lanes * config.chunk_size
@@ -93,6 +105,19 @@ def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list
         moved = jax.eval_shape(read.function, *read.arguments)
         moves += [read, _move(name, write, spec, (*held, *place, *moved))]
     return moves
+
+
+def _on_packed(function: Callable[..., Any], rows: Rows, lanes: Any = None) -> Callable[..., Any]:
+    """`function(weights, rope, cache, rows, work, tables)` with its rows packed, and its work if it is lanes."""
+
+    def run(
+        weights: list[jax.Array], rope: jax.Array, cache: KVCache, state: RowState, work: Any, tables: Tables
+    ) -> tuple[Any, ...]:
+        work = work if lanes is None else unpack(work, lanes)
+        cache, after, *results = function(weights, rope, cache, unpack_rows(state, rows), work, tables)
+        return cache, pack_rows(after), *results
+
+    return run
 
 
 def _move(

@@ -23,8 +23,9 @@ from graphs.delta_net import DeltaState
 from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
 from graphs.rope import rope_tables
-from graphs.rows import Pool, Rows, Tables, make_rows
+from graphs.rows import Pool, Rows, RowState, Tables, make_rows, pack_rows
 from graphs.slots import num_blocks
+from graphs.words import pack
 from scheduler import Chunk, Plan, Row, StepResult
 from xla_engine import memory
 from xla_engine.backends import make_spec
@@ -121,7 +122,7 @@ class Runner:
             weights=self._weights,
             rope=self._rope,
             cache=self._cache,
-            rows=self._rows,
+            rows=jax.eval_shape(self._make_rows),
             tables=self._tables,
         )
         self._inventory.compile(programs, progress=progress)
@@ -276,7 +277,7 @@ class Runner:
             for bucket in self.buckets:
                 *_, hidden = self._run(
                     prefill_name(lanes, bucket),
-                    jax.device_put(make_lanes([], {}, lanes, self.config.chunk_size)),
+                    jax.device_put(pack(make_lanes([], {}, lanes, self.config.chunk_size))),
                 )
             nothing = np.full(lanes * self.config.chunk_size, -1, np.int32)
             self._inventory(prompt_name(lanes), self._weights, hidden, jax.device_put(nothing))
@@ -316,7 +317,11 @@ class Runner:
                 progress(done, total)
         return [placed[name] for name in self._spec.names]
 
-    def _idle_rows(self) -> Rows:
+    def _idle_rows(self) -> RowState:
+        on_host = jax.tree.map(np.asarray, self._make_rows())
+        return jax.device_put(pack_rows(on_host))
+
+    def _make_rows(self) -> Rows:
         return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length, self._pool)
 
     def _empty_cache(self) -> KVCache:
@@ -362,7 +367,7 @@ class Runner:
         for lane, row in last.items():
             self._fill_tables(chunks[lane].slot.index, row)
         samples, top, hidden = self._run(
-            name, jax.device_put(make_lanes(chunks, last, lanes, self.config.chunk_size))
+            name, jax.device_put(pack(make_lanes(chunks, last, lanes, self.config.chunk_size)))
         )
         self.prefill_calls += 1
         for chunk, end in zip(chunks, ends, strict=True):

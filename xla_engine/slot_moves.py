@@ -12,12 +12,12 @@ import numpy as np
 from graphs.attention import KEY_BLOCK, KVCache
 from graphs.inventory import Inventory
 from graphs.pages import pages_per_call
-from graphs.rows import Rows
+from graphs.rows import RowState
 from graphs.slots import num_blocks
 from scheduler import BlockCopy, Reuse, Swap
 from xla_engine.programs import COPY, COPY_PAGES, READ, READ_PAGES, WRITE, WRITE_PAGES
 
-State = tuple[KVCache, Rows]
+State = tuple[KVCache, RowState]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,42 @@
+"""Records of many small arrays as one: a call pays for every buffer, most for those it gives back (findings/033)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WORD = jnp.uint32
+
+
+def pack(record: Any) -> Any:
+    """The leaves `[N, ...]` of a record, four bytes an element or bool, side by side as u32 `[N, W]`.
+
+    Of numpy arrays a numpy array.
+    """
+    leaves = jax.tree.leaves(record)
+    columns = [_words(leaf).reshape(leaf.shape[0], -1) for leaf in leaves]
+    on_host = isinstance(leaves[0], np.ndarray)
+    return np.concatenate(columns, 1) if on_host else jnp.concatenate(columns, 1)
+
+
+def unpack(words: jax.Array, like: Any) -> Any:
+    """The inverse of `pack`. like: the record, of which dtypes and all but the leading axis count."""
+    leaves, tree = jax.tree.flatten(like)
+    found, at = [], 0
+    for leaf in leaves:
+        width = int(np.prod(leaf.shape[1:]))
+        column = words[:, at : at + width].reshape(words.shape[0], *leaf.shape[1:])
+        at += width
+        is_bool = leaf.dtype == jnp.bool_
+        found.append(column != 0 if is_bool else jax.lax.bitcast_convert_type(column, leaf.dtype))
+    assert at == words.shape[1], f"{words.shape[1]} words a row, the record has {at}"
+    return jax.tree.unflatten(tree, found)
+
+
+def _words(leaf: Any) -> Any:
+    if leaf.dtype == jnp.bool_:
+        return leaf.astype(WORD)
+    return leaf.view(WORD) if isinstance(leaf, np.ndarray) else jax.lax.bitcast_convert_type(leaf, WORD)
