@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from graphs import sampling
-from graphs.rows import SamplingRows, unpack_rows
+from graphs.rows import SamplingRows
 from tests.conftest import TINY, TINY_ENGINE
 from tests.test_equivalence import attend_decode, attend_prefill, top_k_of_the_batch
 from xla_engine.config import EngineConfig
@@ -42,8 +42,8 @@ def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
     checked.runner.blank()
     again = run_self_check(checked.runner, TINY.vocab_size)
     assert replace(again, seconds=0.0) == replace(first_check(checked), seconds=0.0)
-    rows = unpack_rows(checked.runner._rows, jax.eval_shape(checked.runner._make_rows))
-    assert not np.asarray(rows.remaining).any()
+    now, idle = (np.asarray(rows.words) for rows in (checked.runner._rows, checked.runner._idle_rows()))
+    assert np.array_equal(now, idle)
     assert not checked.runner._lengths.any()
     assert checked.stats().prefill_calls == checked.stats().compiles_after_warmup == 0
     unchecked = make_engine(replace(TINY_ENGINE, self_check=False))
