@@ -20,7 +20,7 @@ from xla_engine.errors import ConfigError
 
 VOCABULARY = 199  # the head ends within a tile
 BF16, INT8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)
-WIDTHS = {BF16: (96, 160), INT8: (192, 320)}  # whole tiles, odd numbers of them
+WIDTHS = {BF16: (352, 672), INT8: (704, 1344)}  # whole tiles, odd numbers of them; more than one part of K
 MODEL = replace(TINY, hidden_size=192, intermediate_size=320, num_attention_heads=12, num_key_value_heads=4)
 
 
@@ -110,7 +110,9 @@ def test_products_in_eight_bits_are_those_of_xla_to_the_bit() -> None:
         pytest.skip("needs matrix tiles")
     x = rows(21, INT8, 4)
     x[3], x[4, 5:], x[5, 2], x[6] = 0, 0, 1e30, x[6] * 1e-34
-    kept, scale = quantize_weight(np.random.default_rng(5).standard_normal((320, 192), np.float32))
+    kept, scale = quantize_weight(
+        np.random.default_rng(5).standard_normal((320, WIDTHS[INT8][0]), np.float32)
+    )
     packed = Quantized(jnp.asarray(products.pack(kept)), jnp.asarray(scale))
     plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
     for rounded in (jnp.asarray(x), jnp.asarray(x, jnp.bfloat16)):
