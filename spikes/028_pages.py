@@ -1,23 +1,21 @@
-"""In one and the same memory: slots of their own, or more slots that borrow pages?
+"""In one and the same memory: slots of their own, or as many or more slots that borrow pages?
 
-python -m spikes.028_pages
+python -m spikes.028_pages [--loads short mixed long shared]
 """
 
 # %%
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.checkpoint import Checkpoint, random_weights
-
-arguments = argparse.ArgumentParser()
-arguments.add_argument("--rounds", type=int, default=3)
-options = arguments.parse_known_args()[0]
 
 MODEL = replace(SMOLLM2_135M, max_position_embeddings=1024)
 CHECKPOINT = Checkpoint(
@@ -29,50 +27,82 @@ CHECKPOINT = Checkpoint(
     dtype="bfloat16",
     fingerprint="random",
 )
-BASE = EngineConfig(max_model_len=1024, enable_prefix_caching=False, prefill_lanes=(8,))
+BASE = EngineConfig(max_model_len=1024)
+OWN = "8 slots of 1024"
 ENGINES = {
-    "8 slots of 1024": replace(BASE, max_num_seqs=8),
-    "8 slots, 128 pages of 64": replace(BASE, max_num_seqs=8, num_blocks=128),
-    "32 slots, 128 pages of 64": replace(BASE, max_num_seqs=32, num_blocks=128),
-}
-LOADS = {  # prompt tokens, new tokens, requests
-    "short (32 + 48)": (32, 48, 48),
-    "long (704 + 64)": (704, 64, 8),
+    OWN: replace(BASE, max_num_seqs=8),
+    **{
+        f"{slots} slots, 128 pages": replace(BASE, max_num_seqs=slots, num_blocks=128)
+        for slots in (8, 16, 32)
+    },
 }
 
 
 # %%
-def run(engine: XlaBatchEngine, load: tuple[int, int, int]) -> None:
-    prompt, new, count = load
-    draw = random.Random(0)
-    for _ in range(count):
+def heavy_tailed(draw: random.Random, median: float, most: int) -> int:
+    return min(max(round(draw.lognormvariate(math.log(median), 1.0)), 4), most)
+
+
+def lengths(load: str) -> list[tuple[int, int, int]]:
+    """Prompt tokens in common, prompt tokens of its own and new tokens of each request."""
+    draw = random.Random(28)
+    return {
+        "short": [(0, 32, 48)] * 64,
+        "mixed": [(0, heavy_tailed(draw, 64, 512), heavy_tailed(draw, 48, 384)) for _ in range(48)],
+        "long": [(0, 704, 64)] * 16,
+        "shared": [(448, 64, 48)] * 32,
+    }[load]
+
+
+LOADS = {
+    "short": "64 of 32 + 48",
+    "mixed": "48, medians 64 + 48",
+    "long": "16 of 704 + 64",
+    "shared": "32 of 448 in common + 64 + 48",
+}
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--rounds", type=int, default=3)
+arguments.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+options = arguments.parse_known_args()[0]
+
+
+# %%
+def run(engine: XlaBatchEngine, load: str) -> None:
+    draw = random.Random(7)
+    common = [draw.randrange(1, MODEL.vocab_size) for _ in range(512)]
+    engine.reset_prefix_cache()
+    for shared, own, new in lengths(load):
         engine.submit(
-            [draw.randrange(1, MODEL.vocab_size) for _ in range(prompt)],
+            [*common[:shared], *(draw.randrange(1, MODEL.vocab_size) for _ in range(own))],
             SamplingParams(temperature=0, max_tokens=new, ignore_eos=True),
         )
     engine.drain()
+
+
+def preemptions(engine: XlaBatchEngine) -> int:
+    return engine.scheduler.counters().preemptions
 
 
 # %%
 if __name__ == "__main__":
     engines = {name: XlaBatchEngine(CHECKPOINT, None, config) for name, config in ENGINES.items()}
     rows = []
-    for name, load in LOADS.items():
-        variants = {
-            each: lambda engine=engine, load=load: run(engine, load) for each, engine in engines.items()
-        }
+    for load in options.loads:
+        variants = {each: partial(run, engine, load) for each, engine in engines.items()}
+        before = {each: preemptions(engine) for each, engine in engines.items()}
         times = interleave(variants, options.rounds, warm_up=0)
-        first = times["8 slots of 1024"].median
         for each, engine in engines.items():
-            seconds = times[each].median
+            seconds = times[each]
             rows.append(
                 [
-                    name,
+                    f"{load}: {LOADS[load]}",
                     each,
                     f"{engine.runner.cache_bytes / 1e6:.0f}",
-                    f"{seconds:.2f}",
-                    f"{first / seconds:.2f}",
+                    f"{seconds.median:.2f} ({seconds.least:.2f}-{seconds.most:.2f})",
+                    f"{times[OWN].median / seconds.median:.2f}",
+                    f"{(preemptions(engine) - before[each]) / options.rounds:.0f}",
                 ]
             )
     print(describe_machine())
-    print(markdown_table(["load", "layout", "cache, MB", "seconds", "speed"], rows))
+    print(markdown_table(["load", "layout", "cache, MB", "seconds", "speed", "lost their slot"], rows))
