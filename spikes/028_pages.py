@@ -27,7 +27,7 @@ CHECKPOINT = Checkpoint(
     dtype="bfloat16",
     fingerprint="random",
 )
-BASE = EngineConfig(max_model_len=1024)
+BASE = EngineConfig(max_model_len=1024, prefill_lanes=(8,), self_check=False)
 OWN = "8 slots of 1024"
 ENGINES = {
     OWN: replace(BASE, max_num_seqs=8),
@@ -47,18 +47,18 @@ def lengths(load: str) -> list[tuple[int, int, int]]:
     """Prompt tokens in common, prompt tokens of its own and new tokens of each request."""
     draw = random.Random(28)
     return {
-        "short": [(0, 32, 48)] * 64,
-        "mixed": [(0, heavy_tailed(draw, 64, 512), heavy_tailed(draw, 48, 384)) for _ in range(48)],
-        "long": [(0, 704, 64)] * 16,
-        "shared": [(448, 64, 48)] * 32,
+        "short": [(0, 32, 48)] * 48,
+        "mixed": [(0, heavy_tailed(draw, 64, 512), heavy_tailed(draw, 48, 384)) for _ in range(40)],
+        "long": [(0, 704, 64)] * 12,
+        "shared": [(448, 64, 48)] * 24,
     }[load]
 
 
 LOADS = {
-    "short": "64 of 32 + 48",
-    "mixed": "48, medians 64 + 48",
-    "long": "16 of 704 + 64",
-    "shared": "32 of 448 in common + 64 + 48",
+    "short": "48 of 32 + 48",
+    "mixed": "40, medians 64 + 48",
+    "long": "12 of 704 + 64",
+    "shared": "24 of 448 in common + 64 + 48",
 }
 
 arguments = argparse.ArgumentParser()
