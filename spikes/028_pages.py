@@ -1,6 +1,6 @@
 """In one and the same memory: slots of their own, or as many or more slots that borrow pages?
 
-python -m spikes.028_pages [--loads short mixed long shared]
+python -m spikes.028_pages [--loads short mixed long growing shared]
 """
 
 # %%
@@ -50,6 +50,7 @@ def lengths(load: str) -> list[tuple[int, int, int]]:
         "short": [(0, 32, 48)] * 48,
         "mixed": [(0, heavy_tailed(draw, 64, 512), heavy_tailed(draw, 48, 384)) for _ in range(40)],
         "long": [(0, 704, 64)] * 12,
+        "growing": [(0, 600, 160)] * 12,
         "shared": [(448, 64, 48)] * 24,
     }[load]
 
@@ -58,6 +59,7 @@ LOADS = {
     "short": "48 of 32 + 48",
     "mixed": "40, medians 64 + 48",
     "long": "12 of 704 + 64",
+    "growing": "12 of 600 + 160",
     "shared": "24 of 448 in common + 64 + 48",
 }
 
