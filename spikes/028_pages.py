@@ -1,6 +1,6 @@
 """In one and the same memory: slots of their own, or as many or more slots that borrow pages?
 
-python -m spikes.028_pages [--loads short mixed long growing shared]
+python -m spikes.028_pages [--loads short mixed long growing shared] [--attention 8 32]
 """
 
 # %%
@@ -9,10 +9,18 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graphs.attention import AttentionWeights
+from graphs.attention_xla import XlaAttention
 from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.checkpoint import Checkpoint, random_weights
@@ -66,6 +74,9 @@ LOADS = {
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=3)
 arguments.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+arguments.add_argument(
+    "--attention", type=int, nargs="+", default=[], metavar="B", help="only attention under XLA, B rows"
+)
 options = arguments.parse_known_args()[0]
 
 
@@ -87,7 +98,55 @@ def preemptions(engine: XlaBatchEngine) -> int:
 
 
 # %%
-if __name__ == "__main__":
+def attention(rows: int, *, paged: bool) -> tuple[Callable[[], object], int]:
+    """Decode attention of one layer under XLA, 1024 keys a row, and the scratch it takes in bytes."""
+    backend, draw = XlaAttention(), np.random.default_rng(0)
+    model, pages = replace(MODEL, num_hidden_layers=1), rows * 1024 // 64
+    sizes = (pages, 64) if paged else (rows, 1024)
+    (layer,) = backend.make_cache(model, *sizes, jnp.dtype(jnp.bfloat16))
+    state = [jax.tree.map(lambda leaf: jnp.asarray(draw.standard_normal(leaf.shape), leaf.dtype), layer)]
+    tables = jnp.asarray(draw.permutation(pages).reshape(rows, -1), jnp.int32) if paged else None
+    qkv = jnp.asarray(draw.standard_normal((rows, model.qkv_features)), jnp.float32)
+
+    def attend(layer: Any, qkv: jax.Array) -> Any:
+        return backend.attend_decode(
+            layer,
+            qkv,
+            form=model.attention(0),
+            weights=AttentionWeights(),
+            rope=jnp.ones((rows, 2, model.head_dim // 2)),
+            length=jnp.full(rows, 1019, jnp.int32),
+            live=jnp.ones(rows, jnp.bool_),
+            key_length=1024,
+            compute_dtype=jnp.dtype(jnp.bfloat16),
+            block_tables=tables,
+        )
+
+    compiled = jax.jit(attend, donate_argnums=0).lower(state[0], qkv).compile()
+
+    def run() -> None:
+        state[0], out = compiled(state[0], qkv)
+        jax.block_until_ready(out)
+
+    return run, compiled.memory_analysis().temp_size_in_bytes
+
+
+def compare_attention() -> None:
+    rows = []
+    for batch in options.attention:
+        forms = {name: attention(batch, paged=name == "pages") for name in ("slots", "pages")}
+        times = interleave({name: run for name, (run, _) in forms.items()}, 40)
+        rows += [
+            [f"{batch}", name, f"{scratch / 1e6:.1f}", times[name].milliseconds(2)]
+            for name, (_, scratch) in forms.items()
+        ]
+    print(markdown_table(["B", "layout", "scratch, MB", "ms a layer"], rows))
+
+
+# %%
+if __name__ == "__main__" and options.attention:
+    compare_attention()
+elif __name__ == "__main__":
     engines = {name: XlaBatchEngine(CHECKPOINT, None, config) for name, config in ENGINES.items()}
     rows = []
     for load in options.loads:
