@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from scheduler import SchedulerConfig
 from xla_engine.errors import ConfigError
 from xla_engine.simulator.quantiles import Quantiles
 
+SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
 REFUSED = "refused"  # among the ends of requests: it needs more pages than there are
 
 
@@ -130,15 +131,15 @@ def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
     for axes, (name, label) in zip(panels, about, strict=True):
         for which, report in reports.items():
             values = getattr(report, name)
-            points: Sequence[tuple[float, int]] = [
-                (max(value, 1e-6), below) for value, below in values.steps()
-            ]
-            shares = [below / values.count for _, below in points]
+            points = [(value, below / values.count) for value, below in values.steps() if value > 0]
+            shares = [min(share, SHARES[-1]) for _, share in points]
             axes.plot([value for value, _ in points], shares, label=which, drawstyle="steps-post")
-        axes.set(xscale="log", xlabel=f"{label}, s", ylim=(0, 1.01))
+        axes.set(xscale="log", xlabel=f"{label}, s", yscale="logit", ylim=(SHARES[0], SHARES[-1]))
+        axes.set_yticks(SHARES, [f"{100 * share:g} %" for share in SHARES])
+        axes.set_yticks([], minor=True)
         axes.grid(visible=True, alpha=0.3)
     panels[0].set_ylabel("share that took no longer")
-    panels[0].legend(fontsize=8)
+    panels[0].legend(fontsize=8, loc="lower right")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
