@@ -22,7 +22,15 @@ def point(slots: int, rate: float, step: float) -> sweep.Point:
 
 def test_smooth_curve_has_no_cliff_and_names_the_width_that_is_enough() -> None:
     found = sweep.warnings([point(8, 800, 10), point(16, 1500, 10.7), point(32, 1550, 20.6)])
-    assert found == ["16 slots decode within 5 % of the most measured"]
+    assert found == [
+        "up to 8 slots a request has its tokens within 5 % of the shortest time",
+        "16 slots decode within 5 % of the most measured",
+    ]
+
+
+def test_widest_width_is_not_called_enough() -> None:
+    *_, found = sweep.warnings([point(8, 800, 10), point(16, 1500, 10.7)])
+    assert found == "16 slots decode within 5 % of the most measured; more were not measured, and may pay"
 
 
 def test_cliffs_are_named() -> None:
@@ -31,7 +39,7 @@ def test_cliffs_are_named() -> None:
     )
     assert found[0] == "cliff: 16 slots decode 84 % fewer tokens per second than 8"
     assert found[1] == "cliff: 32 slots decode 25 % fewer tokens per second than 24"
-    (found, _) = sweep.warnings([point(8, 800, 10), point(10, 790, 30)])
+    (found, *_) = sweep.warnings([point(8, 800, 10), point(10, 790, 30)])
     assert "a step takes 3.0 times as long for 1.2 times the rows" in found
 
 

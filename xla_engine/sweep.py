@@ -96,7 +96,8 @@ def run(engine: XlaBatchEngine, workload: Workload) -> dict[str, Any]:
 
 
 def warnings(points: Sequence[Point]) -> list[str]:
-    """Cliffs between neighbouring widths, and the width from which more slots give no noticeable gain."""
+    """Cliffs between neighbouring widths; up to which width no request waits noticeably longer for its tokens, and
+    from which on more slots give no noticeable gain."""
     measured = [point for point in points if point.decode_tok_s is not None]
     found = [f"{point.slots} slots: {point.refusal}" for point in points if point.refusal is not None]
     for before, after in pairwise(measured):
@@ -113,13 +114,22 @@ def warnings(points: Sequence[Point]) -> list[str]:
                 f"{rows:.1f} times the rows"
             )
     if measured:
+        times = [(point.slots, point.itl_p50_ms.median) for point in measured if point.itl_p50_ms is not None]
+        bound = (1 + NOTICEABLE) * min(time for _, time in times)
+        calm = [slots for slots, time in times if time <= bound][-1]
+        found.append(
+            f"up to {calm} slots a request has its tokens within {100 * NOTICEABLE:.0f} % of the shortest time"
+        )
         best = max(point.decode_tok_s.median for point in measured if point.decode_tok_s is not None)
         enough = next(
             point
             for point in measured
             if point.decode_tok_s is not None and point.decode_tok_s.median >= (1 - NOTICEABLE) * best
         )
-        found.append(f"{enough.slots} slots decode within {100 * NOTICEABLE:.0f} % of the most measured")
+        more = "" if enough is not measured[-1] else "; more were not measured, and may pay"
+        found.append(
+            f"{enough.slots} slots decode within {100 * NOTICEABLE:.0f} % of the most measured{more}"
+        )
     return found
 
 
@@ -134,6 +144,7 @@ def table(points: Sequence[Point]) -> list[str]:
         "slots",
         "cache",
         "decode tok/s",
+        "of each",
         "whole job tok/s",
         "between tokens, ms p50 / p99",
         "first token, ms p99",
@@ -141,9 +152,11 @@ def table(points: Sequence[Point]) -> list[str]:
     rows: list[tuple[str, ...]] = [head]
     for point in points:
         if point.refusal is not None:
-            rows.append((str(point.slots), "does not fit", "", "", "", ""))
+            rows.append((str(point.slots), "does not fit", "", "", "", "", ""))
             continue
-        cells = [_cell(point.decode_tok_s, "{:.0f}"), _cell(point.tok_s, "{:.0f}")]
+        rate = point.decode_tok_s
+        each = "" if rate is None else f"{rate.median / point.slots:.1f}"
+        cells = [_cell(rate, "{:.0f}"), each, _cell(point.tok_s, "{:.0f}")]
         between = f"{_cell(point.itl_p50_ms, '{:.2f}')} / {_cell(point.itl_p99_ms, '{:.2f}')}"
         cache = f"{point.cache / 1e6:.0f} MB"
         rows.append((str(point.slots), cache, *cells, between, _cell(point.ttft_p99_ms, "{:.1f}")))
@@ -173,6 +186,9 @@ def plot(points: Sequence[Point], path: Path | str, title: str) -> None:
         low, high = ([side(spread.values) for _, spread in drawn] for side in (min, max))
         axes.fill_between(slots, low, high, alpha=0.25, color="#4c78c8", linewidth=0)
         axes.set(xlabel="slots", ylabel=label, ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(slots, [str(width) for width in slots])
+        axes.set_xticks([], minor=True)
         axes.grid(visible=True, alpha=0.3)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
