@@ -23,7 +23,7 @@ def point(slots: int, rate: float, step: float) -> sweep.Point:
 def test_smooth_curve_has_no_cliff_and_names_the_width_that_is_enough() -> None:
     found = sweep.warnings([point(8, 800, 10), point(16, 1500, 10.7), point(32, 1550, 20.6)])
     assert found == [
-        "up to 8 slots a request has its tokens within 5 % of the shortest time",
+        "a request has its tokens within 5 % of the shortest time at up to 8 slots",
         "16 slots decode within 5 % of the most measured",
     ]
 

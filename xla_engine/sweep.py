@@ -118,7 +118,7 @@ def warnings(points: Sequence[Point]) -> list[str]:
         bound = (1 + NOTICEABLE) * min(time for _, time in times)
         calm = [slots for slots, time in times if time <= bound][-1]
         found.append(
-            f"up to {calm} slots a request has its tokens within {100 * NOTICEABLE:.0f} % of the shortest time"
+            f"a request has its tokens within {100 * NOTICEABLE:.0f} % of the shortest time at up to {calm} slots"
         )
         best = max(point.decode_tok_s.median for point in measured if point.decode_tok_s is not None)
         enough = next(
