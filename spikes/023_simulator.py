@@ -109,7 +109,7 @@ def record(
 def run(engine: XlaBatchEngine, load: Load, path: Path) -> float:
     """Record one workload; returns the share of the machine's cores that other processes took."""
     from xla_engine import SamplingParams
-    from xla_engine.step_log import logging_steps
+    from xla_engine.step_log_writer import logging_steps
 
     draw = random.Random(0)
     busy = cpu_seconds()

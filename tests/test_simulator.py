@@ -29,7 +29,8 @@ from xla_engine.simulator.quantiles import WIDTH, Quantiles
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import Arrival, heavy_tailed, read_csv
-from xla_engine.step_log import StepLogWriter, logging_steps, read_step_log
+from xla_engine.step_log import read_step_log
+from xla_engine.step_log_writer import StepLogWriter, logging_steps
 
 COST = CostModel(
     call={2: 8e-4, 8: 2e-3},

@@ -19,7 +19,8 @@ from xla_engine.record import RecordError
 from xla_engine.record_json import write_record
 from xla_engine.recording import record_schedule
 from xla_engine.schedule import draw_cases, draw_schedule
-from xla_engine.step_log import Moment, StepLog, logging_steps, read_step_log
+from xla_engine.step_log import Moment, StepLog, read_step_log
+from xla_engine.step_log_writer import logging_steps
 from xla_engine.timeline import Timeline, read_timeline, write_timeline
 from xla_engine.timeline.model import Segment, of_step_log
 from xla_engine.timeline.trace_events import trace_events

@@ -25,7 +25,7 @@ from xla_engine.output_file import Mode, OutputError, OutputFile, same_file
 from xla_engine.progress import Progress, Tally, summary_lines
 from xla_engine.result_files import DoneLines
 from xla_engine.status_file import StatusFile
-from xla_engine.step_log import logging_steps
+from xla_engine.step_log_writer import logging_steps
 
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine

@@ -238,7 +238,7 @@ def _simulate(
     from xla_engine.simulator.clock import Clock
     from xla_engine.simulator.cost import machine_of
     from xla_engine.simulator.simulate import Simulation
-    from xla_engine.step_log import StepLogWriter
+    from xla_engine.step_log_writer import StepLogWriter
 
     with contextlib.ExitStack() as stack:
         log = None

@@ -27,7 +27,8 @@ from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import HostWork, Machine, Work
 from xla_engine.simulator.report import REFUSED, Report
 from xla_engine.simulator.trace import Arrival, distinct
-from xla_engine.step_log import Moment, StepLogWriter
+from xla_engine.step_log import Moment
+from xla_engine.step_log_writer import StepLogWriter
 
 TOKEN, STOP = Sample(0), Sample(1)
 STOPS = frozenset({STOP.token_id})
