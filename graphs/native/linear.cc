@@ -127,7 +127,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyB
 Vec Logistic(Vec z) {
   const Vec zero = {};
   const Vec small = Exp(z > zero ? -z : z);  // exp(-|z|)
-  return z > zero ? 1.0f / (1.0f + small) : small / (1.0f + small);
+  return (z > zero ? zero + 1.0f : small) / (1.0f + small);
 }
 
 // act(gate) * up (Shazeer 2020): SiLU, or GELU by tanh (Hendrycks and Gimpel 2016), where (1 + tanh z) / 2 is the
