@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from tests.conftest import TINY
 from xla_engine.bench import limits
 from xla_engine.bench.card import card, markdown_table
 from xla_engine.bench.figures import Spread, complaints, figures, ratios, spread_of
-from xla_engine.bench.judge import NEAR_TIE, verdict, void_reason
-from xla_engine.bench.models import SHAPES, find_model, write_once
+from xla_engine.bench.judge import NEAR_TIE, eight_bit_bounds, near_tie, verdict, void_reason
+from xla_engine.bench.models import SHAPES, find_model, write_checkpoint, write_once
 from xla_engine.bench.plot import lines_of, plot
+from xla_engine.bench.workers.xla import Judge
 from xla_engine.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
-from xla_engine.checkpoint import load_checkpoint
+from xla_engine.checkpoint import Checkpoint, load_checkpoint, random_weights
 from xla_engine.errors import ConfigError
+from xla_engine.reference import Reference
 
 # -- workloads -----------------------------------------------------------------------------------------------
 
@@ -146,15 +149,54 @@ def test_step_bytes_are_weights_once_and_keys_per_row() -> None:
 
 
 def test_streams_within_a_near_tie_count_and_others_are_void() -> None:
-    tie, wrong = NEAR_TIE["bfloat16"], 3 * NEAR_TIE["bfloat16"]
-    good = verdict([[0.0, tie]], [[1, 2]], [[1, 3]])
+    tie = NEAR_TIE["bfloat16"]
+    good = verdict([[0.0, tie]], [[1, 2]], [[1, 3]], [tie] * 2)
     assert (good.judged, good.off, good.same) == (2, 0.5, 0.5)
-    assert void_reason(good, "bfloat16", None) is None
-    assert void_reason(good, "float32", None) is not None
-    bad = verdict([[0.0, wrong]], [[1, 2]], None)
-    assert bad.same is None
-    assert "wrong streams" in (void_reason(bad, "bfloat16", good) or "")
-    assert void_reason(bad, "bfloat16", bad) is None  # no worse than the reference's own
+    assert void_reason(good) is None
+    bad = verdict([[0.0, 3 * tie]], [[1, 2]], None, [4 * tie, tie])
+    assert bad.same is None and bad.beyond == pytest.approx(3)
+    assert "wrong streams" in (void_reason(bad) or "")
+    assert near_tie("bfloat16", None) == tie > near_tie("float32", None)
+    assert near_tie("bfloat16", [[0.0], [3 * tie, tie]]) == 3 * tie  # no worse than the reference's own
+
+
+def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fault(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = replace(
+        TINY, vocab_size=499, hidden_size=64, intermediate_size=192, num_hidden_layers=4, **heads
+    )
+    weights = random_weights(config, dtype="bfloat16", seed=1, scale=0.15)
+    write_checkpoint(config, weights, tmp_path)
+    judge = Judge(1)
+    judge.load(str(tmp_path))
+    checkpoint = load_checkpoint(tmp_path, dtype="bfloat16")
+    prompts = np.random.default_rng(0).integers(0, 499, (3, 30)).tolist()
+
+    class LatePositions(Reference):
+        """Behind the prompt every token stands one place too late."""
+
+        def __init__(self, checkpoint: Checkpoint) -> None:
+            super().__init__(checkpoint, quantized=True)
+            forward = self._forward
+            place = np.arange(64) + (np.arange(64) >= 30)
+            self._forward = lambda weights, rope, tokens: forward(weights, rope[:, place.clip(0, 63)], tokens)
+
+    name = "layers.2.down"
+    rolled = replace(
+        checkpoint, weights={**checkpoint.weights, name: np.roll(checkpoint.weights[name], 1, 0)}
+    )
+    engines = {
+        "eight bits": Reference(checkpoint, quantized=True),
+        "features of one layer off by one": Reference(rolled, quantized=True),
+        "positions off by one": LatePositions(checkpoint),
+    }
+    for what, engine in engines.items():
+        streams = [engine.greedy(prompt, 24) for prompt in prompts]
+        errors = judge.eight_bit_errors(prompts, streams)
+        bounds = eight_bit_bounds(errors["errors"], errors["vocabulary"])
+        found = verdict(judge.regrets(prompts, streams)["regrets"], streams, None, bounds)
+        assert errors["vocabulary"] == 499 and found.judged == 72
+        assert (void_reason(found) is None) == (what == "eight bits"), (what, found)
 
 
 # -- models --------------------------------------------------------------------------------------------------

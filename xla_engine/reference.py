@@ -26,14 +26,25 @@ _PADDING = 64  # sequence lengths are padded to multiples of this, so that few s
 
 
 class Reference:
-    """Full-forward evaluation of one checkpoint, in an engine of `max_model_len` (rope scalings look at it)."""
+    """Full-forward evaluation of one checkpoint, in an engine of `max_model_len` (rope scalings look at it).
 
-    def __init__(self, checkpoint: Checkpoint, max_model_len: int | None = None) -> None:
+    `quantized`: with matrices, and what they multiply, in int8.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, max_model_len: int | None = None, *, quantized: bool = False
+    ) -> None:
         self._context_length = EngineConfig(max_model_len=max_model_len).context_length(
             checkpoint.config.max_position_embeddings
         )
-        self._spec = ModelSpec(checkpoint.config, jnp.dtype(checkpoint.dtype))
-        self._weights = jax.device_put(self._spec.flatten(checkpoint.weights))
+        self._spec = ModelSpec(checkpoint.config, jnp.dtype(checkpoint.dtype), quantized=quantized)
+        self._spec.check_names(checkpoint.weights)
+        kept = dict(
+            part
+            for name, leaf in checkpoint.weights.items()
+            for part in self._spec.stored(name, leaf).items()
+        )
+        self._weights = jax.device_put([kept[name] for name in self._spec.names])
         self._forward = jax.jit(self._logits)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -43,6 +43,7 @@ PEERS = {
     "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
     "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),
 }
+EIGHT_BITS = ("xla-engine-int8", "llama.cpp-q8")  # their weights and what these multiply
 
 
 class PeerFailed(RuntimeError):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_engine.bench.figures import complaints, figures
-from xla_engine.bench.judge import Verdict, verdict, void_reason
-from xla_engine.bench.peers import BARE, OURS, REFERENCE, STOPS, PeerFailed, Process
+from xla_engine.bench.judge import Verdict, eight_bit_bounds, near_tie, verdict, void_reason
+from xla_engine.bench.peers import BARE, EIGHT_BITS, OURS, REFERENCE, STOPS, PeerFailed, Process
 from xla_engine.bench.workloads import Workload
 
 _REST = 0.3  # seconds between turns: the threads of the engine before stop spinning
@@ -152,16 +152,19 @@ def judge_turns(
     workload: Workload, turns: dict[str, Turns], judge: Process, *, requests: int, dtype: str
 ) -> None:
     """Let the judge see each side's first `requests` streams, and void what is wrong."""
-    reference = turns[REFERENCE].first if REFERENCE in turns else None
-    expected = None if reference is None else reference["streams"]
     prompts = workload.prompts[:requests]
-    for mine in turns.values():
-        if mine.first is not None:
-            streams = mine.first["streams"]
-            found = judge.ask("regrets", prompts=prompts, streams=streams[:requests])
-            mine.verdict = verdict(found["regrets"], streams, expected)
-    standard = turns[REFERENCE].verdict if REFERENCE in turns else None
-    for name, mine in turns.items():
-        if mine.verdict is not None:
-            against = None if name == REFERENCE else standard
-            mine.void = mine.void or void_reason(mine.verdict, dtype, against)
+    answers = {name: mine.first for name, mine in turns.items() if mine.first is not None}
+    regrets: dict[str, list[list[float]]] = {}
+    for name, answer in answers.items():
+        found = judge.ask("regrets", prompts=prompts, streams=answer["streams"][:requests])
+        regrets[name] = found["regrets"]
+    expected = answers[REFERENCE]["streams"] if REFERENCE in answers else None
+    for name, answer in answers.items():
+        least = near_tie(dtype, None if name == REFERENCE else regrets.get(REFERENCE))
+        bounds = [least] * sum(map(len, regrets[name]))
+        if name in EIGHT_BITS:
+            found = judge.ask("eight_bit_errors", prompts=prompts, streams=answer["streams"][:requests])
+            bounds = [max(least, bound) for bound in eight_bit_bounds(found["errors"], found["vocabulary"])]
+        mine = turns[name]
+        mine.verdict = verdict(regrets[name], answer["streams"], expected, bounds)
+        mine.void = mine.void or void_reason(mine.verdict)

@@ -130,6 +130,8 @@ class Judge:
         transformers.utils.logging.disable_progress_bar()
 
     def load(self, model: str) -> dict[str, Any]:
+        self._directory = model
+        self._rounded: Any = None
         self._model = load_model(model, "float32")
         return {"about": f"transformers {transformers.__version__}, float32"}
 
@@ -139,6 +141,20 @@ class Judge:
         In standard deviations of that row of logits; 0 where float32 would have chosen the same.
         """
         return {"regrets": [self._regrets(*pair) for pair in zip(prompts, streams, strict=True)]}
+
+    def eight_bit_errors(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
+        """Per token, the error of logits in eight bits (`eight_bits`), in deviations of float32's."""
+        if self._rounded is None:
+            self._rounded = eight_bits(load_model(self._directory, "float32"))
+        errors: list[float] = []
+        for prompt, stream in zip(prompts, streams, strict=True):
+            ids = torch.tensor([prompt + stream])
+            with torch.inference_mode():
+                exact, rounded = (
+                    each(ids).logits[0, len(prompt) - 1 : -1] for each in (self._model, self._rounded)
+                )
+            errors += ((rounded - exact).std(1) / exact.std(1)).tolist()
+        return {"errors": errors, "vocabulary": exact.shape[1]}
 
     def _regrets(self, prompt: list[int], stream: list[int]) -> list[float]:
         with torch.inference_mode():
@@ -167,6 +183,27 @@ def load_model(directory: str, dtype: str) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def eight_bits(model: Any) -> Any:
+    """`model` with its matrices, and the rows they multiply, rounded to 255 steps of each row's largest value."""
+
+    def rounded(rows: Any) -> Any:
+        step = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return (rows / step).round() * step
+
+    with torch.no_grad():
+        for weight in {id(each.weight): each.weight for each in matrices(model)}.values():
+            weight.copy_(rounded(weight))
+    for each in matrices(model):
+        if isinstance(each, torch.nn.Linear):
+            each.register_forward_pre_hook(lambda _, given: (rounded(given[0]), *given[1:]))
+    return model
+
+
+def matrices(model: Any) -> list[Any]:
+    """The modules of a model that hold one."""
+    return [each for each in model.modules() if isinstance(each, torch.nn.Linear | torch.nn.Embedding)]
 
 
 def left_padded(prompts: Ids) -> tuple[Any, Any]:

@@ -237,9 +237,11 @@ class Judge:
 
     def __init__(self, threads: int) -> None:
         self._reference: Reference | None = None
+        self._rounded: Reference | None = None
 
     def load(self, model: str) -> dict[str, Any]:
-        self._reference = Reference(load_checkpoint(model, dtype="float32"))
+        self._checkpoint = load_checkpoint(model, dtype="float32")
+        self._reference = Reference(self._checkpoint)
         return {"about": "own forward pass, float32"}
 
     def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
@@ -250,6 +252,19 @@ class Judge:
             chosen = logits[np.arange(len(stream)), stream]
             regrets.append(((logits.max(1) - chosen) / logits.std(1)).tolist())
         return {"regrets": regrets}
+
+    def eight_bit_errors(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
+        """As in `hf.py`."""
+        assert self._reference is not None, "load comes first"
+        self._rounded = self._rounded or Reference(self._checkpoint, quantized=True)
+        errors: list[float] = []
+        for prompt, stream in zip(prompts, streams, strict=True):
+            exact, rounded = (
+                each.logits([*prompt, *stream])[len(prompt) - 1 : -1]
+                for each in (self._reference, self._rounded)
+            )
+            errors += ((rounded - exact).std(1) / exact.std(1)).tolist()
+        return {"errors": errors, "vocabulary": exact.shape[1]}
 
 
 def _best(call: Any, rounds: int = 7) -> float:
