@@ -28,7 +28,7 @@ from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.backends import choose_attention
 from xla_engine.prefill_call import make_lanes
 from xla_engine.programs import COPY_PAGES, READ_PAGES, WRITE_PAGES
-from xla_engine.row_settings import RowSettings
+from xla_engine.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.slot_moves import PageMoves, Parked, State
 
@@ -118,6 +118,28 @@ def test_pages_give_the_bits_of_slots_and_share_a_prefix(backend: Attention) -> 
         assert paged.decode([2, 5], steps) == slots.decode([2, 5], steps)
 
 
+def test_block_tables_on_the_device_follow_those_of_the_host() -> None:
+    """Whatever changes between two calls, one entry or more than there is room for, also the same one twice."""
+    draw = np.random.default_rng(5)
+    host, expected = HostTables(4, 50, 6), np.zeros((4, 6), np.int32)
+    tables = replace(make_tables(4, 50, paged=True), **host.take_stale())
+    rows: Rows = make_rows(4, 1, 384, Pool(99, 64, 6))
+    whole = 0
+    for _ in range(60):
+        for _ in range(draw.integers(0, 4)):
+            slot, start = (int(each) for each in draw.integers(0, (4, 6)))
+            blocks = draw.integers(0, 99, draw.integers(1, 7 - start)).tolist()
+            host.set_blocks(slot, start, blocks)
+            expected[slot, start : start + len(blocks)] = blocks
+        if (sent := host.take_block_tables()) is not None:
+            rows, whole = replace(rows, block_tables=jnp.asarray(sent)), whole + 1
+        tables = replace(tables, **host.take_stale())
+        for _ in range(draw.integers(1, 3)):  # calls of the step
+            rows = rows.with_tables(tables)
+            assert rows.block_tables is not None and (np.asarray(rows.block_tables) == expected).all()
+    assert 10 < whole < 50
+
+
 class Calls:
     """The programs of moves, compiled when first called."""
 
@@ -153,14 +175,15 @@ def by_slot(rows: Rows) -> list[tuple[bytes, ...]]:
     "backend", [*BACKENDS.values(), GpuAttention(interpret=True)], ids=lambda each: each.name
 )
 def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> None:
-    """Pages and rows are random bytes, NaN among them: copied in order, parked, and resumed elsewhere."""
+    """Pages and rows are random, NaN among them: copied in order, parked, and resumed elsewhere."""
     draw = np.random.default_rng(7)
     spec = ModelSpec(MODEL, jnp.dtype(jnp.bfloat16), backend)
 
     def noise(leaf: jax.Array) -> jax.Array:
-        if leaf.dtype == jnp.bool_:
-            return leaf
-        return jnp.asarray(np.frombuffer(draw.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(np.frombuffer(draw.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
+        values = draw.standard_normal(leaf.shape)
+        return jnp.asarray(np.where(draw.random(leaf.shape) < 0.1, np.nan, values), leaf.dtype)
 
     cache = make_cache(spec, ROWS, 64, num_blocks=30)
     state: State = jax.tree.map(
