@@ -230,3 +230,11 @@ def test_sizes_that_make_no_pages_are_refused() -> None:
         EngineConfig(num_blocks=4, block_size=48)
     with pytest.raises(ConfigError, match="give one"):
         EngineConfig(num_blocks=4, kv_cache_memory_bytes=1 << 20)
+
+
+def test_every_program_over_pages_works_in_place(paged: XlaBatchEngine) -> None:
+    reports = paged.inventory_report()
+    assert len(reports) <= 8
+    for report in reports:
+        if not report.name.startswith(("prompt_logprobs", "read_pages")):
+            assert report.alias_bytes >= paged.runner.cache_bytes, report
