@@ -8,51 +8,43 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from scheduler import (
-    Chunk,
     FinishReason,
     Plan,
     Request,
     Row,
-    Sample,
     Scheduler,
     SchedulerConfig,
-    StepResult,
     TokenEvent,
 )
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import HostWork, Machine, Work
 from xla_engine.simulator.report import REFUSED, Report
+from xla_engine.simulator.stops import STOPS, StopTokens
 from xla_engine.simulator.trace import Arrival, distinct
 from xla_engine.step_log import Moment
 from xla_engine.step_log_writer import StepLogWriter
 
-TOKEN, STOP = Sample(0), Sample(1)
-STOPS = frozenset({STOP.token_id})
 PREEMPTED = ("park", "recompute", "replay")
 
 
 @dataclass(slots=True)
 class _Live:
-    """A live request. number: of its arrival. stops: the step in which it samples its stop token, if it does.
+    """A live request.
 
     last_token: when its latest one came; kept of those only that do not get one in every step. away: it lost its slot
     and had no token since; back: the step from which it has a slot again, None while it waits.
-    tokens: sampled so far, of one in lockstep.
     """
 
-    number: int
     arrival: Arrival
     came: float
-    stops: int | None = None
     had_token: bool = False
     last_token: float = 0.0
     away: bool = False
     back: int | None = None
-    tokens: int = 0
 
 
 class Simulation:
@@ -82,7 +74,7 @@ class Simulation:
         self._live: dict[str, _Live] = {}
         self._in_flight: deque[Plan] = deque()
         self._irregular = 0  # live requests that do not get a token in every step
-        self._stops: list[tuple[int, int, str]] = []  # heap of (step, number, request): stop tokens to come
+        self._stops = StopTokens()
         self._gives_up: list[tuple[Moment, str, str]] = []  # heap of (when, request, reason)
         self._next_step = 0
         self._last_read = 0.0
@@ -145,7 +137,8 @@ class Simulation:
             deadline=None if arrival.deadline is None else came + arrival.deadline,
         )
         self._scheduler.submit(request)
-        self._live[arrival.name] = _Live(self.report.requests, arrival, came)
+        self._live[arrival.name] = _Live(arrival, came)
+        self._stops.submit(self.report.requests, arrival)
         self._irregular += arrival.lockstep
         if arrival.gives_up is not None:
             heapq.heappush(self._gives_up, (arrival.gives_up[0], arrival.name, arrival.gives_up[1]))
@@ -211,20 +204,15 @@ class Simulation:
 
     def _begin(self, name: str, step: int, *, keys: int, sampled: int) -> None:
         """A request decodes from `step` on, where it reads so many keys; it has `sampled` tokens before."""
-        live = self._live[name]
-        live.back = step
+        self._live[name].back = step
         self._base[name] = keys - step
-        new = live.arrival.new_tokens
-        if new < live.arrival.max_tokens and not live.arrival.lockstep:
-            live.stops = step + max(new - sampled - 1, 0)
-            heapq.heappush(self._stops, (live.stops, live.number, name))
+        self._stops.begin(name, step, sampled)
 
     def _lose_slot(self, name: str, step: int) -> None:
-        """A request does not decode from `step` on; a stop token that it sampled before is on its way all the same."""
+        """A request does not decode from `step` on."""
+        self._stops.lose_slot(name, step)
         live = self._live[name]
         live.back = None
-        if live.stops is not None and live.stops >= step:
-            live.stops = None
         if not live.away and live.had_token:
             live.away, live.last_token = True, self._last_read
             self._irregular += 1
@@ -243,41 +231,11 @@ class Simulation:
         now = self._clock.read()
         if self.plans is not None:
             self.reads.append(self._next_step)
-        events = self._scheduler.commit(plan, self._result(plan))
+        events = self._scheduler.commit(plan, self._stops.result(plan))
         if self._log is not None:
             self._log.read(plan, events, now)
         self._credit(plan, events, now)
         self._last_read = now
-
-    def _result(self, plan: Plan) -> StepResult:
-        stopping = set()
-        while self._stops and self._stops[0][0] <= plan.step:
-            step, number, name = heapq.heappop(self._stops)
-            if name in self._live and (self._live[name].number, self._live[name].stops) == (number, step):
-                stopping.add(name)
-        if self._irregular:
-            stopping.update(self._lockstep_stops(plan))
-        first = [TOKEN] * len(plan.first_rows)
-        decode: list[tuple[Sample]] = [(TOKEN,)] * len(plan.decode)
-        if stopping:
-            for at, chunk in enumerate(plan.first_rows):
-                name = chunk.request_id
-                if name in stopping and self._live[name].arrival.new_tokens == chunk.generated + 1:
-                    first[at] = STOP
-            for at, row in enumerate(plan.decode):
-                if row.request_id in stopping:
-                    decode[at] = (STOP,)
-        return StepResult(first=first, decode=decode)
-
-    def _lockstep_stops(self, plan: Plan) -> Iterator[str]:
-        """Requests in lockstep that sample their stop token in this step."""
-        parts: tuple[Chunk | Row, ...] = (*plan.first_rows, *plan.decode)
-        for part in parts:
-            live = self._live.get(part.request_id)
-            if live is not None and live.arrival.lockstep:
-                live.tokens += 1
-                if live.tokens == live.arrival.new_tokens < live.arrival.max_tokens:
-                    yield part.request_id
 
     def _credit(self, plan: Plan, events: list[TokenEvent], now: float) -> None:
         """Count the intervals between tokens. A row's first token and second come out of the same step."""
@@ -320,8 +278,8 @@ class Simulation:
             return False
         steps = self._scheduler.steady_steps(rows)
         until = self._scheduler.next_deadline
-        if self._stops:
-            steps = min(steps, self._stops[0][0] - (step - self._lag))
+        if (stop := self._stops.next_step) is not None:
+            steps = min(steps, stop - (step - self._lag))
         if self._gives_up:
             steps = min(steps, self._gives_up[0][0].started - step)
         if ahead is not None and ahead.moment is not None:
@@ -356,6 +314,7 @@ class Simulation:
 
     def _end(self, name: str, reason: FinishReason) -> None:
         live = self._live.pop(name)
+        self._stops.end(name)
         self._irregular -= live.arrival.lockstep + live.away
         self._base.pop(name, None)
         self.report.finished[str(reason)] = self.report.finished.get(str(reason), 0) + 1
