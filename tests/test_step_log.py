@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from xla_engine.record_json import write_record
 from xla_engine.recording import record_schedule
 from xla_engine.schedule import draw_cases, draw_schedule
 from xla_engine.step_log import Moment, StepLog, read_step_log
-from xla_engine.step_log_writer import logging_steps
+from xla_engine.step_log_writer import SHORTEST, _Prefixes, logging_steps
 from xla_engine.timeline import Timeline, read_timeline, write_timeline
 from xla_engine.timeline.model import Segment, of_step_log
 from xla_engine.timeline.trace_events import trace_events
@@ -217,3 +219,30 @@ def test_hostile_names_stay_data(log_path: Path, tmp_path: Path) -> None:
 def test_unknown_ending_names_those_there_are(log_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.html, \.json"):
         write_timeline(read_timeline(log_path), tmp_path / "t.bmp")
+
+
+def test_what_any_two_prompts_have_in_common_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a simulated slot holds less of a prompt than the real one, and another is reused."""
+    draw, prefixes = random.Random(2), _Prefixes()
+    prompts: list[list[int]] = [[]]
+    told: list[list[tuple[int, int]]] = [
+        []
+    ]  # made of tokens that stand for where a prompt parted from all others
+    for number in range(1, 300):
+        stem = draw.choice(prompts)[: draw.choice((0, 15, 16, 17, 40, 90))]
+        prompts.append(stem + [draw.randrange(3) for _ in range(draw.randint(1, 40))])
+        other, same = prefixes.add(number, prompts[-1]) or (0, 0)
+        told.append(told[other][:same] + [(number, at) for at in range(same, len(prompts[-1]))])
+
+    def common(one: list[object], two: list[object]) -> int:
+        pairs = enumerate(zip(one, two, strict=False))
+        return next((at for at, (a, b) in pairs if a != b), min(len(one), len(two)))
+
+    for one, two in combinations(range(1, 300), 2):
+        real = common([*prompts[one]], [*prompts[two]])
+        assert common([*told[one]], [*told[two]]) == (real if real >= SHORTEST else 0)
+    monkeypatch.setattr("xla_engine.step_log_writer.REMEMBERED", 100)
+    for number in range(50):
+        prefixes.add(number, [number] * 20)
+    assert len(prefixes._sorted) == len(prefixes._by_age) == 5 and prefixes._tokens == 100
+    assert prefixes.add(51, [44] * 20) is None and prefixes.add(52, [49] * 20) == (49, 20)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,35 +18,49 @@ from xla_engine.step_log import FORMAT, VERSION, delta
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine
 
-PIECE, PIECES = 16, 1 << 16  # tokens of a piece of a prompt, and how many of these are remembered
+SHORTEST = 16  # a common beginning of fewer tokens is not told
+REMEMBERED = 1 << 20  # tokens of the latest prompts
 
 
 class _Prefixes:
-    """Finds the earlier prompt that begins as a new one does, by hashes of its pieces and then token by token."""
+    """Finds the earlier prompt that begins most like a new one: in lexicographic order it is a neighbour.
+
+    What any two prompts have in common follows from these pairs: the less of what each has with a third.
+    """
 
     def __init__(self) -> None:
-        self._pieces: OrderedDict[int, tuple[int, Sequence[int]]] = OrderedDict()
+        self._sorted: list[tuple[tuple[int, ...], int]] = []
+        self._by_age: deque[tuple[tuple[int, ...], int]] = deque()
+        self._tokens = 0
 
     def add(self, number: int, prompt: Sequence[int]) -> tuple[int, int] | None:
-        """Enter a prompt; returns the number of the latest that has most of it, and how many tokens that is."""
-        found: tuple[int, Sequence[int]] | None = None
-        same, chain, unbroken = 0, 0, True
-        for start in range(0, len(prompt) - PIECE + 1, PIECE):
-            chain = hash((chain, *prompt[start : start + PIECE]))
-            held = self._pieces.get(chain)
-            unbroken = unbroken and held is not None
-            if unbroken:
-                found, same = held, start + PIECE
-            self._pieces[chain] = number, prompt
-            self._pieces.move_to_end(chain)
-        while len(self._pieces) > PIECES:
-            self._pieces.popitem(last=False)
-        if found is None:
-            return None
-        other, tokens = found
-        while same < min(len(prompt), len(tokens)) and prompt[same] == tokens[same]:
-            same += 1
-        return other, same
+        """Enter a prompt; returns the number of an earlier one that has most of it, and how many tokens that is."""
+        entry = tuple(prompt), number
+        at = bisect.bisect(self._sorted, entry)
+        neighbours = self._sorted[max(at - 1, 0) : at + 1]
+        same, other = max(
+            ((_common(entry[0], each), earlier) for each, earlier in neighbours), default=(0, 0)
+        )
+        self._sorted.insert(at, entry)
+        self._by_age.append(entry)
+        self._tokens += len(prompt)
+        while self._tokens > REMEMBERED:
+            oldest = self._by_age.popleft()
+            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
+            self._tokens -= len(oldest[0])
+        return (other, same) if same >= SHORTEST else None
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many elements both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class StepLogWriter:
