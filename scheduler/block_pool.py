@@ -69,11 +69,13 @@ class BlockPool:
             raise OutOfBlocksError(
                 f"{count} blocks are wanted and {self.num_free} of {self.num_blocks} are free"
             )
-        return [self._take() for _ in range(count)]
+        return [self.take() for _ in range(count)]
 
-    def _take(self) -> int:
+    def take(self) -> int:
+        """Take one page of those that are free; there must be one."""
         block, _ = (self._blank or self._kept).popitem(last=False)
-        self._strike(block)
+        if self._keys[block]:
+            self._strike(block)
         self._holders[block] = 1
         self._taken[block] += 1
         return block

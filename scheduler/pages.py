@@ -101,17 +101,18 @@ class Pages:
         """The first step that may need pages for those who run; None when none will."""
         return min(self._due, default=None)
 
-    def grow(self, state: RequestState) -> bool:
-        """Give a request one page more; False where there is none."""
+    def grow(self, state: RequestState, step: int) -> bool:
+        """Give a request one page more, of which it writes the first position in `step`; False where there is none."""
         if not self.pool.num_free:
             return False
-        fresh = self.pool.allocate(1)
+        start = len(state.blocks)
+        fresh = (self.pool.take(),)
         self._tables.append(
-            BlockTable(
-                slot=state.slot, request_id=state.request_id, blocks=(*fresh,), start=len(state.blocks)
-            )
+            BlockTable(slot=state.slot, request_id=state.request_id, blocks=fresh, start=start)
         )
-        state.blocks += (*fresh,)
+        state.blocks += fresh
+        if not state.request.lockstep and (start + 1) * self._page < _positions(state):
+            self._due.setdefault(step + self._page, []).append((state, state.slot))
         return True
 
     def leave(self, state: RequestState) -> None:

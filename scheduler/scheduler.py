@@ -357,14 +357,13 @@ class Scheduler:
         """
         step = self._next_step
         short = pages.due(step)
-        short += (state for state in self._lockstep.ready() if pages.is_short(state, step))
+        if self._lockstep:
+            short += (state for state in self._lockstep.ready() if pages.is_short(state, step))
         if len(short) > pages.pool.num_free:
             short.sort(key=self._waiting.rank)
         for state in short:
-            while state.holds_slot and not pages.grow(state):
+            while state.holds_slot and not pages.grow(state, step):
                 self._take_away(max(self._holders(), key=self._waiting.rank), decisions)
-            if state.holds_slot and not state.request.lockstep:
-                pages.runs(state, step)
 
     def _holders(self) -> tuple[RequestState, ...]:
         return (*self._prefilling, *self._decoding, *self._lockstep)
