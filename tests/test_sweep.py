@@ -33,6 +33,11 @@ def test_widest_width_is_not_called_enough() -> None:
     assert found == "16 slots decode within 5 % of the most measured; more were not measured, and may pay"
 
 
+def test_rounds_that_differ_are_told() -> None:
+    uneven = sweep.Point(slots=8, decode_tok_s=Spread((500.0, 800.0)), itl_p50_ms=Spread((10.0, 16.0)))
+    assert sweep.warnings([uneven])[0] == "8 slots: rounds differ by 60 %; measure on a machine at rest"
+
+
 def test_cliffs_are_named() -> None:
     found = sweep.warnings(
         [point(8, 899, 8.9), point(16, 142, 112.5), point(24, 1957, 12.3), point(32, 1470, 21.8)]

@@ -17,6 +17,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import SamplingParams
 
 NOTICEABLE = 0.05  # share of the rate that counts as a difference
+UNEVEN = 0.3  # of a width's slowest round, by which the fastest may differ
 STEEP = 1.25  # a step may take so much longer than the rows it gained would explain
 
 
@@ -100,6 +101,12 @@ def warnings(points: Sequence[Point]) -> list[str]:
     from which on more slots give no noticeable gain."""
     measured = [point for point in points if point.decode_tok_s is not None]
     found = [f"{point.slots} slots: {point.refusal}" for point in points if point.refusal is not None]
+    for point in measured:
+        values = point.decode_tok_s.values if point.decode_tok_s is not None else ()
+        if (apart := max(values) / min(values) - 1) > UNEVEN:
+            found.append(
+                f"{point.slots} slots: rounds differ by {100 * apart:.0f} %; measure on a machine at rest"
+            )
     for before, after in pairwise(measured):
         rate, step = _ratio(before, after, "decode_tok_s"), _ratio(before, after, "itl_p50_ms")
         rows = after.slots / before.slots
