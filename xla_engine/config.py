@@ -37,7 +37,7 @@ class EngineConfig:
     dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
     seed: mixed with the request id for requests that bring no seed of their own.
     lag: started steps the host may leave unread: 1 overlaps host and device, 0 reads each step at once; 2 is up to 9 %
-        faster where a step takes a millisecond, and runs one more step of each row that a stop token ends (findings/033).
+        faster where steps take a millisecond, and runs a row that a stop token ends one step further (findings/033).
     chunk_size: prompt tokens per prefill lane. Prompts are cut at its multiples, whatever the load.
     prefill_lanes: lane counts of the prefill graphs, ascending.
     max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
