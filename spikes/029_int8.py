@@ -35,7 +35,7 @@ arguments.add_argument(
     "--windows", type=int, default=96, help="stretches of 384 held-out tokens, 0: only speed"
 )
 arguments.add_argument(
-    "--rows", type=int, nargs="+", default=[8, 32], help="of the decode step; none: only quality"
+    "--rows", type=int, nargs="*", default=[8, 32], help="of the decode step; none: only quality"
 )
 options = arguments.parse_known_args()[0]
 print(describe_machine(), "\n")
