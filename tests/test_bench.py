@@ -143,6 +143,8 @@ def test_step_bytes_are_weights_once_and_keys_per_row() -> None:
     assert none == 2 * limits.weight_count(TINY)
     assert one == 8 * 2 * 2 * TINY.num_hidden_layers * TINY.num_key_value_heads * TINY.head_dim
     assert limits.step_bytes(TINY, "float32", 8, 5) == 2 * limits.step_bytes(TINY, "bfloat16", 8, 5)
+    in_eight_bits = limits.step_bytes(TINY, "bfloat16", 8, 1, weight_bytes=1)
+    assert in_eight_bits == limits.weight_count(TINY) + one
 
 
 # -- judge ---------------------------------------------------------------------------------------------------

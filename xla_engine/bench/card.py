@@ -38,7 +38,7 @@ _COLUMNS = {  # per workload: heading and figure
     "pair": {"pair ratio": "pair_ratio", "first slowed": "first_slowdown", "TTFT p99 ms": "ttft_p99_ms"},
 }
 _OWN = {
-    "host ms per step": "host_ms_per_step",
+    "host CPU ms per step": "host_ms_per_step",
     "occupancy": "occupancy",
     "while requests wait": "occupancy_queued",
     "stale row-steps": "stale_share",

@@ -51,10 +51,16 @@ def weight_count(config: ModelConfig) -> int:
     return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
 
 
-def step_bytes(config: ModelConfig, dtype: str, rows: int, keys: float) -> float:
-    """Bytes a decode step of `rows` rows must read: every weight once, and `keys` keys and values per row."""
+def step_bytes(
+    config: ModelConfig, dtype: str, rows: int, keys: float, *, weight_bytes: int | None = None
+) -> float:
+    """Bytes a decode step of `rows` rows must read: every weight once, and `keys` keys and values per row.
+
+    weight_bytes: of a weight; None: those of `dtype`.
+    """
     per_key = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return _BYTES[dtype] * (weight_count(config) + rows * keys * per_key)
+    weights = (weight_bytes or _BYTES[dtype]) * weight_count(config)
+    return weights + _BYTES[dtype] * rows * keys * per_key
 
 
 def token_flops(config: ModelConfig, keys: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from graphs.config import ModelConfig
 from xla_engine.bench import limits
 from xla_engine.bench.figures import Spread, ratios, spread_of
-from xla_engine.bench.peers import OURS, STOPS
+from xla_engine.bench.peers import EIGHT_BITS, OURS, STOPS
 from xla_engine.bench.rounds import Turns
 from xla_engine.bench.workloads import Workload
 
@@ -33,7 +33,7 @@ def results(
     """One entry per engine; ratios are ours over theirs, round by round. `machine`: the record's "limits"."""
     more = _Shares(config, dtype, batch, workload, machine)
     spreads = {
-        name: spread_of([each | more(each) for each in mine.figures]) if mine.figures else {}
+        name: spread_of([each | more(each, name) for each in mine.figures]) if mine.figures else {}
         for name, mine in turns.items()
     }
     found = []
@@ -71,12 +71,14 @@ class _Shares:
     workload: Workload
     machine: Mapping[str, Any]
 
-    def __call__(self, figures: Mapping[str, float]) -> dict[str, float]:
+    def __call__(self, figures: Mapping[str, float], engine: str) -> dict[str, float]:
         prompt, new = len(self.workload.prompts[0]), self.workload.max_tokens[0]
         more = {}
         if self.workload.name == "uniform" and "decode_tok_s" in figures:
             bandwidth = self.machine["read_gb_s"]
-            moved = limits.step_bytes(self.config, self.dtype, self.batch, prompt + new / 2)
+            weight_bytes = 1 if engine in EIGHT_BITS else None
+            keys = prompt + new / 2
+            moved = limits.step_bytes(self.config, self.dtype, self.batch, keys, weight_bytes=weight_bytes)
             more["gb_s"] = 1e-9 * moved * figures["decode_tok_s"] / self.batch
             more["gb_s_share"] = more["gb_s"] / bandwidth
             more["floor_tok_s"] = self.batch * bandwidth * 1e9 / moved
