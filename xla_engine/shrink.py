@@ -7,7 +7,7 @@ failing is a property of the schedule alone and shrinking is deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -233,11 +233,13 @@ def _prompts(trials: Trials) -> None:
 
 
 def _caps(trials: Trials) -> None:
-    """Smaller max_tokens."""
+    """Smaller max_tokens, and min_tokens no larger."""
 
     def shorter(case: Case) -> Iterator[Case]:
-        for cap in _shorter(case.params.max_tokens, 1):
-            yield replace(case, params=replace(case.params, max_tokens=cap))
+        params = case.params
+        for cap in _shorter(params.max_tokens, 1):
+            least = min(params.min_tokens, cap)
+            yield replace(case, params=replace(params, max_tokens=cap, min_tokens=least))
 
     _each_case(trials, shorter)
 
@@ -245,6 +247,9 @@ def _caps(trials: Trials) -> None:
 def _sampling(trials: Trials) -> None:
     """Greedy without more ado, or else each sampling parameter at its default."""
     plain = SamplingParams()
+    others = [
+        each.name for each in fields(plain) if each.name not in ("temperature", "max_tokens", "logprobs")
+    ]
 
     def plainer(case: Case) -> Iterator[Case]:
         params = case.params
@@ -252,15 +257,7 @@ def _sampling(trials: Trials) -> None:
         options = [greedy, replace(greedy, ignore_eos=params.ignore_eos), replace(params, temperature=1.0)]
         if params.is_greedy:
             options = options[:2]
-        for name in (
-            "stop_token_ids",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "ignore_eos",
-            "skip_special_tokens",
-        ):
+        for name in others:
             options.append(replace(params, **{name: getattr(plain, name)}))
         return (replace(case, params=option) for option in options if option != params)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -158,14 +159,17 @@ def compare(
         )
 
 
-def _pairs(output: CompletionOutput) -> list[tuple[int, Any]]:
-    """(token id, logprob bits, and those of the most likely tokens by id where asked for) per generated token."""
+def _pairs(output: CompletionOutput) -> list[tuple[Any, Any]]:
+    """(token id, logprob bits, and those of the most likely tokens by id where asked for) per generated token.
+
+    None stands for what an output has too few of: that differs as well.
+    """
     bits = _bits(output.logprobs or ())
     top = [
         dict(zip(found, _bits([each.logprob for each in found.values()]), strict=True))
         for found in output.top_logprobs or ({},) * len(bits)
     ]
-    return list(zip(output.token_ids, zip(bits, top, strict=True), strict=True))
+    return list(zip_longest(output.token_ids, zip_longest(bits, top)))
 
 
 def _bits(logprobs: Sequence[float]) -> list[int]:
@@ -174,8 +178,9 @@ def _bits(logprobs: Sequence[float]) -> list[int]:
 
 
 def _at(output: CompletionOutput, position: int) -> tuple[int, float] | None:
-    if position >= len(output.token_ids) or output.logprobs is None:
+    if position >= min(len(output.token_ids), len(output.logprobs or ())):
         return None
+    assert output.logprobs is not None
     return output.token_ids[position], output.logprobs[position]
 
 
