@@ -206,6 +206,7 @@ def test_peer_words_are_names_and_paths() -> None:
             parse_peers([wrong])
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_ends_with_one_json_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "xla_engine", "bench", "--model", str(ROOT / "tests/golden/gqa_tied")]
     command += ["--batches", "4", "--workloads", "uniform", "pair", "--rounds", "1", "--threads", "1"]

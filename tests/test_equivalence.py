@@ -50,8 +50,15 @@ def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchE
     assert never == {"n", "prompt_logprobs"} | text_only
 
 
-@pytest.mark.parametrize("attention", ["auto", "xla"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        ("auto", "bfloat16"),
+        ("xla", "bfloat16"),
+        ("auto", "float32"),
+        pytest.param("xla", "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_tiny_model_alone_equals_batched(
     make_engine: Callable[..., XlaBatchEngine], dtype: str, attention: str
 ) -> None:
@@ -61,6 +68,7 @@ def test_tiny_model_alone_equals_batched(
     assert report.ok, "\n".join(report.lines())
 
 
+@pytest.mark.slow
 def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaBatchEngine]) -> None:
     """Level B on CPU in bfloat16: batch width, lane counts, key buckets and chunk size change no bit.
 

@@ -62,7 +62,9 @@ def test_both_operand_orders_give_the_same_bits_near_the_product() -> None:
 WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2)
 
 
-@pytest.mark.parametrize("attention, model", [("xla", TINY), ("auto", WIDE)])
+@pytest.mark.parametrize(
+    "attention, model", [pytest.param("xla", TINY, marks=pytest.mark.slow), ("auto", WIDE)]
+)
 def test_law_1_holds_in_eight_bits(
     make_engine: Callable[..., XlaBatchEngine], attention: str, model: ModelConfig
 ) -> None:

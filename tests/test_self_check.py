@@ -93,8 +93,18 @@ def slot_changes_logits(logits: Any, rows: SamplingRows, *rest: Any, **named: An
     ("target", "fault", "flag"),
     [
         ("graphs.attention_xla.XlaAttention.attend_decode", bucket_changes_decode, "bucket_invariant"),
-        ("graphs.attention_xla.XlaAttention.attend_prefill", bucket_changes_prefill, "bucket_invariant"),
-        ("graphs.attention_xla.XlaAttention.attend_prefill", lane_count_changes_prefill, "lane_invariant"),
+        pytest.param(
+            "graphs.attention_xla.XlaAttention.attend_prefill",
+            bucket_changes_prefill,
+            "bucket_invariant",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "graphs.attention_xla.XlaAttention.attend_prefill",
+            lane_count_changes_prefill,
+            "lane_invariant",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_largest_graphs_take_over_where_sizes_change_bits(
@@ -146,6 +156,7 @@ def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, *, key_leng
     return layer, jnp.where(is_long & (key_length == 512), out * 1.001, out)
 
 
+@pytest.mark.slow
 def test_each_bucket_is_probed_with_keys_that_need_it(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
