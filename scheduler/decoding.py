@@ -41,14 +41,11 @@ class Decoding:
         self._rows: dict[int, Row] = {}  # by slot index, in the order of joining
         self._states: dict[int, RequestState] = {}  # same keys, same order
         self._due: dict[int, dict[int, RequestState]] = {}  # last step -> slot index -> request
-        self._stops = Counter(
-            {NO_CHOICE: 1}
-        )  # tokens that end a row, each with how many rows, until all is read
+        # Tokens that end a row, each with how many rows, until all is read.
+        self._stops = Counter({NO_CHOICE: 1})
         self._row_tuple: tuple[Row, ...] | None = None  # None until asked for
-        self._names: tuple[tuple[Row, ...], tuple[str, ...]] = (
-            (),
-            (),
-        )  # of rows that were credited, their ids
+        # Rows that were credited last, and their ids.
+        self._names: tuple[tuple[Row, ...], tuple[str, ...]] = ((), ())
         # Of steps that were planned and are not credited yet:
         self._ending: dict[int, list[RequestState]] = {}  # step -> who has its last token in it
         self._gone: list[tuple[str, int, int]] = []  # rows that are over: id, first and last step
