@@ -194,7 +194,7 @@ def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fau
     }
     for what, engine in engines.items():
         streams = [engine.greedy(prompt, 24) for prompt in prompts]
-        errors = judge.eight_bit_errors(prompts, streams)
+        errors = judge.eight_bit_errors(prompts, streams, dtype="bfloat16")
         bounds = eight_bit_bounds(errors["errors"], errors["vocabulary"])
         found = verdict(judge.regrets(prompts, streams)["regrets"], streams, None, bounds)
         assert errors["vocabulary"] == 499 and found.judged == 72

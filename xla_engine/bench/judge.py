@@ -74,8 +74,9 @@ def eight_bit_bounds(errors: Sequence[float], vocabulary: int) -> list[float]:
 
     The model is the judge's own float32 network whose matrices, and the rows that they multiply, are rounded to 255
     steps of each row's largest value: the plainest eight bits there are (LLM.int8() without its outliers); finer
-    schemes, such as the blocks of 32 of Q8_0, err less. `errors`: how far its logits lie from float32's at each token
-    of the streams, root of the mean square in deviations of the logits.
+    schemes, such as the blocks of 32 of Q8_0, err less. What is not in eight bits is in the dtype of the run, keys and
+    values for one, and errs as the reference engine does in it. `errors`: how far logits lie from float32's at each
+    token of the streams by both, root of the mean square in deviations of the logits.
 
     An engine takes a token for the best one if its errors of the two differ by the regret at least. Errors of other
     roundings of the same size are normal and independent, so that their difference has sqrt(2) times the deviation

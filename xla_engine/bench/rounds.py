@@ -163,7 +163,8 @@ def judge_turns(
         least = near_tie(dtype, None if name == REFERENCE else regrets.get(REFERENCE))
         bounds = [least] * sum(map(len, regrets[name]))
         if name in EIGHT_BITS:
-            found = judge.ask("eight_bit_errors", prompts=prompts, streams=answer["streams"][:requests])
+            streams = answer["streams"][:requests]
+            found = judge.ask("eight_bit_errors", prompts=prompts, streams=streams, dtype=dtype)
             bounds = [max(least, bound) for bound in eight_bit_bounds(found["errors"], found["vocabulary"])]
         mine = turns[name]
         mine.verdict = verdict(regrets[name], answer["streams"], expected, bounds)

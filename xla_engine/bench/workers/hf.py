@@ -131,7 +131,7 @@ class Judge:
 
     def load(self, model: str) -> dict[str, Any]:
         self._directory = model
-        self._rounded: Any = None
+        self._rounded: list[Any] = []  # in eight bits, and in the dtype of the run
         self._model = load_model(model, "float32")
         return {"about": f"transformers {transformers.__version__}, float32"}
 
@@ -142,25 +142,29 @@ class Judge:
         """
         return {"regrets": [self._regrets(*pair) for pair in zip(prompts, streams, strict=True)]}
 
-    def eight_bit_errors(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
-        """Per token, the error of logits in eight bits (`eight_bits`), in deviations of float32's."""
-        if self._rounded is None:
-            self._rounded = eight_bits(load_model(self._directory, "float32"))
+    def eight_bit_errors(self, prompts: Ids, streams: Ids, dtype: str = "float32") -> dict[str, Any]:
+        """Per token, the error of logits in eight bits (`eight_bits`) in a network of `dtype`, in deviations of
+        float32's: errors of the two roundings are independent, so their squares add."""
+        if not self._rounded:
+            self._rounded.append(eight_bits(load_model(self._directory, "float32")))
+            if dtype != "float32":
+                self._rounded.append(load_model(self._directory, dtype))
         errors: list[float] = []
         for prompt, stream in zip(prompts, streams, strict=True):
-            ids = torch.tensor([prompt + stream])
-            with torch.inference_mode():
-                exact, rounded = (
-                    each(ids).logits[0, len(prompt) - 1 : -1] for each in (self._model, self._rounded)
-                )
-            errors += ((rounded - exact).std(1) / exact.std(1)).tolist()
+            exact, *others = (self._logits(each, prompt, stream) for each in (self._model, *self._rounded))
+            squares = sum(((other - exact).std(1) / exact.std(1)) ** 2 for other in others)
+            errors += squares.sqrt().tolist()
         return {"errors": errors, "vocabulary": exact.shape[1]}
 
-    def _regrets(self, prompt: list[int], stream: list[int]) -> list[float]:
+    def _logits(self, model: Any, prompt: list[int], stream: list[int]) -> Any:
+        """Logits `[tokens, V]` that a model gives for each token of a stream, in float32."""
         with torch.inference_mode():
-            logits = self._model(torch.tensor([prompt + stream])).logits[0, len(prompt) - 1 : -1]
-            chosen = logits.gather(1, torch.tensor(stream)[:, None])[:, 0]
-            return ((logits.max(1).values - chosen) / logits.std(1)).tolist()
+            return model(torch.tensor([prompt + stream])).logits[0, len(prompt) - 1 : -1].float()
+
+    def _regrets(self, prompt: list[int], stream: list[int]) -> list[float]:
+        logits = self._logits(self._model, prompt, stream)
+        chosen = logits.gather(1, torch.tensor(stream)[:, None])[:, 0]
+        return ((logits.max(1).values - chosen) / logits.std(1)).tolist()
 
 
 class Clock(transformers.StoppingCriteria):  # type: ignore[misc]

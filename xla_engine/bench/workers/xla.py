@@ -24,6 +24,7 @@ from xla_engine.verify import verify
 
 Ids = list[list[int]]
 SLOTS_OF_PAGES = 4  # for one slot of its own
+_AHEAD = 4  # bare steps started before one is waited for: each holds its scratch memory from its start
 
 
 class Watch:
@@ -138,7 +139,7 @@ class Engine:
         }
 
     def bare(self, prompts: Ids, max_tokens: list[int]) -> dict[str, Any]:
-        """The decode steps of the same job alone: planned beforehand, started back to back, read at the end.
+        """The decode steps of the same job alone: planned beforehand, started back to back.
 
         Only the steps in which every request decodes are timed.
         """
@@ -160,7 +161,11 @@ class Engine:
         for plan in plans[: plans.index(timed[0])]:
             engine.runner.wait(engine.runner.start(plan, settings))
         began = time.perf_counter()
-        steps = [engine.runner.start(plan, settings) for plan in timed]
+        steps = []
+        for plan in timed:
+            steps.append(engine.runner.start(plan, settings))
+            if len(steps) > _AHEAD:
+                engine.runner.wait(steps[-1 - _AHEAD])
         engine.runner.wait(steps[-1])
         seconds = time.perf_counter() - began
         engine.runner.reset()
@@ -214,9 +219,10 @@ class Judge:
 
     def __init__(self, threads: int) -> None:
         self._reference: Reference | None = None
-        self._rounded: Reference | None = None
+        self._rounded: list[Reference] = []  # in eight bits, and in the dtype of the run
 
     def load(self, model: str) -> dict[str, Any]:
+        self._model = model
         self._checkpoint = load_checkpoint(model, dtype="float32")
         self._reference = Reference(self._checkpoint)
         return {"about": "own forward pass, float32"}
@@ -230,17 +236,21 @@ class Judge:
             regrets.append(((logits.max(1) - chosen) / logits.std(1)).tolist())
         return {"regrets": regrets}
 
-    def eight_bit_errors(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
+    def eight_bit_errors(self, prompts: Ids, streams: Ids, dtype: str = "float32") -> dict[str, Any]:
         """As in `hf.py`."""
         assert self._reference is not None, "load comes first"
-        self._rounded = self._rounded or Reference(self._checkpoint, quantized=True)
+        if not self._rounded:
+            self._rounded.append(Reference(self._checkpoint, quantized=True))
+            if dtype != "float32":
+                self._rounded.append(Reference(load_checkpoint(self._model, dtype=dtype)))
         errors: list[float] = []
         for prompt, stream in zip(prompts, streams, strict=True):
-            exact, rounded = (
+            exact, *others = (
                 each.logits([*prompt, *stream])[len(prompt) - 1 : -1]
-                for each in (self._reference, self._rounded)
+                for each in (self._reference, *self._rounded)
             )
-            errors += ((rounded - exact).std(1) / exact.std(1)).tolist()
+            squares = sum(((other - exact).std(1) / exact.std(1)) ** 2 for other in others)
+            errors += np.sqrt(squares).tolist()
         return {"errors": errors, "vocabulary": exact.shape[1]}
 
 
