@@ -5,18 +5,20 @@ On the logits themselves: what is divided by the temperature in two places may b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from graphs.ranks import from_ordered_bits, ordered_bits
 from graphs.rows import SamplingRows
 from graphs.sums import sum_first
 from graphs.vocabulary import along, columns, cumulative, flat, largest, total
 
 _CANDIDATES = 128  # most likely tokens among which top-k and top-p are looked for first
-_GROUP = 8  # rows that are bisected together
+_GROUP = 8  # rows that are bisected together on a CPU
 
 
 def threshold(
@@ -66,10 +68,28 @@ def _search_undecided(
     wanted: jax.Array,
     rows: SamplingRows,
 ) -> jax.Array:
-    """`found [N]` with the undecided rows decided by bisection, `_GROUP` rows at a time.
+    """`found [N]` with the undecided rows decided by bisection."""
 
-    A group's columns fit into the processor's cache, and its shape does not depend on N.
-    """
+    def in_groups() -> jax.Array:
+        return _search_in_groups(found, undecided, logits, peak, temperature, wanted, rows)
+
+    def together() -> jax.Array:
+        values = bisect(logits, peak, temperature, wanted, rows.top_p, rows.min_p)
+        return jnp.where(undecided, values, found)
+
+    return lax.platform_dependent(cpu=in_groups, default=together)
+
+
+def _search_in_groups(
+    found: jax.Array,
+    undecided: jax.Array,
+    logits: jax.Array,
+    peak: jax.Array,
+    temperature: jax.Array,
+    wanted: jax.Array,
+    rows: SamplingRows,
+) -> jax.Array:
+    """`_GROUP` rows at a time: their columns fit into the processor's cache, and the shape does not depend on N."""
     width = found.shape[0]
     count = jnp.sum(undecided, dtype=jnp.int32)
     order = jnp.argsort(~undecided, stable=True)  # the undecided rows first
@@ -119,12 +139,12 @@ def bisect(
 
 def _kth_largest(values: jax.Array, k: jax.Array) -> jax.Array:
     """The `k [N]`-th largest of `values [V, N]` per column, f32 `[N]`."""
-    order = _ordered_bits(values)
+    order = ordered_bits(values)
 
     def enough(bits: jax.Array) -> jax.Array:
         return total(jnp.where(order >= bits, 1.0, 0.0)) >= k.astype(jnp.float32)
 
-    return _from_ordered_bits(_last_true(enough, jnp.full(k.shape, -(2**31), jnp.int32), 2**31 - 1))
+    return from_ordered_bits(_last_true(enough, jnp.full(k.shape, -(2**31), jnp.int32), 2**31 - 1))
 
 
 def _last_true(holds: Callable[[jax.Array], jax.Array], lowest: jax.Array, highest: int) -> jax.Array:
@@ -139,15 +159,12 @@ def _last_true(holds: Callable[[jax.Array], jax.Array], lowest: jax.Array, highe
         enough = holds(middle)
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
-    return lax.fori_loop(0, 32, narrow, (lowest, jnp.full_like(lowest, highest)))[0]
+    def search(*bounds: jax.Array, unroll: bool) -> jax.Array:
+        return lax.fori_loop(0, 32, narrow, bounds, unroll=unroll)[0]
 
-
-def _ordered_bits(values: jax.Array) -> jax.Array:
-    """Integers that compare as the floats do."""
-    bits = lax.bitcast_convert_type(values, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _from_ordered_bits(order: jax.Array) -> jax.Array:
-    """Inverse of `_ordered_bits`."""
-    return lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)
+    return lax.platform_dependent(
+        lowest,
+        jnp.full_like(lowest, highest),
+        cpu=functools.partial(search, unroll=False),
+        default=functools.partial(search, unroll=True),  # a loop keeps a program out of a CUDA graph
+    )

@@ -6,10 +6,13 @@ column's bits do not depend on the number of columns (`graphs.sums`).
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from graphs.ranks import largest_by_rank
 from graphs.sums import sum_first
 
 BLOCK = 64  # vocabulary entries per block
@@ -42,9 +45,17 @@ def argmax(values: jax.Array) -> jax.Array:
 def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The `count` largest of `values [V, N]` per column, descending, lowest index first on ties.
 
-    Returns values and indices i32, both `[count, N]`; count is at most V. They all lie in the `count` blocks of
-    largest maxima, so only these are sorted.
+    Returns values and indices i32, both `[count, N]`; count is at most V.
     """
+    return lax.platform_dependent(
+        values,
+        cpu=functools.partial(_largest_by_sort, count=count),
+        default=functools.partial(largest_by_rank, count=count),
+    )
+
+
+def _largest_by_sort(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """They all lie in the `count` blocks of largest maxima, so only these are sorted."""
     grouped = blocks(values, -jnp.inf)
     if count >= grouped.shape[0]:
         best, index = lax.top_k(values.T, count)

@@ -32,14 +32,17 @@ from graphs import decode, sums
 from graphs.attention import Attention
 from graphs.attention_gpu import GpuAttention
 from graphs.attention_xla import XlaAttention
+from graphs.config import ModelConfig, RoutedExperts
 from graphs.decode import decode_step
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
 from graphs.projection import ROWS_LEFT
-from graphs.rows import make_rows, make_tables
+from graphs.rows import Pool, make_rows, make_tables
 from spikes.gpu_scale import LLAMA_3_1_8B
-from spikes.timing import markdown_table
+from spikes.timing import SMOLLM2_135M, markdown_table
 
+# Calls that are kernels or that XLA declares fit for a CUDA graph.
+RECORDED = ("__gpu$xla.gpu.triton", "__cublas", "__gpu$TopK")
 warnings.simplefilter("ignore", DeprecationWarning)
 ROWS, POSITIONS, LANES, TOKENS = 64, 2048, 2, 512
 
@@ -74,21 +77,30 @@ def abstract(make: Callable[[], Any]) -> Any:
 
 
 def compiled(
-    layers: int, attention: Attention, *, prefill: bool = False, page: int | None = None
+    layers: int,
+    attention: Attention,
+    *,
+    prefill: bool = False,
+    page: int | None = None,
+    model: ModelConfig = LLAMA_3_1_8B,
+    processed_logprobs: bool = False,
 ) -> tuple[Any, int]:
     """A program of `layers` layers, and the bytes of its cache; `page`: positions of a page, None for slots."""
-    config = dataclasses.replace(LLAMA_3_1_8B, num_hidden_layers=layers)
+    config = dataclasses.replace(model, num_hidden_layers=layers)
     spec = ModelSpec(config, jnp.dtype(jnp.bfloat16), attention)
     length = page or POSITIONS
     pool = ROWS * POSITIONS // length
+    borrowed = None if page is None else Pool(pool, page, POSITIONS // page)
     cache = abstract(lambda: spec.attention.make_cache(config, pool, length, spec.dtype))
     state = (
         abstract(lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in spec.leaves]),
         abstract(lambda: jnp.zeros((1, POSITIONS, 2, config.head_dim // 2))),
         cache,
-        abstract(lambda: make_rows(ROWS, 4, POSITIONS)),
+        abstract(lambda: make_rows(ROWS, 4, POSITIONS, borrowed)),
     )
-    tables = abstract(lambda: jax.tree.map(jnp.asarray, make_tables(ROWS, config.vocab_size)))
+    tables = abstract(
+        lambda: jax.tree.map(jnp.asarray, make_tables(ROWS, config.vocab_size, paged=page is not None))
+    )
     if prefill:
         one = jnp.zeros(LANES, jnp.int32)
         work = abstract(
@@ -105,13 +117,14 @@ def compiled(
                 sampling=make_rows(LANES, 4, 1).sampling,
             )
         )
-        function: Callable[..., Any] = functools.partial(prefill_chunk, spec, POSITIONS, 8)
+        function: Callable[..., Any] = functools.partial(
+            prefill_chunk, spec, POSITIONS, 8, processed_logprobs=processed_logprobs
+        )
     else:
         work = abstract(lambda: jnp.zeros(ROWS, bool))
-        function = functools.partial(decode_step, spec, POSITIONS)
-    pages = () if page is None else (abstract(lambda: jnp.zeros((ROWS, POSITIONS // length), jnp.int32)),)
+        function = functools.partial(decode_step, spec, POSITIONS, processed_logprobs=processed_logprobs)
     with jax.sharding.use_abstract_mesh(mesh):
-        program = jax.jit(function, donate_argnums=(2, 3)).lower(*state, work, tables, *pages).compile()
+        program = jax.jit(function, donate_argnums=(2, 3)).lower(*state, work, tables).compile()
     return program, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
@@ -119,6 +132,58 @@ def kernels(program: Any) -> int:
     """Fusions, products and custom calls of the entry computation: what is launched when no condition holds."""
     text = program.as_text()
     return len(re.findall(r" (?:fusion|custom-call|copy|sort)\(", text[text.index("\nENTRY") :]))
+
+
+def in_graph(text: str) -> list[object]:
+    """Of a program's text: loops and sorts wherever they are, calls that may not be recorded, conditionals, and how
+    many of these the host decides.
+
+    XLA records runs of kernels as CUDA graphs, a conditional among them if all that its branches hold can be recorded:
+    no loop, and no call that is not made for it. Any other conditional copies its predicate to the host and waits.
+    """
+    bodies = {}
+    for part in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", text):
+        if found := re.match(r"(ENTRY )?%?([\w.\-]+) \(", part):
+            bodies["ENTRY" if found[1] else found[2]] = part
+    inside = r"(?:body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+
+    def called(line: str) -> list[str]:
+        branches = re.search(r"branch_computations=\{([^}]*)\}", line)
+        names = re.findall(inside, line)
+        return names + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+
+    counts = {"while": 0, "sort": text.count(" sort("), "call": 0, "conditional": 0, "host": 0}
+    calls: set[str] = set()
+
+    def walk(name: str) -> bool:
+        """Count; whether all of it can be recorded."""
+        recorded = True
+        for line in bodies[name].splitlines():
+            found = re.search(r" (while|conditional|custom-call)\(", line)
+            if not found:
+                continue
+            kind = found[1]
+            whole = all([walk(each) for each in called(line)])
+            if kind == "custom-call":
+                target = re.search(r'custom_call_target="([^"]*)"', line)
+                assert target is not None
+                if not target[1].startswith(RECORDED):
+                    calls.add(target[1])
+                    counts["call"] += 1
+                    whole = False
+            else:
+                counts[kind] += 1
+            if kind == "while":
+                whole = False
+            if kind == "conditional" and not whole:
+                counts["host"] += 1
+            recorded &= whole
+        return recorded
+
+    walk("ENTRY")
+    if calls:
+        print(f"calls that may not be recorded: {', '.join(sorted(calls))}")
+    return [counts[kind] for kind in ("while", "sort", "call", "conditional", "host")]
 
 
 def line(name: str, attention: Attention, *, prefill: bool = False, page: int | None = None) -> list[object]:
@@ -133,6 +198,15 @@ def line(name: str, attention: Attention, *, prefill: bool = False, page: int | 
     ]
 
 
+QWEN3_30B_A3B = dataclasses.replace(
+    LLAMA_3_1_8B,
+    vocab_size=151936,
+    hidden_size=2048,
+    num_key_value_heads=4,
+    qk_norm="head",
+    experts=RoutedExperts(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+)
+
 # %%
 table = [line("decode, gpu", GpuAttention())]
 with mock.patch.object(sums, "_reduce_last", sums._in_order_last):
@@ -145,3 +219,20 @@ table.append(line("decode, gpu, pages of 64", GpuAttention(), page=64))
 table.append(line(f"prefill of {LANES} x {TOKENS}, gpu, pages of 64", GpuAttention(), prefill=True, page=64))
 print(f"jax {jax.__version__}, Llama-3.1-8B shapes, {ROWS} rows of {POSITIONS} positions, bf16, 2 layers\n")
 print(markdown_table(("program", "kernels per layer", "besides", "alias of cache", "temp MB"), table))
+
+# %%
+control = []
+for name, options in {
+    "decode, Llama-3.1-8B": {},
+    "the same, processed log-probabilities": {"processed_logprobs": True},
+    "decode, Llama-3.1-8B, pages of 64": {"page": 64},
+    "decode, SmolLM2-135M": {"model": SMOLLM2_135M},
+    "decode, Qwen3-30B-A3B": {"model": QWEN3_30B_A3B},
+    f"prefill of {LANES} x {TOKENS}, Llama-3.1-8B": {"prefill": True},
+    f"prefill of {LANES} x {TOKENS}, Qwen3-30B-A3B": {"prefill": True, "model": QWEN3_30B_A3B},
+}.items():
+    program, _ = compiled(1, GpuAttention(), **options)
+    control.append([name, *in_graph(program.as_text())])
+print(f"\nOne layer, {ROWS} rows\n")
+header = ("program", "loops", "sorts", "other calls", "conditionals", "of these decided by the host")
+print(markdown_table(header, control))

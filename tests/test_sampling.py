@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from graphs import sampling, thresholds, vocabulary
 from graphs.logprobs import token_logprob
 from graphs.projection import feature_major
+from graphs.ranks import largest_by_rank
 from graphs.rows import NO_CHOICE, SamplingRows, make_sampling_rows
 
 ROWS = 8
@@ -233,11 +235,17 @@ def test_a_row_draws_the_same_among_more_rows() -> None:
             np.testing.assert_array_equal(draw(slice(at, at + width)), whole[:, at : at + width])
 
 
+@pytest.mark.parametrize("largest", [vocabulary.largest, largest_by_rank])
 @pytest.mark.parametrize(("vocabulary_size", "count"), [(199, 20), (4096, 20), (4096, 128), (10, 10)])
-def test_the_largest_are_those_of_a_stable_sort(vocabulary_size: int, count: int) -> None:
+def test_the_largest_are_those_of_a_stable_sort(
+    largest: Callable[..., Any], vocabulary_size: int, count: int
+) -> None:
+    call = jax.jit(largest, static_argnums=1)
     for seed in range(5):
         logits = np.round(random_logits(vocabulary_size, seed)) + 0.0  # many ties, and no negative zeros
-        values, index = vocabulary.largest(jnp.asarray(logits), count)
+        logits[logits > 5] = np.inf
+        logits[logits < seed - 3] = -np.inf
+        values, index = call(jnp.asarray(logits), count)
         expected = np.argsort(-logits, axis=0, kind="stable")[:count]
         np.testing.assert_array_equal(np.asarray(index), expected)
         np.testing.assert_array_equal(np.asarray(values), np.take_along_axis(logits, expected, axis=0))
@@ -263,3 +271,38 @@ def test_a_row_that_cannot_choose_says_so_and_its_neighbours_do_not_notice(
     found = sample(jnp.asarray(bad), settings_of_rows, position)
     assert found.token.tolist() == [NO_CHOICE] * 6 + good.token.tolist()[6:]
     assert np.asarray(found.logprob)[7:].tobytes() == np.asarray(good.logprob)[7:].tobytes()
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`sample` traced with what other platforms than CPUs run."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    return jax.jit(lambda *arguments: sampling.sample(*arguments))
+
+
+def test_a_gpu_takes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sorts and loops: narrow and wide nuclei, top-k within and beyond the candidates, ties."""
+    logits = np.concatenate([random_logits(4000, 1), np.round(random_logits(1000, 2))])
+    position = jnp.arange(ROWS, dtype=jnp.int32)
+    wanted = rows(
+        top_k=[0, 0, 40, 500, 0, 129, 1, 300],
+        top_p=[1, 0.9, 1, 0.9, 0.3, 0.99, 1, 1],
+        temperature=[1, 1, 0.5, 2, 1, 1, 1, 0],
+        num_logprobs=20,
+    )
+    expected = sample(jnp.asarray(logits), wanted, position)
+    found = as_on_a_gpu(monkeypatch)(jnp.asarray(logits), wanted, position)
+    np.testing.assert_array_equal(found.token, expected.token)
+    np.testing.assert_array_equal(found.top[:21], expected.top[:21])
+    np.testing.assert_allclose(found.logprob, expected.logprob, rtol=1e-5)
+
+
+def test_a_gpu_gets_no_sort_and_no_loop() -> None:
+    """Either keeps a conditional out of a CUDA graph, and the host would wait for the device in every step."""
+    logits = jax.ShapeDtypeStruct((4096, ROWS), jnp.float32)
+    exported = jax.export.export(jax.jit(sampling.sample), platforms=["cuda"])(
+        logits, rows(), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    )
+    text = exported.mlir_module()
+    assert "stablehlo.case" in text
+    for operation in ("while", "sort", "top_k"):
+        assert f"hlo.{operation}" not in text, operation
