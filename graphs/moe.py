@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from graphs.layers import flatly
+from graphs.ranks import largest_by_rank
 from graphs.sums import sum_last
 
 BLOCK_ROWS = 16  # rows of one expert that are multiplied together (findings/020)
@@ -48,7 +49,11 @@ def route(logits: jax.Array, count: int, *, renormalise: bool, live: jax.Array |
     `live [N]` take no expert: nobody reads what they compute, and their experts' weights need not be read either.
     """
     experts = logits.shape[1]
-    chosen, expert = lax.top_k(logits, count)
+    chosen, expert = lax.platform_dependent(
+        logits,
+        cpu=lambda logits: tuple(lax.top_k(logits, count)),
+        default=lambda logits: tuple(found.T for found in largest_by_rank(logits.T, count)),
+    )
     weight = flatly(jnp.exp, chosen - chosen[:, :1])
     over = weight if renormalise else flatly(jnp.exp, logits - chosen[:, :1])
     weight = weight / sum_last(over)

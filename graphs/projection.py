@@ -130,7 +130,10 @@ class XlaProducts:
         return FeatureMajor(lax.optimization_barrier(hidden).reshape(-1, len(x)))
 
     def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
-        return blocked_experts(experts, x, routed, residual)
+        return lax.platform_dependent(
+            cuda=lambda: _gpu_experts(experts, x, routed, residual),
+            default=lambda: blocked_experts(experts, x, routed, residual),
+        )
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
         return weight
@@ -164,6 +167,12 @@ def rows_first(weight: Weight, x: jax.Array) -> jax.Array:
         return _contract(x.astype(weight.dtype), weight)
     values, scale = quantize_rows(x, 1)
     return _contract(values, weight.values) * weight.scale * scale[:, None]
+
+
+def _gpu_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+    from graphs.moe_gpu import gpu_experts  # Pallas takes a while to import
+
+    return gpu_experts(experts, x, routed, residual)
 
 
 def kept_dtype(weight: Weight) -> jnp.dtype:

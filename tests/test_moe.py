@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from graphs.moe import BLOCK_ROWS, Experts, Route, blocked_experts, route
+from graphs.moe_gpu import gpu_experts
 from graphs.moe_native import native_experts
 from xla_engine.mxfp4 import from_mxfp4
 from xla_engine.native import NativeBuildError, register
@@ -71,10 +73,12 @@ def by_numpy(experts: Experts, x: np.ndarray, routed: Route) -> np.ndarray:
     return out
 
 
-@pytest.fixture(params=["blocked float32", "blocked bfloat16", "native"])
+@pytest.fixture(params=["blocked float32", "blocked bfloat16", "gpu float32", "gpu bfloat16", "native"])
 def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
     if request.param != "native":
-        return blocked_experts, jnp.dtype(request.param.split()[1])
+        kind, dtype = request.param.split()
+        on_gpu = functools.partial(gpu_experts, interpret=jax.default_backend() != "gpu")
+        return blocked_experts if kind == "blocked" else on_gpu, jnp.dtype(dtype)
     try:
         tiles = register()
     except NativeBuildError as error:
