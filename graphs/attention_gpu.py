@@ -225,7 +225,7 @@ class GpuAttention:
             functools.partial(combine_kernel, window=form.window),
             grid=(rows, kv_heads),
             out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), dtype),
-            warps=2,
+            warps=4,
         )(position, parts, peak, total, sinks)
 
     def _call(

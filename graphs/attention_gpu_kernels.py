@@ -20,6 +20,7 @@ from graphs.attention import KEY_BLOCK
 from graphs.config import AttentionForm
 
 KEY_TILE = 64  # keys per step of a program; divides KEY_BLOCK
+_SPLITS = 8  # that are loaded together: each load waits for memory once
 _LEAST_ROWS = 16  # of a tensor core product
 
 Ref = Any  # a Pallas reference: an array in device memory inside a kernel
@@ -131,28 +132,33 @@ def combine_kernel(
     *,
     window: int | None,
 ) -> None:
-    """Put the splits of a row and key/value head together, first to last."""
+    """Put the splits of a row and key/value head together, `_SPLITS` at a time, first to last."""
     row, kv_head = pl.program_id(0), pl.program_id(1)
     groups, head_dim = out_ref.shape[2:]
     group, column = jnp.arange(_power_of_two(groups)), jnp.arange(_power_of_two(head_dim))
     inside = (group[:, None] < groups) & (column[None] < head_dim)
+    position = position_ref[row]
+    first, end = _lowest(position, window) // KEY_BLOCK, pl.cdiv(position + 1, KEY_BLOCK)
 
-    def add(split: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+    def add(step: jax.Array, state: State) -> State:
         peak, total, weighted = state
-        its_peak = _load(peak_ref, (row, kv_head, split, group), group < groups)
-        its_total = _load(total_ref, (row, kv_head, split, group), group < groups)
-        part = _load(parts_ref, (row, kv_head, split, group[:, None], column[None]), inside)
-        highest = jnp.maximum(peak, its_peak)
-        before, now = jnp.exp(peak - highest), jnp.exp(its_peak - highest)
+        split = step * _SPLITS + jnp.arange(_SPLITS)[:, None]
+        seen = (split >= first) & (split < end)  # [J, 1]; zeros in place of the others change no sum
+        at, mine = (row, kv_head, split, group[None]), seen & (group < groups)[None]
+        peaks = jnp.where(seen, _load(peak_ref, at, mine), -jnp.inf)  # [J, G]
+        totals = _load(total_ref, at, mine)
+        each = (row, kv_head, split[..., None], group[None, :, None], column[None, None])
+        parts = _load(parts_ref, each, seen[..., None] & inside[None])  # [J, G, Dh]
+        highest = jnp.maximum(peak, jnp.max(peaks, axis=0))
+        before, now = jnp.exp(peak - highest), jnp.exp(peaks - highest[None])
         return (
             highest,
-            total * before + its_total * now,
-            weighted * before[:, None] + part * now[:, None],
+            total * before + jnp.sum(totals * now, axis=0),
+            weighted * before[:, None] + jnp.sum(parts * now[..., None], axis=0),
         )
 
-    position = position_ref[row]
-    splits = _lowest(position, window) // KEY_BLOCK, pl.cdiv(position + 1, KEY_BLOCK)
-    state = lax.fori_loop(*splits, add, _nothing(len(group), len(column)))
+    steps = first // _SPLITS, pl.cdiv(end, _SPLITS)
+    state = lax.fori_loop(*steps, add, _nothing(len(group), len(column)))
     if sinks_ref is not None:
         state = _with_sink(state, _load(sinks_ref, (kv_head * groups + group,), group < groups))
     _store(out_ref, (row, kv_head, group[:, None], column[None]), _divide(state), inside)
