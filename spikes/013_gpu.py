@@ -1,9 +1,10 @@
 """How close is the engine to the memory roofline of an NVIDIA GPU, where does the rest go, and does the law hold?
 
-One command for a machine with a GPU and nothing to install; its table comes last and the finding is written. Every
-part runs in a process of its own, within what is left of the time.
+Two commands for a machine with a GPU and nothing to install, each within 8 minutes; tables come last and the finding
+is written. Every part runs in a process of its own, within what is left of the time.
 
-    python3 -m spikes.013_gpu                  # Llama-3.1-8B shapes, less than 8 minutes on an H200
+    python3 -m spikes.013_gpu                  # Llama-3.1-8B shapes: roofline, law, parts of a step
+    python3 -m spikes.013_gpu --second         # does the host keep up; steps per dispatch, flags, products
     python3 -m spikes.013_gpu --rehearse       # the same code, tiny, kernels interpreted, on any CPU
 """
 
@@ -18,24 +19,26 @@ import sys
 import time
 from pathlib import Path
 
-PARTS = ("device", "roofline", "law", "breakdown", "attention", "bits", "bits", "sampler", "prefill", "loop")
-LAST = ("products",)
+FIRST = ("device", "roofline", "law", "breakdown", "attention", "bits", "bits", "sampler", "prefill")
+SECOND = ("host:8", "host:64", "host:256", "loop", "products")
 # Flags that may change the speed of a step: each is the part `loop` in a process of its own.
 FLAGS = {
     "without CUDA graphs": "--xla_gpu_enable_command_buffer=",
     "addresses of scratch memory kept": "--xla_gpu_command_buffer_update_mode=SKIP_TEMP",
     "no Triton products": "--xla_gpu_enable_triton_gemm=false",
+    "loops in CUDA graphs": "--xla_gpu_enable_command_buffer=+WHILE",
 }
 MARK = "RESULT "
 
 
 def run_part(name: str) -> None:
     """In the child: measure, and print the tables as one line of JSON."""
-    from spikes import gpu_kernels, gpu_steps
+    from spikes import gpu_host, gpu_kernels, gpu_steps
     from spikes.gpu_scale import REAL, REHEARSAL
 
-    part = getattr(gpu_steps, name, None) or getattr(gpu_kernels, name)
-    print(MARK + json.dumps(part(REHEARSAL if arguments.rehearse else REAL)))
+    name, *sizes = name.split(":")
+    part = next(getattr(owner, name) for owner in (gpu_host, gpu_kernels, gpu_steps) if hasattr(owner, name))
+    print(MARK + json.dumps(part(REHEARSAL if arguments.rehearse else REAL, *map(int, sizes))))
 
 
 def child(
@@ -97,7 +100,7 @@ def finding(sections: list[str], seconds: float) -> str:
             "",
             "## Command",
             "",
-            "    python3 -m spikes.013_gpu" + (" --rehearse" if arguments.rehearse else ""),
+            " ".join(["    python3 -m spikes.013_gpu", *sys.argv[1:]]),
             "",
             "## Setting",
             "",
@@ -112,11 +115,15 @@ def finding(sections: list[str], seconds: float) -> str:
 
 def main() -> None:
     began = time.monotonic()
-    sections, missing = [], []
-    flagged: dict[str, list[list[str]]] = {}
+    sections: dict[str, tuple[list[str], list[list[str]]]] = {}
+    missing = []
     flags = {"default": ""} if arguments.rehearse else FLAGS
-    work = [(name, "", "") for name in PARTS] + [("loop", *item) for item in flags.items()]
-    work += [(name, "", "") for name in LAST]
+    names = SECOND if arguments.second else FIRST
+    if arguments.only:
+        names = tuple(arguments.only.split(","))
+    work = [(name, "", "") for name in names]
+    if "loop" in names:
+        work += [("loop", *item) for item in flags.items()]
     for name, label, flag in work:
         left = arguments.seconds - (time.monotonic() - began)
         what = f"{name} ({label})" if label else name
@@ -126,16 +133,12 @@ def main() -> None:
             missing.append([what, reason])
         for title, header, rows in tables:
             if label:
-                flagged[label] = rows
-            else:
-                sections.append(f"{title}\n\n{table(header, rows)}\n")
-    if flagged:
-        rows = [[label, *row] for label, found in flagged.items() for row in found]
-        header = ["flag", "model", "rows", "ms per step", "8 in a dispatch", "host ms"]
-        sections.append(f"Flags\n\n{table(header, rows)}\n")
+                title, header, rows = "Flags", ["flag", *header], [[label, *row] for row in rows]
+            sections.setdefault(title, (header, []))[1].extend(rows)
     if missing:
-        sections.append(f"Not measured\n\n{table(['part', 'why'], missing)}\n")
-    text = finding(sections, time.monotonic() - began)
+        sections["Not measured"] = (["part", "why"], missing)
+    tables = [f"{title}\n\n{table(*found)}\n" for title, found in sections.items()]
+    text = finding(tables, time.monotonic() - began)
     if arguments.output:
         Path(arguments.output).write_text(text)
     print("\n" + text)
@@ -144,15 +147,17 @@ def main() -> None:
 # %%
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--rehearse", action="store_true")
+parser.add_argument("--second", action="store_true", help="the second half of the parts")
+parser.add_argument("--only", help="these parts alone, with commas between them")
 parser.add_argument("--part", help="measure one part in this process")
 parser.add_argument("--each", type=float, default=150, help="seconds after which a part is stopped")
 parser.add_argument("--seconds", type=float, default=465, help="stop starting parts after this long")
 parser.add_argument(
-    "--output", help="write the finding here (default: findings/013_gpu.md; a rehearsal: nowhere)"
+    "--output", help="write the finding here (default: findings/013_gpu[_second].md; a rehearsal: nowhere)"
 )
 arguments = parser.parse_known_args()[0]
 if arguments.output is None and not arguments.rehearse:
-    arguments.output = "findings/013_gpu.md"
+    arguments.output = f"findings/013_gpu{'_second' if arguments.second else ''}.md"
 
 if __name__ == "__main__":
     if arguments.part:

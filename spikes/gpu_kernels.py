@@ -156,9 +156,13 @@ def sampler(scale: Scale) -> list[Table]:
         kinds = {
             "greedy": idle,
             "greedy, log-probability": dataclasses.replace(idle, num_logprobs=jnp.zeros(count, jnp.int32)),
+            "greedy, 20 most likely": dataclasses.replace(idle, num_logprobs=jnp.full(count, 20, jnp.int32)),
             "temperature 1": hot,
             "top-k 50": dataclasses.replace(hot, top_k=jnp.full(count, 50, jnp.int32)),
-            "top-p 0.9": dataclasses.replace(hot, top_p=jnp.full(count, 0.9)),
+            "top-p 0.9 of few tokens": dataclasses.replace(
+                hot, temperature=jnp.full(count, 0.1), top_p=jnp.full(count, 0.9)
+            ),
+            "top-p 0.9 of many tokens": dataclasses.replace(hot, top_p=jnp.full(count, 0.9)),
         }
         position = jnp.arange(count, dtype=jnp.int32)
         compiled = jax.jit(sampling.sample).lower(logits, idle, position).compile()
