@@ -5,11 +5,14 @@ engine, a property test with a stand-in runner, and a simulator.
 """
 
 from scheduler.config import SchedulerConfig as SchedulerConfig
+from scheduler.crediting import Events as Events
 from scheduler.plan import NO_CHOICE as NO_CHOICE
+from scheduler.plan import NO_TOKEN as NO_TOKEN
 from scheduler.plan import BlockCopy as BlockCopy
 from scheduler.plan import BlockTable as BlockTable
 from scheduler.plan import Chunk as Chunk
 from scheduler.plan import Decision as Decision
+from scheduler.plan import Decoded as Decoded
 from scheduler.plan import Plan as Plan
 from scheduler.plan import ResultMismatchError as ResultMismatchError
 from scheduler.plan import Reuse as Reuse

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from scheduler.request import FinishReason
@@ -148,7 +149,9 @@ class Plan:
         return tuple(chunk for chunk in self.chunks if chunk.is_last)
 
 
-NO_CHOICE = -2  # in place of a token id: the device could not choose one, its logits were no numbers
+# In place of a token id:
+NO_TOKEN = -1  # the row did not decode, or had stopped
+NO_CHOICE = -2  # the device could not choose one, its logits were no numbers
 
 
 class Sample(NamedTuple):
@@ -163,15 +166,40 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step sampled.
+class Decoded:
+    """What a decode step sampled, in columns by slot index. Nobody makes an object for a row until one is asked for.
 
-    first: one sample for each of `plan.first_rows`.
-    decode: for each of `plan.decode` one sample, or none where the device had stopped the row before.
+    tokens: ids, NO_TOKEN or NO_CHOICE. logprobs: as in `Sample`, as many or none. extra: where there is any.
     """
 
-    first: Sequence[Sample]
-    decode: Sequence[Sequence[Sample]]
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float | None] = ()
+    extra: Mapping[int, object] = MappingProxyType({})
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Row], samples: Iterable[Sample | None]) -> Decoded:
+        """The columns of a step in which each of `rows` sampled so, None where the device had stopped it."""
+        found = {row.slot.index: sample for row, sample in zip(rows, samples, strict=True)}
+        column = [found.get(slot) or Sample(NO_TOKEN) for slot in range(max(found, default=-1) + 1)]
+        return cls(
+            tokens=[sample.token_id for sample in column],
+            logprobs=[sample.logprob for sample in column],
+            extra={slot: sample.extra for slot, sample in enumerate(column) if sample.extra is not None},
+        )
+
+    def sample(self, slot: int) -> Sample:
+        """What the row of a slot sampled."""
+        return Sample(
+            self.tokens[slot], self.logprobs[slot] if self.logprobs else None, self.extra.get(slot)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step sampled: first, a sample for each of `plan.first_rows`; decode, the columns of `plan.decode`."""
+
+    first: Sequence[Sample] = ()
+    decode: Decoded = Decoded()
 
 
 class TokenEvent(NamedTuple):

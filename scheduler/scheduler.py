@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from scheduler import integrity, policy, snapshot
 from scheduler.config import SchedulerConfig
+from scheduler.crediting import Crediting, Events
 from scheduler.deadlines import Deadlines
-from scheduler.decoding import Credits, Decoding
+from scheduler.decoding import Decoding
 from scheduler.lockstep import Lockstep
 from scheduler.pages import Pages
-from scheduler.plan import (
-    NO_CHOICE,
-    Chunk,
-    Decision,
-    Plan,
-    ResultMismatchError,
-    Row,
-    Sample,
-    StepResult,
-    Swap,
-    TokenEvent,
-)
+from scheduler.plan import Decision, Plan, Row, StepResult, Swap
 from scheduler.prefilling import Prefilling, PrefillPlan
 from scheduler.request import FinishReason, Request, Status
 from scheduler.room import Room
@@ -36,7 +25,6 @@ from scheduler.waiting import WaitingQueue
 
 COMPARED = 32  # requests in line, for how much of each is cached
 NO_PREFILL = PrefillPlan((), (), ())
-NOTHING = Credits([], [], 0)
 
 
 class Scheduler:
@@ -62,7 +50,10 @@ class Scheduler:
         self._turns = Turns(config.quantum if round_robin else None, config.max_num_seqs)
         self._deadlines = Deadlines()
         self._prefilling = Prefilling(config, self._room.cache)
-        self._decoding = Decoding(self._states, keeps_tokens=config.keeps_tokens)
+        self._decoding = Decoding()
+        self._crediting = Crediting(
+            self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens
+        )
         self._lockstep = Lockstep()
         self._swaps = Swaps(config)
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt
@@ -70,11 +61,8 @@ class Scheduler:
         self._preemptions = 0
         self._cached_tokens = 0
         self._next_step = 0
-        self._committed = 0
         self._submitted = 0
         self._finished = dict.fromkeys(FinishReason, 0)
-        self._tokens_credited = 0
-        self._tokens_dropped = 0
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError for an id in use or one that can never have pages enough, and
@@ -126,13 +114,13 @@ class Scheduler:
         """
         fresh = Scheduler(self.config)
         fresh._submitted, fresh._finished = self._submitted, dict(self._finished)
-        fresh._next_step = fresh._committed = self._next_step
+        fresh._next_step = fresh._crediting.steps = self._next_step
         fresh._places, fresh._preemptions = self._places, self._preemptions
         fresh._cached_tokens = self._cached_tokens
         self._settle()
         lost = sum(state.credited for state in self._states.values())
-        fresh._tokens_credited = self._tokens_credited - lost
-        fresh._tokens_dropped = self._tokens_dropped + lost
+        fresh._crediting.credited = self._crediting.credited - lost
+        fresh._crediting.dropped = self._crediting.dropped + lost
         fresh._waiting.max_waiting = None  # they were all taken once
         for state in sorted(self._states.values(), key=lambda state: state.arrival):
             request = state.request
@@ -166,7 +154,7 @@ class Scheduler:
         if self._lockstep:
             if single := self._lockstep.plan():
                 decode += single
-                self._decoding.differ(self._next_step + 1)
+                self._crediting.differ(self._next_step + 1)
             planned += self._lockstep.done()
         decisions.extend(self._hand_over(state) for state in planned)
         plan = Plan(
@@ -207,16 +195,16 @@ class Scheduler:
         state.decide(how, f"slot {state.slot.index} was taken away")
         self._part_of(state).leave(state)
         if state.last_step is not None:
-            state.settle(self._committed)
-            self._decoding.taken_away(state, self._next_step)
+            state.settle(self._crediting.steps)
+            self._crediting.taken_away(state, self._next_step)
         self._room.retain(state)
         if how == "park":
             self._swaps.park(state, self._room.park(state, length))
         self._room.leave(state, self._next_step)
         state.planned_before, state.last_step, state.reached = state.planned(self._next_step), None, length
         if how == "replay":
-            self._tokens_credited -= state.credited
-            self._tokens_dropped += state.credited
+            self._crediting.credited -= state.credited
+            self._crediting.dropped += state.credited
             self._swaps.replay(state)
         state.status = Status.PARKED if how == "park" else Status.WAITING
         state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
@@ -230,36 +218,13 @@ class Scheduler:
         """Forget what the slots hold: nothing is reused until it has been computed anew."""
         self._room.forget()
 
-    def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
+    def commit(self, plan: Plan, result: StepResult) -> Events:
         """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
 
         Plans are committed once, in the order they were made. Raises ResultMismatchError for a result that
         does not fit; the requests concerned stay live until `finish`.
         """
-        if plan.is_empty:
-            return []
-        assert plan.step == self._committed, f"step {plan.step} committed when {self._committed} was due"
-        first_rows = plan.first_rows
-        if (len(result.first), len(result.decode)) != (len(first_rows), len(plan.decode)):
-            raise ResultMismatchError(
-                f"step {plan.step} samples {len(first_rows)} first tokens and {len(plan.decode)} rows; the "
-                f"result has {len(result.first)} and {len(result.decode)}"
-            )
-        events = []
-        if first_rows:
-            events = self._credit(plan.step, first_rows, [(sample,) for sample in result.first])
-        decoded = self._decoding.credit_all(plan.step, plan.decode, result.decode) if plan.decode else NOTHING
-        if decoded is None:
-            events += self._credit(plan.step, plan.decode, result.decode)
-        else:
-            events += decoded.events
-            self._tokens_credited += len(decoded.events)
-            self._tokens_dropped += decoded.dropped
-            for state, reason in decoded.ended:
-                self._tokens_credited -= reason is FinishReason.ERROR
-                self._end(state, reason)
-        self._committed += 1
-        return events
+        return Events() if plan.is_empty else self._crediting.credit(plan, result)
 
     @property
     def next_deadline(self) -> float:
@@ -296,8 +261,8 @@ class Scheduler:
         and no row samples a stop token; the plans in flight then stand for steps that are `steps` later.
         """
         self._next_step += steps
-        self._committed += steps
-        self._tokens_credited += steps * len(self._decoding)
+        self._crediting.steps += steps
+        self._crediting.credited += steps * len(self._decoding)
 
     def _admit(self, decisions: list[Decision]) -> tuple[tuple[str, ...], tuple[Swap, ...]]:
         """Give slots to the head of the line; returns who got one, and whose state comes back from the host."""
@@ -404,6 +369,7 @@ class Scheduler:
             self._lockstep.join(state, sampled=sampled)
         else:
             self._decoding.join(state, self._next_step, sampled=sampled)
+            self._crediting.joined(state)
             if self._room.pages is not None:
                 self._room.pages.runs(state, self._next_step)
 
@@ -412,52 +378,11 @@ class Scheduler:
         if state.request.lockstep:
             self._lockstep.leave(state)
         else:
-            self._decoding.hand_over(state)
+            self._decoding.leave(state)
+            self._crediting.handed_over(state)
         self._room.leave(state, self._next_step)
         tokens, slot = state.request.max_tokens, state.slot.index
         return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
-
-    def _credit(
-        self, step: int, parts: Sequence[Chunk | Row], samples: Sequence[Sequence[Sample]]
-    ) -> list[TokenEvent]:
-        events = []
-        for part, sampled in zip(parts, samples, strict=True):
-            request_id = part.request_id
-            state = self._states.get(request_id)
-            # The tenancy in the plan decides, not who holds the slot now. `is not` saves most of the `!=`.
-            if state is None or (state.tenancy is not part.slot and state.tenancy != part.slot):
-                self._tokens_dropped += len(sampled)
-                continue
-            try:
-                (sample,) = sampled
-            except ValueError:
-                raise ResultMismatchError(
-                    f"{len(sampled)} samples for {request_id!r} in slot {part.slot.index}; a row that did "
-                    "not stop samples one token a step"
-                ) from None
-            if sample.token_id == NO_CHOICE:
-                events.append(TokenEvent(request_id, sample, FinishReason.ERROR))
-                self._end(state, FinishReason.ERROR)
-                continue
-            request = state.request
-            if isinstance(part, Row) and state.last_step is not None:
-                state.settle(step + 1)
-            else:
-                state.credited += 1
-            self._tokens_credited += 1
-            if self.config.keeps_tokens:
-                state.generated.append(sample.token_id)
-            if sample.token_id in request.stop_token_ids:
-                reason = FinishReason.STOP
-            elif state.credited == request.max_tokens:
-                reason = FinishReason.LENGTH
-            else:
-                # TokenEvent(...) without its Python frame.
-                events.append(tuple.__new__(TokenEvent, (request_id, sample, None)))
-                continue
-            events.append(TokenEvent(request_id, sample, reason))
-            self._end(state, reason)
-        return events
 
     def _queue(self, state: RequestState) -> None:
         self._waiting.push(state)
@@ -478,14 +403,14 @@ class Scheduler:
             self._part_of(state).leave(state)
             self._room.leave(state, self._next_step)
         if state.last_step is not None:
-            self._decoding.over(state, self._committed, self._next_step)
+            self._crediting.over(state, self._next_step)
         state.status, state.finish_reason = Status.FINISHED, reason
         self._finished[reason] += 1
         self._deadlines.forget_ended(len(self._states))
 
     def _settle(self) -> None:
         for state in self._states.values():
-            state.settle(self._committed)
+            state.settle(self._crediting.steps)
 
     def _part_of(self, state: RequestState) -> Prefilling | Decoding | Lockstep:
         """What plans for a request that holds a slot."""
@@ -534,11 +459,11 @@ class Scheduler:
         """Totals since the start."""
         return Counters(
             steps_planned=self._next_step,
-            steps_committed=self._committed,
+            steps_committed=self._crediting.steps,
             submitted=self._submitted,
             finished=dict(self._finished),
-            tokens_credited=self._tokens_credited,
-            tokens_dropped=self._tokens_dropped,
+            tokens_credited=self._crediting.credited,
+            tokens_dropped=self._crediting.dropped,
             preemptions=self._preemptions,
             cached_tokens=self._cached_tokens,
         )

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scheduler import Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
+from scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
 from spikes.timing import markdown_table
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import FIGURES, compare, figure
@@ -255,7 +255,7 @@ def scheduler_cost(steps: int) -> None:
 def measure(slots: int, new: int, steps: int) -> tuple[float, float]:
     """Microseconds of processor time of `plan` and `commit` in a mean step, with a queue that is never empty."""
     config = SchedulerConfig(max_num_seqs=slots, chunk_size=32, max_num_batched_tokens=slots + 256)
-    scheduler, token = Scheduler(config), Sample(0)
+    scheduler, token, decoded = Scheduler(config), Sample(0), Decoded(tokens=[0] * slots)
     names = iter(map(str, range(1 << 40)))
     in_flight: deque[Plan] = deque()
 
@@ -277,7 +277,7 @@ def measure(slots: int, new: int, steps: int) -> tuple[float, float]:
         result = None
         if len(in_flight) > 1:
             old = in_flight.popleft()
-            result = StepResult(first=[token] * len(old.first_rows), decode=[(token,)] * len(old.decode))
+            result = StepResult(first=[token] * len(old.first_rows), decode=decoded)
             before = time.thread_time()
             scheduler.commit(old, result)
             times.append((planned - began, time.thread_time() - before))

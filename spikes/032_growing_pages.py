@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from scheduler import Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
+from scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
 from scheduler.pages import Pages, _positions
 from scheduler.state import RequestState
 from spikes.timing import describe_machine, markdown_table
@@ -86,10 +86,10 @@ def drain(config: SchedulerConfig, drawn: dict[str, tuple[Request, int]], lag: i
             heads = [take(chunk.request_id) for chunk in plan.first_rows]
             # A row that has stopped samples nothing more.
             live = [sampled[row.request_id] < drawn[row.request_id][1] for row in plan.decode]
-            decode = [
-                (take(row.request_id),) if alive else () for row, alive in zip(plan.decode, live, strict=True)
+            samples = [
+                take(row.request_id) if alive else None for row, alive in zip(plan.decode, live, strict=True)
             ]
-            in_flight.append((plan, StepResult(first=heads, decode=decode)))
+            in_flight.append((plan, StepResult(first=heads, decode=Decoded.of_rows(plan.decode, samples))))
             rows.append(sum(live))
             computed += sum(len(chunk.tokens) for chunk in plan.chunks)
         while len(in_flight) > (0 if plan.is_empty else lag):
@@ -139,13 +139,13 @@ def step_time(config: SchedulerConfig, steps: int = 1200) -> float:
     for index in range(config.max_num_seqs):
         prompt = (index % 200, index // 200, 3, 4) * (1 + index % 16)
         scheduler.submit(Request(request_id=str(index), prompt_token_ids=prompt, max_tokens=steps + 400))
-    one = Sample(5, -0.1)
+    one, decoded = Sample(5, -0.1), Decoded(tokens=[5] * config.max_num_seqs)
     times = []
     for _ in range(steps):
         began = time.perf_counter()
         plan = scheduler.plan()
         planned = time.perf_counter() - began
-        result = StepResult(first=[one] * len(plan.first_rows), decode=[(one,)] * len(plan.decode))
+        result = StepResult(first=[one] * len(plan.first_rows), decode=decoded)
         began = time.perf_counter()
         scheduler.commit(plan, result)
         times.append(planned + time.perf_counter() - began)

@@ -18,6 +18,8 @@ from scheduler import (
     NO_CHOICE,
     BlockTable,
     Chunk,
+    Decoded,
+    Events,
     FinishReason,
     Plan,
     Request,
@@ -31,7 +33,6 @@ from scheduler import (
     Status,
     StepResult,
     Swap,
-    TokenEvent,
 )
 
 VOCABULARY = 13
@@ -136,7 +137,7 @@ class FakeRunner:
         for reuse in plan.reuses:
             self._reuse(reuse)
         first = [self._prefill(chunk) for chunk in plan.chunks]
-        decode = [self._decode(row) for row in plan.decode]
+        decode = Decoded.of_rows(plan.decode, [self._decode(row) for row in plan.decode])
         self._check_all_decode(plan)
         for row in self.rows if self.config.num_blocks is not None else ():
             if not row.over and self._in_pages(row.slot, len(row.kv)) != row.kv:
@@ -250,17 +251,17 @@ class FakeRunner:
     def _sample(self, row: DeviceRow) -> Sample:
         return sample([token if token >= 0 else ~token for token in row.kv])
 
-    def _decode(self, asked: Row) -> tuple[Sample, ...]:
+    def _decode(self, asked: Row) -> Sample | None:
         row = self.rows[asked.slot.index]
         require((row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}")
         require(row.token is not None, f"{asked} decodes before its prompt ended: {row}")
         if row.remaining == 0:
             ended = row.token in row.stop_ids or row.token == NO_CHOICE
             require(ended, f"{asked} decodes beyond max_tokens: {row}")
-            return ()
+            return None
         assert row.token is not None
         self._write(row, [row.token if self.config.prefill_equals_decode else ~row.token])
-        return (row.take(self._sample(row)),)
+        return row.take(self._sample(row))
 
     def _check_all_decode(self, plan: Plan) -> None:
         asked = [row.slot for row in plan.decode]
@@ -440,7 +441,7 @@ class Loop:
             if self.runner.requests[row.request_id].lockstep and row.slot not in in_flight:
                 require(row.slot in asked, f"{row} could decode, but does not")
 
-    def commit(self) -> list[TokenEvent]:
+    def commit(self) -> Events:
         """Read the oldest step in flight."""
         events = self.scheduler.commit(*self.in_flight.popleft())
         for event in events:

@@ -183,7 +183,7 @@ def test_nobody_is_passed_by_more_than_the_bound(name: str, aging: int, data: st
         for request_id in plan.admitted:
             taken += 1
             assert taken <= limit[request_id], f"{request_id} was passed by too many"
-        scheduler.commit(plan, StepResult(first=[Sample(3)] * len(plan.first_rows), decode=[]))
+        scheduler.commit(plan, StepResult(first=[Sample(3)] * len(plan.first_rows)))
         scheduler.check()
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler import Plan, TokenEvent
+from scheduler import Events, Plan
 from xla_engine import cli
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError
@@ -229,7 +229,7 @@ def step_of(engine: XlaBatchEngine, record: Record, request_id: str, position: i
     first = engine.snapshot().counters.steps_planned
     seen: list[tuple[str, int]] = []
 
-    def watch(plan: Plan, events: list[TokenEvent] | None) -> None:
+    def watch(plan: Plan, events: Events | None) -> None:
         seen.extend((event.request_id, plan.step - first) for event in events or ())
 
     engine.on_step = watch

@@ -6,14 +6,15 @@ import doctest
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 import scheduler
 from scheduler import (
+    NO_TOKEN,
+    Decoded,
     FinishReason,
     Plan,
     QueueFullError,
@@ -55,19 +56,18 @@ def ask(name: str, prompt: int = 3, tokens: int = 5, stops: Sequence[int] = (END
 
 def result(plan: Plan, token: int = 7) -> StepResult:
     """Every row samples `token`."""
-    return StepResult(
-        first=[Sample(token)] * len(plan.first_rows), decode=[(Sample(token),)] * len(plan.decode)
-    )
+    decoded = Decoded.of_rows(plan.decode, [Sample(token)] * len(plan.decode))
+    return StepResult(first=[Sample(token)] * len(plan.first_rows), decode=decoded)
 
 
 def step(engine: Scheduler, token: int = 7) -> list[TokenEvent]:
     plan = engine.plan()
-    events = engine.commit(plan, result(plan, token))
+    events = list(engine.commit(plan, result(plan, token)))
     engine.check()
     return events
 
 
-def ends(events: list[TokenEvent]) -> dict[str, FinishReason]:
+def ends(events: Iterable[TokenEvent]) -> dict[str, FinishReason]:
     return {event.request_id: event.finish_reason for event in events if event.finish_reason is not None}
 
 
@@ -106,8 +106,9 @@ def test_stop_wins_over_length_and_both_are_credited(
             oldest = flight.pop(0)
             first = [Sample(next(tokens)) for _ in oldest.first_rows]
             stopped = any(sample.token_id == END for sample in first)
-            rows = [() if stopped else tuple(map(Sample, islice(tokens, 1))) for _ in oldest.decode]
-            events += engine.commit(oldest, StepResult(first=first, decode=rows))
+            rows = [None if stopped else next(map(Sample, tokens), None) for _ in oldest.decode]
+            decoded = Decoded.of_rows(oldest.decode, rows)
+            events += engine.commit(oldest, StepResult(first=first, decode=decoded))
             engine.check()
     assert [event.sample.token_id for event in events] == sampled[:credited]
     assert [event.finish_reason for event in events] == [None] * (credited - 1) + [reason]
@@ -141,8 +142,8 @@ def test_stop_at_the_first_token_drops_the_decode_of_the_same_plan() -> None:
     engine = make()
     engine.submit(ask("a"))
     plan = engine.plan()
-    events = engine.commit(plan, StepResult(first=[Sample(END)], decode=[(Sample(7),)]))
-    assert events == [TokenEvent("a", Sample(END), STOP)]
+    sampled = StepResult(first=[Sample(END)], decode=Decoded.of_rows(plan.decode, [Sample(7)]))
+    assert list(engine.commit(plan, sampled)) == [TokenEvent("a", Sample(END), STOP)]
     assert not engine.has_unfinished
     assert engine.snapshot().counters.tokens_dropped == 1
 
@@ -152,7 +153,7 @@ def test_tokens_sampled_after_a_stop_are_dropped_at_any_lag() -> None:
     engine.submit(ask("a", tokens=10))
     plans = [engine.plan() for _ in range(4)]
     assert ends(engine.commit(plans[0], result(plans[0], END))) == {"a": STOP}
-    assert [engine.commit(plan, result(plan)) for plan in plans[1:]] == [[], [], []]
+    assert [list(engine.commit(plan, result(plan))) for plan in plans[1:]] == [[], [], []]
 
 
 def test_slot_is_handed_over_when_the_last_token_is_planned() -> None:
@@ -162,10 +163,10 @@ def test_slot_is_handed_over_when_the_last_token_is_planned() -> None:
     first, second = engine.plan(), engine.plan()
     assert names(second.decode) == ["b"]
     assert names(engine.snapshot().draining) == ["a"]
-    events = engine.commit(first, result(first))
+    events = list(engine.commit(first, result(first)))
     assert names(events) == ["a", "a"]
     assert ends(events) == {"a": LENGTH}
-    assert names(engine.commit(second, result(second))) == ["b", "b"]
+    assert names(list(engine.commit(second, result(second)))) == ["b", "b"]
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 6))
@@ -238,7 +239,7 @@ def test_resubmitted_id_never_gets_the_tokens_of_its_former_life(lag: int) -> No
     engine.submit(ask("a", tokens=20))
     new = engine.plan()
     assert new.decode[0].slot.index == old[0].decode[0].slot.index
-    assert [engine.commit(plan, result(plan, 1)) for plan in old] == [[]] * lag
+    assert [list(engine.commit(plan, result(plan, 1))) for plan in old] == [[]] * lag
     assert [event.sample.token_id for event in engine.commit(new, result(new, 2))] == [2, 2]
 
 
@@ -250,7 +251,7 @@ def test_id_resubmitted_while_it_waits_gets_nothing_from_steps_in_flight() -> No
     engine.submit(ask("b", tokens=20))
     engine.submit(ask("a", tokens=20))
     engine.plan()
-    assert engine.commit(old, result(old)) == []
+    assert list(engine.commit(old, result(old))) == []
 
 
 # -- the queue ---------------------------------------------------------------------------------------------
@@ -391,7 +392,8 @@ def test_first_tokens_come_before_decoded_ones() -> None:
     step(engine)
     engine.submit(ask("b"))
     plan = engine.plan()
-    sampled = StepResult(first=[Sample(1)], decode=[(Sample(2),), (Sample(3),)])
+    decoded = Decoded.of_rows(plan.decode, [Sample(2), Sample(3)])
+    sampled = StepResult(first=[Sample(1)], decode=decoded)
     events = [(event.request_id, event.sample.token_id) for event in engine.commit(plan, sampled)]
     assert events == [("b", 1), ("a", 2), ("b", 3)]
 
@@ -411,7 +413,7 @@ def test_empty_plan_takes_no_step_number_and_needs_no_commit() -> None:
     engine = make()
     empty = engine.plan()
     assert empty.is_empty
-    assert engine.commit(empty, StepResult(first=[], decode=[])) == []
+    assert list(engine.commit(empty, StepResult())) == []
     engine.submit(ask("a"))
     assert engine.plan().step == empty.step == 0
 
@@ -419,20 +421,19 @@ def test_empty_plan_takes_no_step_number_and_needs_no_commit() -> None:
 @pytest.mark.parametrize(
     ("first", "decode", "message"),
     [
-        ([], [(Sample(1),)], "has 0 and 1"),
-        ([Sample(1)], [], "has 1 and 0"),
-        ([Sample(1)], [()], "0 samples for 'a'"),  # a live row fell silent: its request would never end
-        ([Sample(1)], [(Sample(1), Sample(2))], "2 samples for 'a'"),
+        ([], [1], "1 first tokens; the result has 0"),
+        ([Sample(1)], [], r"decodes slots \[0\]; the result has 0 slots"),
+        ([Sample(1)], [NO_TOKEN], "no sample for 'a'"),  # a live row fell silent: its request would never end
     ],
 )
 def test_result_that_does_not_fit_is_an_error_and_loses_nobody(
-    first: list[Sample], decode: list[tuple[Sample, ...]], message: str
+    first: list[Sample], decode: list[int], message: str
 ) -> None:
     engine = make()
     engine.submit(ask("a"))
     plan = engine.plan()
     with pytest.raises(ResultMismatchError, match=message):
-        engine.commit(plan, StepResult(first=first, decode=decode))
+        engine.commit(plan, StepResult(first=first, decode=Decoded(tokens=decode)))
     assert engine.finish("a", ERROR)
     engine.check()
 

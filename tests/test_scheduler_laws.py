@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler import (
+    Events,
     FinishReason,
     Plan,
     Request,
@@ -24,11 +25,11 @@ from scheduler import (
     Slot,
     Slots,
     StepResult,
-    TokenEvent,
     WaitingQueue,
+    crediting,
     policy,
 )
-from scheduler import scheduler as scheduler_module
+from scheduler.crediting import Crediting
 from scheduler.decoding import Decoding
 from scheduler.state import RequestState
 from tests.fake_runner import VOCABULARY, Loop, expected
@@ -320,7 +321,7 @@ def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a token went to whoever has the id now."""
     commit = Scheduler.commit
 
-    def careless(self: Scheduler, plan: Plan, result: StepResult) -> list[TokenEvent]:
+    def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
         def today(part):  # type: ignore[no-untyped-def]
             state = self._states.get(part.request_id)
             return replace(part, slot=state.tenancy) if state and state.tenancy else part
@@ -335,7 +336,7 @@ def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a token went to whoever holds the row now."""
     commit = Scheduler.commit
 
-    def careless(self: Scheduler, plan: Plan, result: StepResult) -> list[TokenEvent]:
+    def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
         holders = {state.slot.index: state for state in self._states.values() if state.holds_slot}
 
         def today(part):  # type: ignore[no-untyped-def]
@@ -383,7 +384,7 @@ def priority_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "NO_CHOICE", -99)
+    monkeypatch.setattr(crediting, "NO_CHOICE", -99)
 
 
 def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,17 +422,17 @@ def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which everybody gets one token more is taken too easily."""
-    join = Decoding.join
+    joined = Crediting.joined
 
-    def careless(self: Decoding, state: RequestState, step: int, *, sampled: int) -> None:
-        join(self, state, step, sampled=sampled)
+    def careless(self: Crediting, state: RequestState) -> None:
+        joined(self, state)
         self._stops.clear()
 
-    monkeypatch.setattr(Decoding, "join", careless)
+    monkeypatch.setattr(Crediting, "joined", careless)
 
 
 def samples_of_the_dead_are_credited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Decoding, "over", lambda *_: None)
+    monkeypatch.setattr(Crediting, "over", lambda *_: None)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [

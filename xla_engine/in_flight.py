@@ -11,7 +11,7 @@ import numpy as np
 from graphs.logprobs import TopLogprobs, unpack_top_logprobs
 from graphs.prompt_logprobs import unpack_prompt_logprobs
 from graphs.rows import unpack_samples
-from scheduler import Chunk, Plan, Sample, StepResult
+from scheduler import Chunk, Decoded, Plan, Sample, StepResult
 from xla_engine.prefill_call import prompt_targets
 from xla_engine.row_settings import RowSettings
 
@@ -73,14 +73,10 @@ def fetch_samples(step: InFlight) -> StepResult:
             Sample(int(token[lane]), float(logprob[lane]), most_likely)
             for lane, most_likely in zip(call.lanes, top, strict=True)
         )
-    decode: list[Sequence[Sample]] = []
+    decode = Decoded()
     if step.decode is not None:
         tokens, logprobs = (values.tolist() for values in unpack_samples(np.asarray(step.decode.samples)))
-        index = [row.slot.index for row in step.plan.decode]
-        for at, most_likely in zip(
-            index, _top_logprobs(step.decode.top, index, step.decode.wanted), strict=True
-        ):
-            decode.append((Sample(tokens[at], logprobs[at], most_likely),) if tokens[at] != -1 else ())
+        decode = Decoded(tokens=tokens, logprobs=logprobs, extra=_top_by_slot(step.decode, step.plan))
     return StepResult(first=first, decode=decode)
 
 
@@ -99,6 +95,15 @@ def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:
                 PromptScores(request_id=chunk.request_id, settings=row, start=chunk.start + 1, scores=scores)
             )
     return found
+
+
+def _top_by_slot(samples: DecodeSamples, plan: Plan) -> dict[int, TopLogprobs]:
+    """The most likely tokens of the rows that want any."""
+    if samples.top is None:
+        return {}
+    slots = [row.slot.index for row in plan.decode]
+    top = _top_logprobs(samples.top, slots, samples.wanted)
+    return {slot: likely for slot, likely in zip(slots, top, strict=True) if likely is not None}
 
 
 def _top_logprobs(

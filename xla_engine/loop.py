@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from scheduler import NO_CHOICE, FinishReason, Plan, Request, Scheduler, StepResult, TokenEvent
+from scheduler import NO_CHOICE, Events, FinishReason, Plan, Request, Scheduler, StepResult
 from xla_engine.errors import EngineClosedError
 from xla_engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.in_flight import InFlight
@@ -35,7 +35,7 @@ class Loop:
         self.runner = runner
         self.lag = lag
         self.clock: Callable[[], float] = time.monotonic
-        self.on_step: Callable[[Plan, list[TokenEvent] | None], None] | None = None
+        self.on_step: Callable[[Plan, Events | None], None] | None = None
         self.on_submit: Callable[[Request], None] | None = None
         self.on_end: Callable[[str, FinishReason], None] | None = None
         self._book = book
@@ -163,7 +163,7 @@ class Loop:
             if self._book.settings.get(part.request_id) is part.settings:
                 self._book[part.request_id].add_prompt_logprobs(part.start, part.scores)
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
+    def _deliver(self, events: Events) -> None:
         now = self.clock()
         for event in events:
             request = self._book.get(event.request_id)

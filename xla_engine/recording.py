@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler import Chunk, Plan, Row, Slot, TokenEvent
+from scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent
 from xla_engine.config import embedded_model_directory
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
@@ -73,7 +73,7 @@ class Recorder:
     def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
         """A step was read and its tokens credited."""
 
-    def _on_step(self, plan: Plan, events: list[TokenEvent] | None) -> None:
+    def _on_step(self, plan: Plan, events: Events | None) -> None:
         number = plan.step - self._first_step
         if events is None:
             self.steps.append(self._step(plan))

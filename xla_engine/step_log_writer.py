@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from scheduler import FinishReason, Plan, Request, Swap, TokenEvent
+from scheduler import Events, FinishReason, Plan, Request, Swap
 from xla_engine.step_log import FORMAT, VERSION, delta
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class StepLogWriter:
     def _swap(self, swap: Swap) -> list[int]:
         return [self._numbers[swap.request_id], swap.slot.index, swap.length]
 
-    def read(self, plan: Plan, events: list[TokenEvent], now: float) -> None:
+    def read(self, plan: Plan, events: Events, now: float) -> None:
         """The tokens of a step were credited."""
         tokens, ends = self._tokens, []
         for name, _, reason in events:
@@ -171,7 +171,7 @@ def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
             began=time.monotonic(),
         )
 
-        def on_step(plan: Plan, events: list[TokenEvent] | None) -> None:
+        def on_step(plan: Plan, events: Events | None) -> None:
             if events is None:
                 writer.started(plan, time.monotonic())
             else:

@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from scheduler import (
+    Events,
     FinishReason,
     Plan,
     Request,
     Row,
     Scheduler,
     SchedulerConfig,
-    TokenEvent,
 )
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import HostWork, Machine, Work
@@ -74,7 +74,7 @@ class Simulation:
         self._live: dict[str, _Live] = {}
         self._in_flight: deque[Plan] = deque()
         self._irregular = 0  # live requests that do not get a token in every step
-        self._stops = StopTokens()
+        self._stops = StopTokens(config.max_num_seqs)
         self._gives_up: list[tuple[Moment, str, str]] = []  # heap of (when, request, reason)
         self._next_step = 0
         self._last_read = 0.0
@@ -237,7 +237,7 @@ class Simulation:
         self._credit(plan, events, now)
         self._last_read = now
 
-    def _credit(self, plan: Plan, events: list[TokenEvent], now: float) -> None:
+    def _credit(self, plan: Plan, events: Events, now: float) -> None:
         """Count the intervals between tokens. A row's first token and second come out of the same step."""
         report = self.report
         apart = len(events)  # tokens that came one read after the one before
@@ -262,7 +262,7 @@ class Simulation:
         if apart:
             report.inter_token.add(now - self._last_read, apart)
         self._tokens += len(events)
-        for name, _, reason in events:
+        for name, _, reason in (*events.first, *events.ended):
             if reason is not None:
                 self._end(name, reason)
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler import Chunk, Plan, Row, Sample, StepResult
+from scheduler import Chunk, Decoded, Plan, Row, Sample, StepResult
 from xla_engine.simulator.trace import Arrival
 
 TOKEN, STOP = Sample(0), Sample(1)
@@ -24,9 +24,10 @@ class _Request:
 
 
 class StopTokens:
-    """Samples in the device's place."""
+    """Samples in the place of a device with `slots` rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self._nobody_stops = Decoded(tokens=[TOKEN.token_id] * slots)
         self._requests: dict[str, _Request] = {}  # live ones that get fewer tokens than they ask for
         self._lockstep = 0  # of these
         self._heap: list[tuple[int, int, str]] = []  # (step, number, request), stale ones among them
@@ -64,15 +65,15 @@ class StopTokens:
         """What a step samples."""
         stopping = self._stopping(plan)
         first = [TOKEN] * len(plan.first_rows)
-        decode: list[tuple[Sample]] = [(TOKEN,)] * len(plan.decode)
+        decode = self._nobody_stops
         if stopping:
             for at, chunk in enumerate(plan.first_rows):
                 name = chunk.request_id
                 if name in stopping and self._requests[name].arrival.new_tokens == chunk.generated + 1:
                     first[at] = STOP
-            for at, row in enumerate(plan.decode):
-                if row.request_id in stopping:
-                    decode[at] = (STOP,)
+            stops = {row.slot.index for row in plan.decode if row.request_id in stopping}
+            tokens = (STOP if slot in stops else TOKEN for slot in range(len(decode.tokens)))
+            decode = Decoded(tokens=[token.token_id for token in tokens])
         return StepResult(first=first, decode=decode)
 
     def _stopping(self, plan: Plan) -> set[str]:

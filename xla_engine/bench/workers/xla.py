@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.attention import whole_blocks
-from scheduler import Plan, Request, Scheduler, TokenEvent
+from scheduler import Events, Plan, Request, Scheduler
 from xla_engine import __version__
 from xla_engine.checkpoint import load_checkpoint
 from xla_engine.config import EngineConfig
@@ -37,7 +36,7 @@ class Watch:
         self.stale = 0  # row-steps that gave no token: the row had stopped and the host did not know yet
         self.queued_busy = self.queued_total = 0  # row-steps while requests waited: scheduled, and possible
 
-    def __call__(self, plan: Plan, events: Sequence[TokenEvent] | None) -> None:
+    def __call__(self, plan: Plan, events: Events | None) -> None:
         if events is not None:
             self.stale += len(plan.decode) + len(plan.first_rows) - len(events)
             return
