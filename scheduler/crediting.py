@@ -136,7 +136,7 @@ class Crediting:
 
     def credit(self, plan: Plan, result: StepResult) -> Events:
         """Credit a step, the next one. Raises ResultMismatchError for a result that does not fit."""
-        assert plan.step == self.steps, f"step {plan.step} credited when {self.steps} was due"
+        assert plan.step == self.steps, f"step {plan.step} committed when {self.steps} was due"
         first_rows = plan.first_rows if plan.chunks else ()
         if len(result.first) != len(first_rows):
             raise ResultMismatchError(
@@ -177,7 +177,9 @@ class Crediting:
         tokens = itemgetter(*slots)(column) if len(slots) > 1 else (column[slots[0]],)
         late = sum(column[slot] != NO_TOKEN for slot in over)
         if tokens.count(NO_TOKEN) != len(over) - late:
-            row = next(row for row in batch.rows if row.slot.index not in over and column[row.slot.index] == NO_TOKEN)
+            row = next(
+                row for row in batch.rows if row.slot.index not in over and column[row.slot.index] == NO_TOKEN
+            )
             raise _silent(row)
         if self._keeps_tokens:
             deque(map(call, batch.keep, tokens), maxlen=0)
@@ -192,7 +194,9 @@ class Crediting:
             if slot in over:
                 continue
             state = self._live[name]
-            if (reason := self._reason(state, tokens[place], capped=state.last_step == self.steps)) is not None:
+            if (
+                reason := self._reason(state, tokens[place], capped=state.last_step == self.steps)
+            ) is not None:
                 self.credited -= reason is FinishReason.ERROR
                 ended[slot] = TokenEvent(name, decoded.sample(slot), reason)
                 self._end(state, reason)

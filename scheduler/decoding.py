@@ -57,7 +57,7 @@ class Decoding:
         return self._batches[-1].rows
 
     def batch(self, rows: Sequence[Row]) -> Batch | None:
-        """The batch whose `rows` were, the very tuple; None if nobody remembers. Older ones are not asked for again."""
+        """The batch of these rows, the very tuple; None if it is forgotten. Older ones are not asked for again."""
         for batch in self._batches:
             if batch.rows is rows:
                 while self._batches[0] is not batch:

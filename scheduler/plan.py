@@ -189,9 +189,7 @@ class Decoded:
 
     def sample(self, slot: int) -> Sample:
         """What the row of a slot sampled."""
-        return Sample(
-            self.tokens[slot], self.logprobs[slot] if self.logprobs else None, self.extra.get(slot)
-        )
+        return Sample(self.tokens[slot], self.logprobs[slot] if self.logprobs else None, self.extra.get(slot))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,9 +51,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._prefilling = Prefilling(config, self._room.cache)
         self._decoding = Decoding()
-        self._crediting = Crediting(
-            self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens
-        )
+        self._crediting = Crediting(self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens)
         self._lockstep = Lockstep()
         self._swaps = Swaps(config)
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt

@@ -14,10 +14,11 @@ import pytest
 from graphs import sampling
 from graphs.attention_xla import XlaAttention
 from graphs.rows import SamplingRows
-from scheduler import FinishReason
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine import XlaBatchEngine
+from xla_engine.ledger import Ledger
+from xla_engine.live import LiveRequest
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.schedule import draw_cases, run_alone
 from xla_engine.verify import verify
@@ -231,28 +232,32 @@ def test_a_planted_fault_is_caught(
 def test_credit_to_the_wrong_epoch_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    """A scheduler that forgets a tenancy's end credits a dead tenancy's tokens to the next life of the id."""
+    """A ledger that forgets when a tenancy began gives a dead tenancy's tokens to whoever has its slot."""
     engine = make_engine(FAULTY)
+    peers = engine.max_num_seqs - 1  # so that the slot is the same
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
     def tokens_after_resubmission() -> tuple[int, ...]:
         engine.lag = 3
+        for peer in range(peers):
+            engine.submit([peer], replace(params, max_tokens=40), request_id=f"peer {peer}")
         engine.submit([9, 9, 9], replace(params, max_tokens=20), request_id="twice")
         for _ in range(4):
             engine.step()
         engine.abort("twice")
         engine.submit(prompt, params, request_id="twice")
-        ended = [o for o in engine.drain() if o.outputs[0].finish_reason != FinishReason.ABORT]
-        return ended[0].outputs[0].token_ids
+        ended = [output for output in engine.drain() if output.request_id == "twice"]
+        return ended[-1].outputs[0].token_ids
 
     engine.submit(prompt, params)
     (alone,) = engine.drain()
     assert tokens_after_resubmission() == alone.outputs[0].token_ids
-    monkeypatch.setattr("scheduler.plan.Slot.__eq__", lambda self, other: True)
-    monkeypatch.setattr("scheduler.plan.Slot.__hash__", lambda self: 0)
-    monkeypatch.setattr(
-        "scheduler.decoding.Decoding.batch", lambda *_: None
-    )  # a step of which nothing special is known knows who is gone by itself
+    begin = Ledger.begin
+
+    def careless(self: Ledger, request: LiveRequest, slot: int, step: int, until: int | None = None) -> None:
+        begin(self, request, slot, self.next_step or step, until)
+
+    monkeypatch.setattr(Ledger, "begin", careless)
     assert tokens_after_resubmission() != alone.outputs[0].token_ids
 
 

@@ -13,6 +13,7 @@ from scheduler import FinishReason, Sample
 from xla_engine.detokenizer import IncrementalDetokenizer
 from xla_engine.engine import XlaBatchEngine
 from xla_engine.inbox import Inbox
+from xla_engine.ledger import Ledger
 from xla_engine.live import LiveRequest
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.stop_strings import GeneratedText, StopStrings
@@ -165,6 +166,7 @@ def test_what_ends_a_request_goes_before_what_would_have(
         None,
         stop_ids=frozenset({EOS, STOP_ID}),
         eos_ids=frozenset({EOS}),
+        ledger=Ledger(),
         inbox=Inbox(),
         now=0.0,
     )

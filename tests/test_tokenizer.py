@@ -166,7 +166,11 @@ def test_pushes_and_flush_add_up_to_decode_for_any_ids(name: str, data: st.DataO
     tokenizer = made(name)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=24))
     skip = data.draw(st.booleans())
-    assert stream(tokenizer.incremental(skip), ids) == tokenizer.decode(ids, skip_special_tokens=skip)
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert stream(tokenizer.incremental(skip), ids) == whole
+    detokenizer, cut = tokenizer.incremental(skip), data.draw(st.integers(0, len(ids)))
+    parts = [*detokenizer.push_all(ids[:cut]), *detokenizer.push_all(ids[cut:]), detokenizer.flush()]
+    assert "".join(parts) == whole
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "sentencepiece_no_strip"])

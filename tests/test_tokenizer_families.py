@@ -188,6 +188,7 @@ def test_deltas_add_up_to_decode_and_break_no_character(name: str, data: st.Data
     for number in ids:
         seen += detokenizer.push(number)
         assert whole.startswith(seen)
+    assert "".join(tokenizer.incremental(skip).push_all(ids)) == seen
     assert seen + detokenizer.flush() == whole
 
 

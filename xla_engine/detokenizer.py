@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ from xla_engine.errors import InvalidRequestError, XlaEngineError
 VisibleToken = Callable[[int], str | None]  # the token `decode` sees for an id; None if it skips the id
 Decode = Callable[[list[int]], str]
 
-_CACHED_TOKENS = 1 << 18
+CACHED_TOKENS = 1 << 18
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # what the library's ByteFallback accepts
 _TOKEN_WISE = (
     "Replace",
@@ -49,6 +49,10 @@ class IncrementalDetokenizer:
             self._held.append(token_id)
         return ""
 
+    def push_all(self, token_ids: Sequence[int]) -> Iterable[str]:
+        """Take many tokens; the same text as of so many pushes, in pieces."""
+        return map(self.push, token_ids)
+
     def peek(self) -> str:
         """What a flush would return now, as far as it is no half character."""
         return self._decode(self._held)
@@ -69,6 +73,10 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
     def push(self, token_id: int) -> str:
         token = self._visible_token(token_id)
         return "" if token is None else self._utf8.decode(_bytes_of(token))
+
+    def push_all(self, token_ids: Sequence[int]) -> Iterable[str]:
+        tokens = map(self._visible_token, token_ids)
+        return (self._utf8.decode(b"".join([_bytes_of(token) for token in tokens if token is not None])),)
 
     def peek(self) -> str:
         return ""
@@ -156,7 +164,7 @@ class DecodingRules:
             ["ByteFallback", "Fuse"],
         )
         self._mapper = None if backend.decoder is None else _decoder_of(steps[:token_wise])
-        self.piece = lru_cache(maxsize=_CACHED_TOKENS)(self._piece)
+        self.piece = lru_cache(maxsize=CACHED_TOKENS)(self._piece)
 
     def bytes_of(self, token: str) -> bytes:
         """The bytes of a token inside a text; of one whose text depends on others, its spelling's."""
@@ -210,7 +218,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-@lru_cache(maxsize=_CACHED_TOKENS)
+@lru_cache(maxsize=CACHED_TOKENS)
 def _bytes_of(token: str) -> bytes:
     """Bytes of a byte-level token; one with a character outside the alphabet stands for its own UTF-8."""
     try:

@@ -217,7 +217,7 @@ class XlaBatchEngine(Loop):
                 f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
             )
         names = self._book.sequences(request_id)
-        return any([self.scheduler.preempt(name, how=how, to_back=to_back) is not None for name in names])
+        return any([self._take_away(name, how=how, to_back=to_back) for name in names])
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
@@ -230,8 +230,10 @@ class XlaBatchEngine(Loop):
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
         """One turn. Returns the cumulative output of every request that has news, unless another inbox has them.
 
-        `only_finished` leaves out the running ones, whose outputs cost a copy of all their tokens each turn.
+        `only_finished` leaves out the running ones, whose outputs cost a copy of all their tokens each turn; nobody
+        looks at their tokens one by one then, unless stop strings or grammars ask for it.
         """
+        self._inbox.every_token = not only_finished
         if self._closed is None or not self._inbox:
             self.advance()
         return [request.output() for request in self._inbox.take() if request.finished or not only_finished]
@@ -239,6 +241,7 @@ class XlaBatchEngine(Loop):
     def drain(self) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion."""
         ended: list[LiveRequest | Fanout] = []
+        self._inbox.every_token = False
         try:
             while self.has_unfinished:
                 if self._closed is None or not self._inbox:
@@ -248,6 +251,8 @@ class XlaBatchEngine(Loop):
             for request in ended:  # what was not delivered is still there
                 self._inbox.put(request)
             raise
+        finally:
+            self._inbox.every_token = True
         return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:
@@ -281,7 +286,7 @@ class XlaBatchEngine(Loop):
             steps=work.steps,
             prefill_calls=self.runner.prefill_calls,
             prompt_tokens=work.prompt_tokens,
-            generation_tokens=work.generation_tokens,
+            generation_tokens=self._book.ledger.num_tokens,
             finished={str(reason): count for reason, count in self._book.finished.items()},
             recoveries=self._faults.count,
             cached_tokens=counters.cached_tokens,

@@ -17,9 +17,11 @@ class Inbox:
     nothing, delays nobody, and costs the engine one entry per request.
 
     on_news: called when the inbox gets something while it was empty.
+    every_token: whether each token is news, else only an end is. May be changed at any time.
     """
 
-    def __init__(self, on_news: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_news: Callable[[], None] | None = None, *, every_token: bool = True) -> None:
+        self.every_token = every_token
         self._requests: dict[
             LiveRequest | Fanout, None
         ] = {}  # by identity: an id may come again before it was read

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from graphs.logprobs import TopLogprobs
 from scheduler import FinishReason, Sample
 from xla_engine.errors import XlaEngineError
 from xla_engine.inbox import Inbox
+from xla_engine.ledger import Ledger, Taken
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.stop_strings import GeneratedText
@@ -43,6 +45,7 @@ class LiveRequest:
         *,
         stop_ids: frozenset[int],
         eos_ids: frozenset[int],
+        ledger: Ledger,
         inbox: Inbox,
         now: float,
     ) -> None:
@@ -50,6 +53,7 @@ class LiveRequest:
         self.inbox = inbox
         self.reader: LiveRequest | Fanout = self  # what a reader finds in the inbox
         self.faults = 0
+        self._ledger = ledger
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None
         self._prompt = prompt
@@ -75,6 +79,7 @@ class LiveRequest:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._token_times: list[float] = []
         self._stop_string: str | None = None
+        self._failure: Exception | None = None  # its text cannot be made any more
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
 
@@ -87,9 +92,24 @@ class LiveRequest:
         return self._finish_reason
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens it was given or has taken."""
+        return len(self._token_ids)
+
+    @property
     def is_repeating(self) -> bool:
         """Whether the next token is one it has already."""
         return self._received < len(self._token_ids)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether each token decides what the next one may be."""
+        return self._mask is not None and self._mask.lockstep
+
+    @property
+    def attentive(self) -> bool:
+        """Whether each token has to be looked at as it comes. The others can be taken many at a time."""
+        return self.lockstep or self.is_repeating or (self._text is not None and bool(self._params.stop))
 
     def admit(self, now: float) -> None:
         """It got a slot, for the first time or again."""
@@ -102,9 +122,47 @@ class LiveRequest:
 
     def rewind(self) -> None:
         """The request runs again from its beginning; what it has stays, and must come again."""
+        if not self.attentive:
+            with suppress(Exception):  # it is told when the request goes on
+                self.take()
+        self._ledger.end(self)
         self._received = 0
         if self._mask is not None:
             self._mask.reset()
+
+    def take(self) -> bool:
+        """Take the tokens of the steps read so far; whether one completes a stop string. Raises what `add` does."""
+        if self._failure is not None:
+            raise self._failure
+        taken = self._ledger.take(self)
+        if taken is None:
+            return False
+        if self.attentive:
+            pairs = zip(taken.steps, taken.times, strict=True)
+            return any(self.add(step.sample(taken.slot), now) for step, now in pairs)
+        try:
+            self._add_all(taken)
+        except Exception as failure:
+            self._failure = failure
+            raise
+        return False
+
+    def _add_all(self, taken: Taken) -> None:
+        """Take many tokens, of which only the last can be a stop token."""
+        slot, steps, times = taken
+        tokens = [step.tokens[slot] for step in steps]
+        self._received += len(tokens)
+        self._ledger.added += len(tokens)
+        self._token_ids += tokens
+        self._token_times += times
+        if self._params.logprobs is not None:
+            samples = [step.sample(slot) for step in steps]
+            self._logprobs += [sample.logprob for sample in samples if sample.logprob is not None]
+            for sample in samples:
+                self._add_top(sample)
+        if self._text is not None:
+            hidden = tokens[-1] in self._stop_ids and not self._params.include_stop_str_in_output
+            self._text.extend(tokens[:-1] if hidden else tokens)
 
     def add(self, sample: Sample, now: float) -> bool:
         """Take one sampled token; whether it completes a stop string, and so ends the request.
@@ -118,12 +176,12 @@ class LiveRequest:
             self._repeat(sample)
             return False
         self._received += 1
+        self._ledger.added += 1
         self._token_ids.append(sample.token_id)
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
             self._logprobs.append(sample.logprob)
-            if isinstance(sample.extra, TopLogprobs):
-                self._top_logprobs.append(self._by_id(sample.token_id, sample.logprob, sample.extra))
+            self._add_top(sample)
         if self._text is None:
             return False
         if sample.token_id not in self._stop_ids:
@@ -132,6 +190,10 @@ class LiveRequest:
         elif self._params.include_stop_str_in_output:
             self._text.push(sample.token_id, may_stop=False)
         return self._stop_string is not None
+
+    def _add_top(self, sample: Sample) -> None:
+        if sample.logprob is not None and isinstance(sample.extra, TopLogprobs):
+            self._top_logprobs.append(self._by_id(sample.token_id, sample.logprob, sample.extra))
 
     def _repeat(self, sample: Sample) -> None:
         known = self._token_ids[self._received]
@@ -161,16 +223,28 @@ class LiveRequest:
             return None
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def finish(self, reason: FinishReason, now: float, error: str | None = None) -> None:
-        """End the request; text held back for an incomplete character is flushed."""
+    def finish(self, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
+        """End the request with the tokens it has so far; text held back for an incomplete character is flushed.
+
+        Returns the reason that stands: ERROR where the text cannot be made.
+        """
+        try:
+            self.take()
+            if self._text is not None and self._stop_string is None:
+                self._text.end()
+        except Exception as failure:
+            reason, error = FinishReason.ERROR, error or str(failure)
+        self._ledger.end(self)
         self._finish_reason = reason
         self._finished_time = now
         self._error = error
-        if self._text is not None and self._stop_string is None:
-            self._text.end()
+        return reason
 
     def output(self) -> RequestOutput:
         """The request as it stands, cumulative."""
+        if not self.attentive:
+            with suppress(Exception):  # it ends the request, in the engine's turn
+                self.take()
         wants_logprobs = self._params.logprobs is not None
         last = self._token_ids[-1] if self._token_ids else None
         own_stop = self._finish_reason == FinishReason.STOP and last not in self._eos_ids

@@ -199,7 +199,7 @@ class LLM:
         **options: Any,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs with their prompt's place until all have ended; those left when the caller stops are aborted."""
-        inbox = Inbox()
+        inbox = Inbox(every_token=not only_finished)
         places: dict[str, int] = {}  # of what has not ended
         params = _per_prompt(
             "sampling_params", sampling_params or self.engine.default_params, SamplingParams, len(prompts)

@@ -6,19 +6,33 @@ is a value, the queue of steps in flight; there are no threads. A loop belongs t
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
-from scheduler import NO_CHOICE, Events, FinishReason, Plan, Request, Scheduler, StepResult
+from scheduler import (
+    NO_CHOICE,
+    Chunk,
+    Events,
+    FinishReason,
+    Plan,
+    Request,
+    Scheduler,
+    StepResult,
+    Swap,
+)
 from xla_engine.errors import EngineClosedError
 from xla_engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.in_flight import InFlight
+from xla_engine.live import LiveRequest
 from xla_engine.metrics import Work
 from xla_engine.request_book import RequestBook
 from xla_engine.runner import Runner
+
+PREEMPTED = ("park", "recompute", "replay")  # decisions that take a slot away
+NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
 class Loop:
@@ -79,6 +93,13 @@ class Loop:
         for name in self._book:
             self.abort(name)
 
+    def _take_away(self, name: str, *, how: str | None, to_back: bool) -> bool:
+        """Preempt a sequence; whether it held a slot."""
+        if self.scheduler.preempt(name, how=how, to_back=to_back) is None:
+            return False
+        self._book.ledger.bound(self._book[name], self.scheduler.counters().steps_planned)
+        return True
+
     # -- turns ------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
@@ -127,13 +148,13 @@ class Loop:
         while len(self._in_flight) > (self.lag if started else 0):
             step = self._in_flight.popleft()
             self._faults.plan = step.plan
-            result = yield functools.partial(self.runner.wait, step)
+            result = yield partial(self.runner.wait, step)
             self._take_prompt_logprobs(step)
             events = self.scheduler.commit(step.plan, result)
             self._faults.step_was_good()
             if self.on_step is not None:
                 self.on_step(step.plan, events)
-            self._deliver(events)
+            self._deliver(step.plan, result, events)
             started = True  # with nothing to start, read one step and plan again
 
     def _start_next(self) -> bool:
@@ -146,6 +167,9 @@ class Loop:
         self._faults.plan = plan
         for request_id in plan.replays:  # first: one that is in a slot again has the mask of its first token
             self._book[request_id].rewind()
+        for decision in plan.decisions:
+            if decision.action in PREEMPTED:
+                self._book.ledger.bound(self._book[decision.request_id], plan.step)
         self._in_flight.append(self.runner.start(plan, self._book.settings))
         self._faults.plan = None
         if self.on_step is not None:
@@ -155,45 +179,75 @@ class Loop:
         now = self.clock()
         for request_id in plan.admitted:
             self._book[request_id].admit(now)
+        self._begin_decoding(plan)
         self._work.started(plan)
         return True
+
+    def _begin_decoding(self, plan: Plan) -> None:
+        """Tell the ledger in which slots requests decode from this step on."""
+        book, step = self._book, plan.step
+        parts: tuple[Chunk | Swap, ...] = (*plan.first_rows, *plan.resumes)
+        for part in parts:
+            request = book[part.request_id]
+            if not request.lockstep:
+                self._give(request, request.take, None)  # of the slot it had before
+                if not request.finished:
+                    book.ledger.begin(request, part.slot.index, step)
+        for row in reversed(plan.decode):  # those in lockstep come last, and may not decode in the next step
+            one = book.get(row.request_id)
+            if one is None or not one.lockstep:
+                break
+            book.ledger.begin(one, row.slot.index, step, step + 1)
 
     def _take_prompt_logprobs(self, step: InFlight) -> None:
         for part in self.runner.prompt_scores(step):
             if self._book.settings.get(part.request_id) is part.settings:
                 self._book[part.request_id].add_prompt_logprobs(part.start, part.scores)
 
-    def _deliver(self, events: Events) -> None:
-        now = self.clock()
-        for event in events:
-            request = self._book.get(event.request_id)
-            if request is None:  # an earlier token of this step completed a stop string
-                continue
+    def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
+        """Give requests their tokens: the first one, and those that each has to look at. Others find them later."""
+        now, ledger = self.clock(), self._book.ledger
+        for event in events.first:
+            request = self._book[event.request_id]
             if event.sample.token_id == NO_CHOICE:
-                self._end(
-                    event.request_id,
-                    FinishReason.ERROR,
-                    "no token could be chosen: the logits were not numbers",
-                )
-                continue
-            is_new = not request.is_repeating
-            reason, error = event.finish_reason, None
-            try:
-                if request.add(event.sample, now):
-                    reason = FinishReason.STOP
-            except Exception as failure:  # its text cannot be made; nobody else is concerned
-                reason, error = FinishReason.ERROR, str(failure)
-            if reason is not None:
-                if event.finish_reason is None:
-                    self.scheduler.finish(event.request_id, reason)
-                self._end(event.request_id, reason, error)
-            elif is_new:
-                request.inbox.put(request.reader)
-            self._work.generation_tokens += is_new
+                self._end(event.request_id, FinishReason.ERROR, NO_NUMBERS)
+            else:
+                self._give(request, partial(request.add, event.sample, now), event.finish_reason)
+        ends = {event.request_id: event.finish_reason for event in events.ended}
+        for name in [name for name, reason in ends.items() if reason is FinishReason.ERROR]:
+            del ends[name]
+            self._end(name, FinishReason.ERROR, NO_NUMBERS)
+        ledger.append(plan.step, result.decode, now)
+        for request in ledger.attentive():
+            self._give(request, request.take, ends.pop(request.request_id, None))
+            if not (request.finished or request.attentive):
+                ledger.calm_down(request)
+        for name, reason in ends.items():
+            if reason is not None and self._book.get(name) is not None:  # no stop string has ended it before
+                self._end(name, reason)
+        for request in ledger.followed():
+            request.inbox.put(request.reader)
+        for request in ledger.due():
+            self._give(request, request.take, None)
+
+    def _give(self, request: LiveRequest, take: Callable[[], bool], reason: FinishReason | None) -> None:
+        """Let a request take what is there, and end it if it is to: for this reason, a stop string or a failure."""
+        error, by_scheduler, tokens = None, reason is not None, request.num_tokens
+        try:
+            if take():
+                reason = FinishReason.STOP
+        except Exception as failure:  # its text cannot be made; nobody else is concerned
+            reason, error = FinishReason.ERROR, str(failure)
+        if reason is not None:
+            if not by_scheduler:
+                self.scheduler.finish(request.request_id, reason)
+            self._end(request.request_id, reason, error)
+        elif request.num_tokens > tokens and request.inbox.every_token:
+            request.inbox.put(request.reader)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """The terminal result of a request that the scheduler has ended."""
-        self._book.end(request_id, reason, self.clock(), error)
+        reason = self._book.end(request_id, reason, self.clock(), error)
         self.runner.discard(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)
@@ -226,6 +280,7 @@ class Loop:
         self.scheduler = self.scheduler.restarted()
         for name in self._book:
             self._book[name].rewind()
+        self._book.ledger.clear()
         try:
             self.runner.rebuild()
         except Exception as error:

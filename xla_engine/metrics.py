@@ -14,12 +14,11 @@ class Work:
 
     steps: int = 0
     prompt_tokens: int = 0
-    generation_tokens: int = 0
     decode_steps: int = 0
     slot_steps_busy: int = 0
 
     def started(self, plan: Plan) -> None:
-        """Count a plan; its tokens are counted when they are read."""
+        """Count a plan."""
         self.steps += 1
         self.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
         if plan.decode:

@@ -9,6 +9,7 @@ from scheduler import FinishReason
 from xla_engine.errors import InvalidRequestError
 from xla_engine.fanout import Fanout, sequence_ids, sequence_seed
 from xla_engine.inbox import Inbox
+from xla_engine.ledger import Ledger
 from xla_engine.live import LiveRequest
 from xla_engine.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
@@ -19,11 +20,13 @@ from xla_engine.tokenizer import Tokenizer
 class RequestBook:
     """Sequences by id, which is the request's own id where n is 1. Each is opened once and ended once.
 
-    settings: by sequence, for the runner. submitted, finished: since the start, in requests and in sequences.
+    settings: by sequence, for the runner. ledger: where sequences take their tokens from.
+    submitted, finished: since the start, in requests and in sequences.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.settings: dict[str, RowSettings] = {}
+        self.ledger = Ledger()
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self._tokenizer = tokenizer
@@ -92,6 +95,7 @@ class RequestBook:
                 mask,
                 stop_ids=frozenset(stop_ids),
                 eos_ids=frozenset(eos_ids),
+                ledger=self.ledger,
                 inbox=inbox,
                 now=now,
             )
@@ -108,12 +112,16 @@ class RequestBook:
         self._fanouts.pop(request_id, None)
         self.submitted -= 1
 
-    def end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> None:
-        """The terminal result of a sequence; its reader is told, and the id is free."""
+    def end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
+        """The terminal result of a sequence; its reader is told, and the id is free.
+
+        Returns the reason that stands: "error" where its text cannot be made.
+        """
         request = self._live.pop(name)
         del self.settings[name]
-        request.finish(reason, now, error)
+        reason = request.finish(reason, now, error)
         request.inbox.put(request.reader)
         self.finished[reason] += 1
         if isinstance(request.reader, Fanout) and request.reader.finished:
             del self._fanouts[request.reader.request_id]
+        return reason

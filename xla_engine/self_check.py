@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.attention import KEY_BLOCK
-from scheduler import BlockTable, Chunk, Plan, Row, Sample, Slot
+from scheduler import NO_TOKEN, BlockTable, Chunk, Plan, Row, Sample, Slot
 from xla_engine.row_settings import RowSettings
 from xla_engine.runner import Runner
 from xla_engine.sampling_params import SamplingParams
@@ -293,9 +293,10 @@ class _Probe:
         plans += [_plan(chunks, rows if decodes else (), tables), *[_plan((), rows)] * (decodes - 1)]
         results = [self._runner.wait(step) for step in [self._runner.start(plan, settings) for plan in plans]]
         samples = [[sample] for result in results for sample in result.first]
-        for result in results[bool(before) :]:
-            for row, sampled in zip(samples, result.decode, strict=bool(decodes)):
-                row.extend(sampled)
+        for result in results[bool(before) :] if decodes else ():
+            for row, prompt in zip(samples, prompts, strict=True):
+                if result.decode.tokens[prompt.slot] != NO_TOKEN:
+                    row.append(result.decode.sample(prompt.slot))
         return samples
 
     def _tables(self, prompts: Sequence[_Prompt]) -> tuple[BlockTable, ...]:

@@ -8,6 +8,7 @@ however many strings there are. Text that may still become a stop string is held
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -122,6 +123,11 @@ class GeneratedText:
                 return match.string
         self._held = 0 if self._include_stop else self._stops.undecided(self._state)
         return None
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take many tokens, where no stop string can end the text."""
+        assert self._stops is None, "text with stop strings takes one token at a time"
+        self._pieces.extend(self._detokenizer.push_all(token_ids))
 
     def end(self) -> None:
         """No token follows, and no stop string ended the text: show what was held back."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import tokenizers
 
-from xla_engine.detokenizer import DecodingRules, IncrementalDetokenizer, raising
+from xla_engine.detokenizer import CACHED_TOKENS, DecodingRules, IncrementalDetokenizer, raising
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.gguf_file import is_gguf, open_gguf
 from xla_engine.gguf_tokenizer import tokenizer_of
@@ -35,6 +35,7 @@ class Tokenizer:
             token.content for token in backend.get_added_tokens_decoder().values() if token.special
         }
         self._rules = DecodingRules(backend)
+        self._visible = lru_cache(maxsize=2 * CACHED_TOKENS, typed=True)(self._visible_token)
 
     @classmethod
     def of_model(cls, path: Path | str) -> Tokenizer | None:
@@ -89,7 +90,7 @@ class Tokenizer:
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A detokenizer for one stream of tokens; the pieces it gives add up to `decode`."""
         return self._rules.start(
-            partial(self._visible_token, skip_special_tokens),
+            partial(self._visible, skip_special_tokens),
             partial(self.decode, skip_special_tokens=skip_special_tokens),
         )
 

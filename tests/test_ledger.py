@@ -1,0 +1,190 @@
+"""Tokens that are taken many at a time are those that were sampled, however late and in whatever pieces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.logprobs import TopLogprobs
+from scheduler import NO_TOKEN, Decoded, FinishReason, Sample
+from xla_engine.inbox import Inbox
+from xla_engine.ledger import LAP, Ledger
+from xla_engine.live import LiveRequest
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.tokenizer import Tokenizer
+
+SLOTS = 4
+
+
+class Spelling:
+    """In the place of a tokenizer: each token is a letter, and one of them has no text."""
+
+    BROKEN = 25
+
+    def incremental(self, skip: bool) -> Spelling:
+        return self
+
+    def push(self, token_id: int) -> str:
+        if token_id == self.BROKEN:
+            raise ValueError("no text")
+        return chr(ord("a") + token_id)
+
+    def push_all(self, token_ids: list[int]) -> Iterator[str]:
+        return map(self.push, token_ids)
+
+    def peek(self) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(map(self.push, ids))
+
+
+def live(ledger: Ledger, name: str, inbox: Inbox | None = None, **params: object) -> LiveRequest:
+    tokenizer: Tokenizer = Spelling()  # type: ignore[assignment]
+    return LiveRequest(
+        name,
+        None,
+        (1,),
+        SamplingParams.from_mapping(params),
+        tokenizer,
+        None,
+        stop_ids=frozenset(),
+        eos_ids=frozenset(),
+        ledger=ledger,
+        inbox=Inbox() if inbox is None else inbox,
+        now=0.0,
+    )
+
+
+@dataclass
+class Row:
+    """A request, the slot it decodes in or None, and what it should have."""
+
+    request: LiveRequest
+    slot: int | None = None
+    samples: list[Sample] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def check(self) -> None:
+        output = self.request.output()
+        (found,) = output.outputs
+        assert found.token_ids == tuple(sample.token_id for sample in self.samples)
+        assert found.text == "".join(chr(ord("a") + token) for token in found.token_ids)
+        assert output.metrics is not None and output.metrics.token_times == tuple(self.times)
+        if found.logprobs is not None:
+            assert found.logprobs == tuple(sample.logprob for sample in self.samples)
+        if found.top_logprobs is not None:
+            tops = [sample.extra for sample in self.samples if isinstance(sample.extra, TopLogprobs)]
+            assert [
+                set(top) - {token} for top, token in zip(found.top_logprobs, found.token_ids, strict=True)
+            ] == [set(top.token_ids) - {token} for top, token in zip(tops, found.token_ids, strict=True)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_everybody_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> None:
+    """Requests join, lose their slot, come back in another, are read and end, at any step."""
+    draw, ledger = random.Random(seed), Ledger()
+    kinds: list[dict[str, object]] = [{}, {"logprobs": 0}, {"logprobs": 2}, {"stop": ["~"]}]
+    rows = [Row(live(ledger, str(number), **draw.choice(kinds))) for number in range(9)]
+    over: list[Row] = []
+    for step in range(draw.choice([20, 200])):
+        free = set(range(SLOTS)) - {row.slot for row in rows}
+        for row in rows:
+            if row.slot is not None and draw.random() < 0.1:
+                ledger.bound(row.request, step)
+                row.slot = None
+            elif row.slot is None and free and draw.random() < 0.3:
+                row.slot = free.pop()
+                row.request.take()
+                ledger.begin(row.request, row.slot, step)
+        tokens = [draw.randrange(Spelling.BROKEN) for _ in range(SLOTS)]
+        logprobs = [-draw.random() for _ in range(SLOTS)]
+        extra = {
+            row.slot: TopLogprobs(1, (draw.randrange(9), 10), (-0.5, -0.75))
+            for row in rows
+            if row.slot is not None and row.request._params.logprobs
+        }
+        ledger.append(step, Decoded(tokens=tokens, logprobs=logprobs, extra=extra), float(step))
+        for row in rows:
+            if row.slot is not None:
+                row.samples.append(Sample(tokens[row.slot], logprobs[row.slot], extra.get(row.slot)))
+                row.times.append(float(step))
+        attentive = ledger.attentive()
+        assert {request for request in attentive} == {
+            row.request for row in rows if row.slot is not None and row.request.attentive
+        }
+        for request in attentive:
+            assert not request.take()
+        assert ledger.num_tokens == sum(len(row.samples) for row in (*rows, *over))
+        for request in ledger.due():
+            request.take()
+        for row in draw.sample(rows, 2):
+            row.check()
+        if draw.random() < 0.1 and rows:
+            over.append(rows.pop(draw.randrange(len(rows))))
+            over[-1].request.finish(FinishReason.ABORT, float(step))
+            rows.append(Row(live(ledger, "new")))
+    for row in (*rows, *over):
+        row.check()
+
+
+def test_what_was_read_long_ago_is_forgotten_and_no_step_does_much() -> None:
+    """Also while a request that lost its slot waits for another."""
+    ledger, slots = Ledger(), 3 * LAP
+    requests = [live(ledger, str(slot)) for slot in range(slots)]
+    for slot, request in enumerate(requests):
+        ledger.begin(request, slot, 0)
+    for step in range(20 * LAP):
+        if step == LAP // 2:
+            ledger.bound(requests.pop(), step)
+        ledger.append(step, Decoded(tokens=[step % 9] * slots), 0.0)
+        due = ledger.due()
+        assert len(due) <= slots // LAP
+        for request in due:
+            request.take()
+        assert len(ledger._columns) <= 3 * LAP
+    assert ledger.num_tokens == (slots - 1) * 20 * LAP + LAP // 2
+
+
+def test_followers_hear_of_every_token_and_others_of_none() -> None:
+    ledger = Ledger()
+    every, ends = Inbox(), Inbox(every_token=False)
+    requests = [live(ledger, "a", every), live(ledger, "b", ends), live(ledger, "c", every, stop=["~"])]
+    for slot, request in enumerate(requests):
+        ledger.begin(request, slot, 1 if slot == 0 else 0, None)
+    heard = []
+    for step in range(4):
+        ledger.append(step, Decoded(tokens=[0, 0, 0]), 0.0)
+        heard.append([request.request_id for request in ledger.followed()])
+        if step == 1:
+            ledger.bound(requests[0], 3)
+        ends.every_token = step == 2
+    assert heard == [[], ["a"], ["a"], ["b"]]  # c is looked at anyway
+
+
+def test_text_that_cannot_be_made_is_told_when_the_request_goes_on() -> None:
+    """A reader in between gets the tokens and the text there is."""
+    ledger = Ledger()
+    request = live(ledger, "bad")
+    ledger.begin(request, 0, 0)
+    for step, token in enumerate((1, 2)):
+        ledger.append(step, Decoded(tokens=[token, NO_TOKEN]), 0.0)
+    assert request.output().outputs[0].text == "bc"
+    for step, token in enumerate((3, Spelling.BROKEN), 2):
+        ledger.append(step, Decoded(tokens=[token, NO_TOKEN]), 0.0)
+    found = request.output().outputs[0]
+    assert (found.token_ids, found.text, found.finish_reason) == ((1, 2, 3, Spelling.BROKEN), "bcd", None)
+    with pytest.raises(ValueError, match="no text"):
+        request.take()
+    assert request.finish(FinishReason.LENGTH, 1.0) is FinishReason.ERROR
+    output = request.output()
+    assert output.outputs[0].finish_reason == "error" and output.error == "no text"
