@@ -64,8 +64,8 @@ def decode_step(
         )
         return out
 
-    products = spec.products or WEIGHT_LEFT
-    logits = model.logits(model.hidden(rows.token, attend, products, live), products)  # [V, B]
+    products = (spec.products or WEIGHT_LEFT).among(live)
+    logits = model.logits(model.hidden(rows.token, attend, products), products)  # [V, B]
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     history = rows.remember(every, rows.length, rows.token, live)
     context = Context(

@@ -41,13 +41,11 @@ class RoutedMlp(nnx.Module):
             self.shared_down = zeros((d, shared), dtype)
             self.shared_gate = zeros((1, d), dtype)
 
-    def __call__(
-        self, x: jax.Array, residual: jax.Array, norm: Norm | None, products: Products, live: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, residual: jax.Array, norm: Norm | None, products: Products) -> jax.Array:
         """`residual [N, D]` plus what the experts make of the norm of `x [N, D]`."""
         form, x = self.form, x if norm is None else rms_norm(x, *norm)
         logits = products.linear(self.router[...], x, bias=self.router_bias[...] if form.bias else None)
-        routed = route(logits, form.num_experts_per_tok, renormalise=form.norm_topk_prob, live=live)
+        routed = route(logits, form.num_experts_per_tok, renormalise=form.norm_topk_prob, live=products.live)
         experts = Experts(self.gate_up[...], self.down[...], limit=form.swiglu_limit)
         if form.bias:
             by_expert = (form.num_experts, -1)

@@ -79,9 +79,7 @@ class Layer(nnx.Module):
         if c.output_bias:
             self.output_bias = zeros((d,))
 
-    def __call__(
-        self, index: int, x: jax.Array, attend: Attend, products: Products, live: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
         """The residual stream `[N, D]` behind this layer."""
         c = self.config
         if c.is_linear(index):
@@ -93,7 +91,7 @@ class Layer(nnx.Module):
             source, norm = behind, self._norm("pre_feedforward_norm")
         source = centred(source) if c.layer_norm else source
         if c.experts_of(index) is not None:
-            return self.experts(source, behind, norm, products, live)
+            return self.experts(source, behind, norm, products)
         hidden = products.gated(
             weight_of(self, "gate_up"),
             source,
@@ -161,10 +159,8 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             matrix(self, "head", (config.vocab_size, config.hidden_size), kept)
 
-    def hidden(
-        self, tokens: jax.Array, attend: Attend, products: Products, live: jax.Array | None = None
-    ) -> jax.Array:
-        """Residual stream behind the last layer of `tokens [N]`: float32 `[N, D]`; anything where not `live [N]`.
+    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        """Residual stream behind the last layer of `tokens [N]`: float32 `[N, D]`; anything where not `products.live`.
 
         `attend` knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and
         returns the attention output.
@@ -178,7 +174,7 @@ class Decoder(nnx.Module):
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
             x = x * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, attend, products, live)
+            x = layer(index, x, attend, products)
         return x
 
     def logits(self, x: jax.Array, products: Products) -> jax.Array:

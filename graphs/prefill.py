@@ -98,11 +98,11 @@ def prefill_chunk(
 
     products = spec.products or ROWS_LEFT
     used = (jnp.arange(width, dtype=jnp.int32) < lanes.count[:, None]).reshape(-1)
-    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products, used)  # [P * T, D]
+    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products.among(used))  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
-    logits = model.logits(widen(final), products)  # [V, head_rows]
+    logits = model.logits(widen(final), products.among(widen(lanes.is_last)))  # [V, head_rows]
     rows = _remember(rows, lanes)
     context = Context(
         live=widen(lanes.is_last),

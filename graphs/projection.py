@@ -9,8 +9,8 @@ The order is chosen per graph, never per call: the two need not agree in the las
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,15 @@ class Products(Protocol):
     x is `[N, D]`, float32 or the weight's dtype, or what `gated` returned. What a row becomes is a function of that
     row, to the bit: law 1 rests on it.
     """
+
+    @property
+    def live(self) -> jax.Array | None:
+        """The rows that anybody reads, bool `[N]`; None: all."""
+        ...
+
+    def among(self, live: jax.Array) -> Self:
+        """The same products where only the rows `live [N]` are read; what others become is finite."""
+        ...
 
     def linear(
         self,
@@ -92,9 +101,16 @@ class Products(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class XlaProducts:
-    """Products by XLA, in one operand order for a whole graph. `weight_left`: the weights are the left operands."""
+    """Products by XLA, in one operand order for a whole graph. `weight_left`: the weights are the left operands.
+
+    All rows are multiplied: only experts know which are live.
+    """
 
     weight_left: bool
+    live: jax.Array | None = None
+
+    def among(self, live: jax.Array) -> Self:
+        return replace(self, live=live)
 
     def linear(
         self,

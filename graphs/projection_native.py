@@ -8,8 +8,9 @@ The library (`native/linear.cc`) is built and registered outside (`xla_engine.na
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,15 @@ _WHOLE = 32  # features of a task
 
 @dataclass(frozen=True, slots=True)
 class NativeProducts:
-    """See `graphs.projection.Products`. Rows of prefill and of decode run the same code: their bits agree."""
+    """See `graphs.projection.Products`. Rows of prefill and of decode run the same code: their bits agree.
+
+    Rows that are not live are not multiplied: zeros stand in their places, or the residual.
+    """
+
+    live: jax.Array | None = None
+
+    def among(self, live: jax.Array) -> Self:
+        return replace(self, live=live)
 
     def linear(
         self,
@@ -45,8 +54,9 @@ class NativeProducts:
         values, scale = _parts(weight)
         if len(values) % _WHOLE:  # not packed: a router of few experts
             return finished(self.head(weight, norm, x).T, None, residual)
-        call = _call(LINEAR, (len(x), len(values)), jnp.float32)
-        return call(x, _weight(norm), values, scale, _or_nothing(residual), eps=_eps(norm))
+        in_place = {} if residual is None else {5: 0}
+        call = _call(LINEAR, (len(x), len(values)), jnp.float32, in_place)
+        return call(x, self._live(), _weight(norm), values, scale, _or_nothing(residual), eps=_eps(norm))
 
     def gated(
         self,
@@ -62,7 +72,8 @@ class NativeProducts:
             return activated(both, activation).astype(kept_dtype(weight))
         values, scale = _parts(weight)
         call = _call(GATED_LINEAR, (len(x), len(values) // 2), kept_dtype(weight))
-        return call(x, _weight(norm), values, scale, eps=_eps(norm), gelu=activation == "gelu_tanh")
+        gelu = activation == "gelu_tanh"
+        return call(x, self._live(), _weight(norm), values, scale, eps=_eps(norm), gelu=gelu)
 
     def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
         return native_experts(experts, x, routed, residual)
@@ -78,7 +89,10 @@ class NativeProducts:
     def head(self, weight: Weight, norm: Norm | None, x: jax.Array) -> jax.Array:
         values, scale = _parts(weight)
         call = _call(HEAD, (len(values), len(x)), jnp.float32)
-        return call(x, _weight(norm), values, scale, eps=_eps(norm))
+        return call(x, self._live(), _weight(norm), values, scale, eps=_eps(norm))
+
+    def _live(self) -> jax.Array:
+        return jnp.zeros(0, bool) if self.live is None else self.live
 
 
 def fits(config: ModelConfig, dtype: jnp.dtype) -> bool:
@@ -109,5 +123,10 @@ def _eps(norm: Norm | None) -> np.float32:
     return np.float32(0.0 if norm is None else norm.eps)
 
 
-def _call(target: str, shape: tuple[int, ...], dtype: DTypeLike) -> Callable[..., jax.Array]:
-    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype))
+def _call(
+    target: str, shape: tuple[int, ...], dtype: DTypeLike, in_place: Mapping[int, int] | None = None
+) -> Callable[..., jax.Array]:
+    """in_place: the argument whose memory the result takes, if any, by `ffi_call`."""
+    return jax.ffi.ffi_call(
+        target, jax.ShapeDtypeStruct(shape, dtype), input_output_aliases=dict(in_place or {})
+    )

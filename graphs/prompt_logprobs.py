@@ -30,10 +30,9 @@ def prompt_logprobs(
     nothing = jnp.zeros((head_rows, 2 + 2 * MAX_LOGPROBS), jnp.int32)
 
     def compute(hidden: jax.Array, target: jax.Array) -> jax.Array:
-        wanted = jnp.where(target >= 0, MAX_LOGPROBS, -1)
-        logprob, top = logprobs(
-            model.logits(hidden, spec.products or WEIGHT_LEFT), jnp.maximum(target, 0), wanted
-        )
+        asked = target >= 0
+        logits = model.logits(hidden, (spec.products or WEIGHT_LEFT).among(asked))
+        logprob, top = logprobs(logits, jnp.maximum(target, 0), jnp.where(asked, MAX_LOGPROBS, -1))
         return jnp.concatenate([lax.bitcast_convert_type(logprob, jnp.int32)[None], top]).T
 
     def group(each: tuple[jax.Array, jax.Array]) -> jax.Array:

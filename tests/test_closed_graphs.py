@@ -140,6 +140,7 @@ def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(
     programs = make_programs(
         spec,
         config,
+        config.prefill_lanes,
         buckets,
         weights=[],
         rope=jnp.zeros((1, 1, 2, 8)),

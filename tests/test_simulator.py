@@ -34,6 +34,7 @@ from xla_engine.step_log_writer import StepLogWriter, logging_steps
 
 COST = CostModel(
     call={2: 8e-4, 8: 2e-3},
+    prompt_token=4e-6,
     prefill_key=3e-7,
     decode=9e-4,
     row=3e-5,
@@ -238,9 +239,11 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
         Arrival(name="b", time=0.0, prompt_tokens=16, new_tokens=1, max_tokens=1),
     ]
     report = simulate(iter(trace), slots=1, lag=0, machine=MACHINE, skip=True)
-    first = 2 * COST.submit + COST.host(HostWork(0, 0, 1)) + COST.device(Work((2,), 16, 1, 17))
+    first = (
+        2 * COST.submit + COST.host(HostWork(0, 0, 1)) + COST.device(Work((2,), 16, 1, 17, prompt_tokens=16))
+    )
     second = COST.host(HostWork(2, 0, 0)) + COST.device(Work((), 0, 1, 18))
-    third = COST.host(HostWork(1, 1, 1)) + COST.device(Work((2,), 16, 0, 0))
+    third = COST.host(HostWork(1, 1, 1)) + COST.device(Work((2,), 16, 0, 0, prompt_tokens=16))
     assert report.steps == 3
     assert report.wall == pytest.approx(first + second + third)
     assert report.first_token.total == pytest.approx(first + (first + second + third))
@@ -343,7 +346,7 @@ def simulated(tmp_path: Path) -> Path:
 def test_costs_that_a_record_was_made_with_are_found_again(simulated: Path) -> None:
     log = read_step_log(simulated)
     found = fit(log)
-    for name in ("decode", "row", "key", "prefill_key", "turn", "start_call", "submit"):
+    for name in ("decode", "row", "key", "prompt_token", "prefill_key", "turn", "start_call", "submit"):
         assert getattr(found, name) == pytest.approx(getattr(COST, name), rel=0.05), name
     assert found.call == pytest.approx(COST.call, rel=0.02)
     assert found.residual < 0.01 and found.host_residual < 0.05

@@ -29,6 +29,7 @@ COPY_PAGES, READ_PAGES, WRITE_PAGES = "copy_pages", "read_pages", "write_pages"
 def make_programs(
     spec: ModelSpec,
     config: EngineConfig,
+    lanes: Sequence[int],
     buckets: Sequence[int],
     *,
     weights: list[jax.Array],
@@ -37,7 +38,8 @@ def make_programs(
     rows: Rows,
     tables: Tables,
 ) -> list[Program]:
-    """Everything one engine runs. `buckets` are the key lengths; the arrays are looked at for their shapes only.
+    """Everything one engine runs. `lanes` are the sizes of prefill calls, `buckets` the key lengths; the arrays are
+    looked at for their shapes only.
 
     Row state and lanes are packed (`graphs.words`) outside of the programs.
     """
@@ -60,7 +62,7 @@ def make_programs(
         )
         programs.extend(
             Program(
-                name=prefill_name(lanes, bucket),
+                name=prefill_name(count, bucket),
                 function=_on_packed(
                     functools.partial(
                         prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
@@ -71,15 +73,15 @@ def make_programs(
                 arguments=(*state, _abstract(pack(idle)), wide),
                 donate=(2, 3),
             )
-            for lanes in config.prefill_lanes
-            for idle in [make_lanes([], {}, lanes, config.chunk_size)]
+            for count in lanes
+            for idle in [make_lanes([], {}, count, config.chunk_size)]
         )
-    for lanes in config.prefill_lanes:
-        tokens = lanes * config.chunk_size
+    for count in lanes:
+        tokens = count * config.chunk_size
         hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
         programs.append(
             Program(
-                name=prompt_name(lanes),
+                name=prompt_name(count),
                 function=functools.partial(prompt_logprobs, spec, config.head_rows),
                 arguments=(state[0], hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
             )

@@ -81,8 +81,11 @@ class Runner:
         self._spec = make_spec(config, model, jnp.dtype(dtype))
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if self._spec.attention.bounded_by_length else buckets
-        # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
-        self.lane_choices = config.prefill_lanes
+        # Sizes in use, ascending. Where C++ multiplies live rows only, the largest call serves all. The self-check
+        # leaves only the largest where the choice would change bits.
+        self.lane_choices = self.lanes = (
+            config.prefill_lanes if self._spec.products is None else config.prefill_lanes[-1:]
+        )
         self.bucket_choices = self.buckets
         self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
         self._pool: Pool | None = None
@@ -118,6 +121,7 @@ class Runner:
         programs = make_programs(
             self._spec,
             config,
+            self.lanes,
             self.buckets,
             weights=self._weights,
             rope=self._rope,
@@ -273,7 +277,7 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Run every program once with nothing to do: nothing is live, so no state changes."""
-        for lanes in self.config.prefill_lanes:
+        for lanes in self.lanes:
             for bucket in self.buckets:
                 *_, hidden = self._run(
                     prefill_name(lanes, bucket),

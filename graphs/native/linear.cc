@@ -1,6 +1,7 @@
 // Linear layers of a decoder in bf16 or int8 on matrix tiles, for XLA:CPU: each call is one product with what stands
-// before and behind it. The head's weights are rows as in the checkpoint (tiles.h), because the embedding may be the same
-// array, and its result is feature-major; those of the layers are packed (packed.h).
+// before and behind it, for the rows that are live; all others are zero, or the residual. The head's weights are rows as in
+// the checkpoint (tiles.h), because the embedding may be the same array, and its result is feature-major; those of the
+// layers are packed (packed.h).
 
 #include "operand.h"
 #include "packed.h"
@@ -34,34 +35,37 @@ auto Packed(Operand<T>& operand) {
   };
 }
 
-// Tile `tile` of a feature-major product, features from `feature` on by up to sixteen rows from n on.
-void Put(int tile, const Operand<BFloat16>&, int64_t, int64_t, int64_t, int64_t, float* to, int64_t stride) {
+// Tile `tile` of a feature-major product, features from `feature` on by sixteen rows from n on.
+void Put(int tile, const Operand<BFloat16>&, int64_t, int64_t, int64_t, float* to, int64_t stride) {
   Take(tile, to, stride * sizeof(float));
 }
 
-void Put(int tile, const Operand<int8_t>& operand, int64_t feature, int64_t features, int64_t n, int64_t rows, float* to,
-         int64_t stride) {
+void Put(int tile, const Operand<int8_t>& operand, int64_t feature, int64_t features, int64_t n, float* to, int64_t stride) {
   alignas(64) int32_t sums[16 * 16];
   Take(tile, sums, 64);
   Written();
-  const auto mask = static_cast<__mmask16>((1 << rows) - 1);
   const Vec scales = Load(operand.scales.data() + n);
   for (int64_t f = 0; f < features; ++f) {
     const Vec values = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(sums + f * 16));
-    _mm512_mask_storeu_ps(to + f * stride, mask, (__m512)(values * operand.features[feature + f] * scales));
+    Store(to + f * stride, values * operand.features[feature + f] * scales);
   }
 }
 
 // weight [F, K] with scales [F] or [0], times norm(x), feature-major [F, N].
-ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyBuffer weight, Floats scale,
+ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
                 ffi::ResultBuffer<ffi::F32> out, float eps) {
   return ByType(weight, scale, [&](auto* from, const float* scales) {
     using T = std::decay_t<decltype(*from)>;
-    Operand<T> operand(Source(x, norm, eps), scales);
-    const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0];
+    Operand<T> operand(Source(x, norm, live, eps), scales);
+    const int64_t width = operand.width, total = operand.total, features = weight.dimensions()[0];
+    const int64_t stride = (operand.count + 15) / 16 * 16;
     if (width % kStep<T>) return Unfit(kStep<T>);
+    const auto sums = [&] {  // of a task, [features][live rows]
+      thread_local Lines kept;
+      return reinterpret_cast<float*>(kept.Bytes((kFeatures * stride + 16) * sizeof(float)));
+    };
     Product<T>(
-        pool, count, width, (features + kFeatures - 1) / kFeatures,
+        pool, operand.count, width, (features + kFeatures - 1) / kFeatures,
         [&](int64_t n, int64_t rows, uint32_t* tiles) {
           thread_local std::vector<T> rounded;
           rounded.resize(16 * width);
@@ -74,16 +78,27 @@ ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyBuf
           return Rows<T>{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
         },
         [&](int64_t task, int64_t n, Columns columns) {
-          const auto put = [&](int tile, int64_t feature, int64_t first, int64_t rows) {
-            const int64_t left = std::min<int64_t>(16, features - feature);
-            if (left <= 0 || rows == 0) return;
-            Put(tile, operand, feature, left, first, rows, out->typed_data() + feature * count + first, count);
+          const auto put = [&](int tile, int64_t half, int64_t first, int64_t rows) {
+            const int64_t feature = task * kFeatures + half, left = std::min<int64_t>(16, features - feature);
+            if (left > 0 && rows > 0) Put(tile, operand, feature, left, first, sums() + half * stride + first, stride);
           };
-          const int64_t feature = task * kFeatures;
-          put(0, feature, n, columns.first);
-          put(1, feature + 16, n, columns.first);
-          put(2, feature, n + 16, columns.second);
-          put(3, feature + 16, n + 16, columns.second);
+          put(0, 0, n, columns.first);
+          put(1, 16, n, columns.first);
+          put(2, 0, n + 16, columns.second);
+          put(3, 16, n + 16, columns.second);
+        },
+        [&](int64_t task) {  // to the places of the rows
+          Written();
+          for (int64_t f = 0; f < std::min(kFeatures, features - task * kFeatures); ++f) {
+            const float* packed = sums() + f * stride;
+            float* to = out->typed_data() + (task * kFeatures + f) * total;
+            for (int64_t n = 0; n < total; n += 16) {
+              const auto inside = static_cast<__mmask16>(0xFFFF >> std::max<int64_t>(0, n + 16 - total));
+              const __mmask16 places = operand.masks[n / 16];
+              _mm512_mask_storeu_ps(to + n, inside, _mm512_maskz_expand_ps(places, (__m512)Load(packed)));
+              packed += __builtin_popcount(places);
+            }
+          }
         });
     return ffi::Error::Success();
   });
@@ -94,24 +109,26 @@ struct Blocks {
   const void *one, *other;
 };
 
-// residual [N, F] or [0] + packed weight [F, K] with scales [F] or [0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
-ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyBuffer weight, Floats scale, Floats residual,
-                  ffi::ResultBuffer<ffi::F32> out, float eps) {
+// residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F] or [0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
+ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+                  Floats residual, ffi::ResultBuffer<ffi::F32> out, float eps) {
   return ByType(weight, scale, [&](auto* from, const float* scales) {
     using T = std::decay_t<decltype(*from)>;
-    Operand<T> operand(Source(x, norm, eps), scales);
-    const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0];
+    Operand<T> operand(Source(x, norm, live, eps), scales);
+    const int64_t width = operand.width, features = weight.dimensions()[0];
     if (width % kStep<T> || features % 32) return Unfit(kStep<T>);
     const float* before = residual.element_count() ? residual.typed_data() : nullptr;
+    if (before && before != out->typed_data()) return ffi::Error::Internal("the result has to take the residual's place");
+    const auto clear = [&](int64_t block) { operand.Clear(block, out->untyped_data(), features * sizeof(float)); };
     PackedProduct<T>(
-        pool, count, width, features / 32, Packed(operand),
+        pool, operand.count, width, features / 32, Phase{before ? 0 : operand.Gaps(), clear}, Packed(operand),
         [&](int64_t task) {
           const T* one = from + task * 32 * width;
           return Blocks{one, one + 16 * width};
         },
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
           for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = (n + r) * features + task * 32;
+            const int64_t at = operand.places[n + r] * features + task * 32;
             float* to = out->typed_data() + at;
             const Vec one = operand.Value(sums.one + r * 16, n + r, task * 32);
             const Vec other = operand.Value(sums.other + r * 16, n + r, task * 32 + 16);
@@ -139,22 +156,24 @@ Vec Gated(Vec gate, Vec up, bool gelu) {
 
 // x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F] or [0], gates first -> act(gate) * up of norm(x), [N, F]:
 // bf16, or float32 where the next product quantises.
-ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats norm, ffi::AnyBuffer weight, Floats scale,
+ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
                        ffi::Result<ffi::AnyBuffer> out, float eps, bool gelu) {
   return ByType(weight, scale, [&](auto* gates, const float* scales) {
     using T = std::decay_t<decltype(*gates)>;
-    Operand<T> operand(Source(x, norm, eps), scales);
-    const int64_t count = operand.count, width = operand.width, features = weight.dimensions()[0] / 2;
+    Operand<T> operand(Source(x, norm, live, eps), scales);
+    const int64_t width = operand.width, features = weight.dimensions()[0] / 2;
     if (width % kStep<T> || features % 32) return Unfit(kStep<T>);
+    const int64_t bytes = features * (std::is_same_v<T, int8_t> ? sizeof(float) : sizeof(BFloat16));
+    const auto clear = [&](int64_t block) { operand.Clear(block, out->untyped_data(), bytes); };
     PackedProduct<T>(
-        pool, count, width, features / 16, Packed(operand),
+        pool, operand.count, width, features / 16, Phase{operand.Gaps(), clear}, Packed(operand),
         [&](int64_t task) {
           const T* gate = gates + task * 16 * width;
           return Blocks{gate, gate + features * width};
         },
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
           for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = (n + r) * features + task * 16;
+            const int64_t at = operand.places[n + r] * features + task * 16;
             const Vec values = Gated(operand.Value(sums.one + r * 16, n + r, task * 16),
                                      operand.Value(sums.other + r * 16, n + r, features + task * 16), gelu);
             if constexpr (std::is_same_v<T, int8_t>) {
@@ -186,6 +205,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<Flags>()
                                   .Arg<Floats>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()
@@ -195,6 +215,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<Flags>()
                                   .Arg<Floats>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()
@@ -205,6 +226,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<Flags>()
                                   .Arg<Floats>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()

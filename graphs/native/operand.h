@@ -1,4 +1,7 @@
 // The left side of a product: rows as they are in the network, normalised if asked for, in the type of the weights.
+//
+// Products know live rows only: "row n" is the n-th of them. What they make of it belongs at `places[n]`; elsewhere are zeros,
+// or what is added to the product.
 
 #pragma once
 
@@ -9,26 +12,48 @@
 namespace xla_engine {
 
 using Floats = ffi::Buffer<ffi::F32>;
+using Flags = ffi::Buffer<ffi::PRED>;
 
 inline void Round(Vec values, BFloat16* to) {
   const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
   std::memcpy(to, &rounded, sizeof rounded);
 }
 
-// x [N, K] in bf16 or in float32, with the weight [K] of a norm before it, or none.
+// x [N, K] in bf16 or in float32, with the weight [K] of a norm before it, or none; live [N], or [0]: all are.
 struct Source {
   const BFloat16* halves;  // or null
   const float *floats, *norm;
   float eps;
-  int64_t count, width;
+  int64_t total, width, count = 0;  // N, K, live rows
+  std::vector<uint16_t> masks;      // of live rows among sixteen
+  std::vector<int32_t> places;      // of live rows
 
-  Source(const ffi::AnyBuffer& x, const Floats& weight, float epsilon)
+  Source(const ffi::AnyBuffer& x, const Floats& weight, const Flags& live, float epsilon)
       : halves(x.element_type() == ffi::BF16 ? static_cast<const BFloat16*>(x.untyped_data()) : nullptr),
         floats(halves ? nullptr : static_cast<const float*>(x.untyped_data())),
         norm(weight.element_count() ? weight.typed_data() : nullptr),
         eps(epsilon),
-        count(x.dimensions()[0]),
-        width(x.dimensions()[1]) {}
+        total(x.dimensions()[0]),
+        width(x.dimensions()[1]),
+        masks((total + 15) / 16),
+        places(total) {
+    const bool* flags = live.element_count() ? live.typed_data() : nullptr;
+    for (int64_t row = 0; row < total; ++row) {
+      const bool is_live = !flags || flags[row];
+      masks[row / 16] |= is_live << row % 16;
+      places[count] = static_cast<int32_t>(row);
+      count += is_live;
+    }
+  }
+
+  // Blocks of sixteen rows that `Clear` has to see.
+  int64_t Gaps() const { return count < total ? static_cast<int64_t>(masks.size()) : 0; }
+
+  // Zeroes what is not live of the rows 16 block .. of `to`, `bytes` each.
+  void Clear(int64_t block, void* to, int64_t bytes) const {
+    for (int64_t row = block * 16; row < std::min(total, block * 16 + 16); ++row)
+      if (~masks[block] >> row % 16 & 1) std::memset(static_cast<char*>(to) + row * bytes, 0, bytes);
+  }
 
   // What a row is multiplied by (Zhang and Sennrich 2019).
   float Scale(const float* x) const {
@@ -44,12 +69,12 @@ struct Source {
   void Each(int64_t n, const Take& take) const {
     if (halves) {
       for (int64_t k = 0; k < width; k += kVector) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + n * width + k));
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + places[n] * width + k));
         take(k, (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
       }
       return;
     }
-    const float* x = floats + n * width;
+    const float* x = floats + places[n] * width;
     const float scale = Scale(x);
     for (int64_t k = 0; k < width; k += kVector) take(k, norm ? Load(x + k) * scale * Load(norm + k) : Load(x + k));
   }
@@ -61,13 +86,13 @@ struct Operand;
 
 template <>
 struct Operand<BFloat16> : Source {
-  Operand(const Source& rows, const float*) : Source(rows) {}
+  Operand(Source rows, const float*) : Source(std::move(rows)) {}
 
   // Row n, 64 bytes at a time, each to where `place(k)` says.
   template <typename Place>
   void Write(int64_t n, const Place& place) const {
     if (halves) {
-      for (int64_t k = 0; k < width; k += 32) std::memcpy(place(k), halves + n * width + k, 64);
+      for (int64_t k = 0; k < width; k += 32) std::memcpy(place(k), halves + places[n] * width + k, 64);
       return;
     }
     Each(n, [&](int64_t k, Vec values) { Round(values, place(k / 32 * 32) + k % 32); });
@@ -83,7 +108,7 @@ struct Operand<int8_t> : Source {
   const float* features;  // scales of the weight's features
   std::vector<float> scales;  // of rows
 
-  Operand(const Source& rows, const float* weight) : Source(rows), features(weight), scales((rows.count + 15) / 16 * 16) {}
+  Operand(Source rows, const float* weight) : Source(std::move(rows)), features(weight), scales((count + 15) / 16 * 16) {}
 
   template <typename Place>
   void Write(int64_t n, const Place& place) {

@@ -106,20 +106,22 @@ class Lines {
   std::vector<char> kept_;
 };
 
-// Products of N prepared rows with packed weights, `width` elements of K. `prepare(n, rows, block)` fills the block of
-// rows n .. n + rows; `pick(task)` names two blocks of features; `finish(task, n, rows, sums)` takes sums away.
+// Products of `count` prepared rows with packed weights, `width` elements of K. `prepare(n, rows, block)` fills the block of
+// rows n .. n + rows; `pick(task)` names two blocks of features; `finish(task, n, rows, sums)` takes sums away. `clear` is
+// what else there is to do.
 //
 // Many rows go over K in parts whose weights stay in the first-level cache, sums waiting in memory: the order of a sum is
 // the same. The first part of the rows fetches the next task's weights.
-template <typename T, typename Prepare, typename Pick, typename Finish>
-void PackedProduct(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Prepare& prepare,
-                   const Pick& pick, const Finish& finish) {
+template <typename T, typename Clear, typename Prepare, typename Pick, typename Finish>
+void PackedProduct(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Phase<Clear>& clear,
+                   const Prepare& prepare, const Pick& pick, const Finish& finish) {
   using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
   constexpr int64_t kMany = 64, kPart = 9;  // rows; steps of K, 2 KB of weights each
   thread_local Lines prepared;
   const int64_t groups = (count + 15) / 16, steps = width * sizeof(T) / 64, bytes = steps * 1024;
   const int64_t parts = count > kMany ? (steps + kPart - 1) / kPart : 1, part = (steps + parts - 1) / parts;
-  const int64_t blocks_of_rows = (count + 31) / 32, lines = (16 + blocks_of_rows - 1) / blocks_of_rows;  // of the next 16 a step
+  const int64_t blocks_of_rows = std::max<int64_t>(1, (count + 31) / 32);
+  const int64_t lines = (16 + blocks_of_rows - 1) / blocks_of_rows;  // of the next 16 a step
   char* blocks = prepared.Bytes(groups * bytes);
   const auto fill = [&](int64_t group) {
     prepare(group * 16, std::min<int64_t>(16, count - group * 16), blocks + group * bytes);
@@ -153,7 +155,7 @@ void PackedProduct(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t 
     }
     _tile_release();
   };
-  InPhases(pool, Phase{groups, fill}, Phase{tasks, multiply});
+  InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
 }
 
 }  // namespace xla_engine

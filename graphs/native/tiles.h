@@ -102,11 +102,11 @@ void Multiply(const Rows<T>& rows, const uint32_t* tiles, int64_t width, bool se
   }
 }
 
-// Runs the product of weights with N prepared rows. `prepare(n, rows, tiles)` fills the tiles of rows n .. n + rows;
-// `pick(task)` names a task's weights; `finish(task, n, columns)` takes tiles 0-3 away.
-template <typename T, typename Prepare, typename Pick, typename Finish>
+// Runs the product of weights with `count` prepared rows. `prepare(n, rows, tiles)` fills the tiles of rows n .. n + rows;
+// `pick(task)` names a task's weights; `take(task, n, columns)` takes tiles 0-3 away; `finish(task)` comes behind all rows.
+template <typename T, typename Prepare, typename Pick, typename TakeAway, typename Finish>
 void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Prepare& prepare, const Pick& pick,
-             const Finish& finish) {
+             const TakeAway& take, const Finish& finish) {
   thread_local std::vector<uint32_t> buffer;
   const int64_t groups = (count + 15) / 16, words = width * sizeof(T) / 4;
   if (static_cast<int64_t>(buffer.size()) < groups * 16 * words + 16) buffer.resize(groups * 16 * words + 16);
@@ -123,9 +123,10 @@ void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks,
       if (columns.first != configured.first || columns.second != configured.second) Configure(rows.features, columns);
       configured = columns;
       Multiply(rows, tiles + n * words, width, columns.second > 0, ahead && n == 0);
-      finish(task, n, columns);
+      take(task, n, columns);
     }
     _tile_release();
+    finish(task);
   };
   InPhases(pool, Phase{groups, fill}, Phase{tasks, multiply});
 }

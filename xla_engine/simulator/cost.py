@@ -2,7 +2,8 @@
 
 Two clocks tick. The device works through the steps in order; a step costs it
 
-    sum over prefill calls (call of that many lanes + keys its chunks read) + decode + rows + keys the rows read
+    sum over prefill calls (call of that many lanes + its tokens + keys its chunks read)
+    + decode + rows + keys the rows read
     + KV entries that go to the host or come back
 
     + its share of what the host did in that time, where both run on the same cores
@@ -32,7 +33,7 @@ from xla_engine.step_log import StepLog
 class Work(NamedTuple):
     """What a step asks of the device. calls: lanes of each prefill call. prefill_keys, keys: as in `Machine`.
 
-    moved: KV entries that are parked or resumed.
+    moved: KV entries that are parked or resumed. prompt_tokens: of all calls.
     """
 
     calls: tuple[int, ...] = ()
@@ -40,6 +41,7 @@ class Work(NamedTuple):
     rows: int = 0
     keys: int = 0
     moved: int = 0
+    prompt_tokens: int = 0
 
 
 class HostWork(NamedTuple):
@@ -105,7 +107,7 @@ def machine_of(log: StepLog) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds of each part. call: by lanes, a prefill call without its keys.
+    """Seconds of each part. call: by lanes, a prefill call without its tokens and keys.
 
     noise: seconds that steps on the device took more than fitted, or less, in the order in which simulated steps take
         them, again and again; their mean is zero.
@@ -115,6 +117,7 @@ class CostModel:
     """
 
     call: Mapping[int, float]
+    prompt_token: float = 0.0
     prefill_key: float
     decode: float
     row: float
@@ -135,7 +138,7 @@ class CostModel:
     def device(self, work: Work) -> float:
         """Seconds a step keeps the device busy."""
         seconds = self.prefill_key * work.prefill_keys + self.row * work.rows + self.key * work.keys
-        seconds += self.move * work.moved
+        seconds += self.move * work.moved + self.prompt_token * work.prompt_tokens
         if work.rows:
             seconds += self.decode
         for lanes in work.calls:
@@ -157,7 +160,8 @@ class CostModel:
         us = 1e6
         calls = ", ".join(f"{lanes} lanes {us * seconds:.0f}" for lanes, seconds in sorted(self.call.items()))
         return [
-            f"device, us           prefill call of {calls}; key {us * self.prefill_key:.4f}",
+            f"device, us           prefill call of {calls}; token {us * self.prompt_token:.2f}, "
+            f"key {us * self.prefill_key:.4f}",
             f"                     decode {us * self.decode:.0f}, row {us * self.row:.2f}, key {us * self.key:.4f}"
             + (f"; parked key {us * self.move:.3f}" if self.move else "")
             + (f"; and {100 * self.overlap:.0f} % of the host's time meanwhile" if self.overlap else ""),

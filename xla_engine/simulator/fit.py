@@ -41,6 +41,7 @@ def works_of(log: StepLog) -> list[Work]:
                 rows=len(held),
                 keys=machine.decode_keys(sum(held), max(held)) if held else 0,
                 moved=sum(length for _, _, length in (*step.parks, *step.resumes)),
+                prompt_tokens=sum(length for _, _, _, length, _ in step.chunks),
             )
         )
     return found
@@ -83,6 +84,7 @@ def fit(log: StepLog) -> CostModel:
     rows = [
         [
             *(work.calls.count(size) for size in lanes),
+            work.prompt_tokens,
             work.prefill_keys,
             bool(work.rows),
             work.rows,
@@ -95,10 +97,11 @@ def fit(log: StepLog) -> CostModel:
     seconds = [step.seconds for step in steps]
     found, residual = least_squares(rows, seconds)
     calls = _fill(lanes, dict(zip(lanes, found, strict=False)))
-    prefill_key, decode, row, key, move, overlap = found[len(lanes) :]
+    prompt_token, prefill_key, decode, row, key, move, overlap = found[len(lanes) :]
     turn, token, end, start_call, wake, submit = of_host
     return CostModel(
         call=calls,
+        prompt_token=prompt_token,
         prefill_key=prefill_key,
         decode=decode,
         row=row,

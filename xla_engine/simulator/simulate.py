@@ -179,7 +179,8 @@ class Simulation:
         for swap in plan.resumes:
             prompt = self._live[swap.request_id].arrival.prompt_tokens
             self._begin(swap.request_id, plan.step, keys=swap.length + 1, sampled=swap.length - prompt + 1)
-        report.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+        prompt_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        report.prompt_tokens += prompt_tokens
         if plan.decode is not self._rows:
             self._rows = plan.decode
             bases = [self._base[row.request_id] for row in plan.decode]
@@ -193,6 +194,7 @@ class Simulation:
             rows=rows,
             keys=self._keys(plan.step) if rows else 0,
             moved=sum(swap.length for swap in (*plan.parks, *plan.resumes)),
+            prompt_tokens=prompt_tokens,
         )
         clock.start(self._take_host_work(len(work.calls)), work)
         self._in_flight.append(plan)
