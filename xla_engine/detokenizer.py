@@ -21,7 +21,7 @@ from xla_engine.errors import InvalidRequestError, XlaEngineError
 VisibleToken = Callable[[int], str | None]  # the token `decode` sees for an id; None if it skips the id
 Decode = Callable[[list[int]], str]
 
-CACHED_TOKENS = 1 << 18
+_CACHED_TOKENS = 1 << 18
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # what the library's ByteFallback accepts
 _TOKEN_WISE = (
     "Replace",
@@ -63,20 +63,31 @@ class IncrementalDetokenizer:
         return self._decode(held)
 
 
+class TokenBytes(dict[int, bytes]):
+    """What byte-level tokens add to a text, by id; each is made when it is first asked for."""
+
+    def __init__(self, visible_token: VisibleToken) -> None:
+        self._visible_token = visible_token
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._visible_token(token_id)
+        found = self[token_id] = b"" if token is None else _bytes_of(token)
+        return found
+
+
 class ByteLevelDetokenizer(IncrementalDetokenizer):
     """GPT-2 style: tokens are bytes in disguise. At most three bytes of an unfinished character are held."""
 
-    def __init__(self, visible_token: VisibleToken, decode: Decode) -> None:
+    def __init__(self, token_bytes: TokenBytes, visible_token: VisibleToken, decode: Decode) -> None:
         super().__init__(visible_token, decode)
+        self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        token = self._visible_token(token_id)
-        return "" if token is None else self._utf8.decode(_bytes_of(token))
+        return self._utf8.decode(self._token_bytes[token_id])
 
     def push_all(self, token_ids: Sequence[int]) -> Iterable[str]:
-        tokens = map(self._visible_token, token_ids)
-        return (self._utf8.decode(b"".join([_bytes_of(token) for token in tokens if token is not None])),)
+        return (self._utf8.decode(b"".join(map(self._token_bytes.__getitem__, token_ids))),)
 
     def peek(self) -> str:
         return ""
@@ -164,7 +175,7 @@ class DecodingRules:
             ["ByteFallback", "Fuse"],
         )
         self._mapper = None if backend.decoder is None else _decoder_of(steps[:token_wise])
-        self.piece = lru_cache(maxsize=CACHED_TOKENS)(self._piece)
+        self.piece = lru_cache(maxsize=_CACHED_TOKENS)(self._piece)
 
     def bytes_of(self, token: str) -> bytes:
         """The bytes of a token inside a text; of one whose text depends on others, its spelling's."""
@@ -177,12 +188,14 @@ class DecodingRules:
             return bytes([int(byte[1], 16)])
         return piece.encode()
 
-    def start(self, visible_token: VisibleToken, decode: Decode) -> IncrementalDetokenizer:
+    def start(
+        self, token_bytes: TokenBytes, visible_token: VisibleToken, decode: Decode
+    ) -> IncrementalDetokenizer:
         """A detokenizer at the beginning of a stream."""
         if self.opaque:
             return IncrementalDetokenizer(visible_token, decode)
         if self.byte_level:
-            return ByteLevelDetokenizer(visible_token, decode)
+            return ByteLevelDetokenizer(token_bytes, visible_token, decode)
         return PieceDetokenizer(visible_token, decode, self)
 
     def _piece(self, token: str, first: bool) -> str:
@@ -218,7 +231,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-@lru_cache(maxsize=CACHED_TOKENS)
+@lru_cache(maxsize=_CACHED_TOKENS)
 def _bytes_of(token: str) -> bytes:
     """Bytes of a byte-level token; one with a character outside the alphabet stands for its own UTF-8."""
     try:

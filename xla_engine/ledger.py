@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from xla_engine.inbox import Inbox
     from xla_engine.live import LiveRequest
 
-LAP = 64  # steps in which everybody has taken what there was
+LAP = 192  # steps in which everybody has taken what there was
 
 
 class Taken(NamedTuple):

@@ -108,6 +108,7 @@ class Runner:
         # Upper bounds of the rows' lengths, advanced at plan time, to choose the key bucket without a fetch.
         self._lengths = np.zeros(config.device_rows, np.int64)
         self._scheduled: _Rows | None = None
+        self._copies_ahead = jax.default_backend() != "cpu"  # where the host's memory is not the device's
         self._inventory = Inventory()
         self._parked = Parked()
         self._moves = SlotMoves(
@@ -148,7 +149,7 @@ class Runner:
         first = tuple(self._start_prefill(chunks, settings) for chunks in self._calls(plan.chunks))
         decode = self._start_decode(plan.decode, settings) if plan.decode else None
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
-        for part in parts:
+        for part in parts if self._copies_ahead else ():
             part.samples.copy_to_host_async()
             if part.top is not None:
                 part.top.copy_to_host_async()
@@ -413,9 +414,11 @@ class Runner:
         for slot, row in joined.lockstep:
             assert row.mask is not None
             self._host_tables.set_mask(slot, row.mask.words)
-        self._lengths[joined.index] += 1
-        longest = max(self._lengths[joined.index].tolist())
-        keys = _smallest(self.bucket_choices, min(longest, self.context_length))
+        keys = self.bucket_choices[-1]
+        if len(self.buckets) > 1:
+            self._lengths[joined.index] += 1
+            longest = max(self._lengths[joined.index].tolist())
+            keys = _smallest(self.bucket_choices, min(longest, self.context_length))
         samples, top = self._run(decode_name(keys), joined.scheduled)
         return DecodeSamples(samples=samples, wanted=joined.wanted, top=top if any(joined.wanted) else None)
 

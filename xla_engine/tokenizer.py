@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import tokenizers
 
-from xla_engine.detokenizer import CACHED_TOKENS, DecodingRules, IncrementalDetokenizer, raising
+from xla_engine.detokenizer import DecodingRules, IncrementalDetokenizer, TokenBytes, raising
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.gguf_file import is_gguf, open_gguf
 from xla_engine.gguf_tokenizer import tokenizer_of
@@ -35,7 +35,9 @@ class Tokenizer:
             token.content for token in backend.get_added_tokens_decoder().values() if token.special
         }
         self._rules = DecodingRules(backend)
-        self._visible = lru_cache(maxsize=2 * CACHED_TOKENS, typed=True)(self._visible_token)
+        self._token_bytes = {
+            skip: TokenBytes(partial(self._visible_token, skip)) for skip in (False, True)
+        }  # by whether special tokens are skipped
 
     @classmethod
     def of_model(cls, path: Path | str) -> Tokenizer | None:
@@ -90,7 +92,8 @@ class Tokenizer:
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A detokenizer for one stream of tokens; the pieces it gives add up to `decode`."""
         return self._rules.start(
-            partial(self._visible, skip_special_tokens),
+            self._token_bytes[skip_special_tokens],
+            partial(self._visible_token, skip_special_tokens),
             partial(self.decode, skip_special_tokens=skip_special_tokens),
         )
 
