@@ -7,6 +7,7 @@ bit, whatever the other rows, the `key_length` and the values behind its own key
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -20,7 +21,8 @@ KEY_BLOCK = 256  # cache lengths and key buckets are multiples of it (findings/0
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer for all slots, in the layout of the backend that made them."""
+    """Keys and values for all slots, of one layer or of those that share a store, in the layout of the backend that
+    made them."""
 
     keys: jax.Array
     values: jax.Array
@@ -47,6 +49,9 @@ class Attention(Protocol):
     name: what `attention_backend` calls it.
     bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
         serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
+    shares_stores: layers that keep as much of a slot share one store, whose leading axis they are; `place` says
+        which of them is meant. Elsewhere a store is one layer's, and `place` 0. A call pays for every buffer it is
+        given and gives back (findings/033).
 
     Arguments are float32: `qkv [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated;
     `rope [..., 2, Dh/2]` holds cosines and sines; `form` and `weights` are the layer's. Results are
@@ -65,18 +70,25 @@ class Attention(Protocol):
     @property
     def bounded_by_length(self) -> bool: ...
 
-    def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
-        """A zeroed cache of `rows` slots of `length` positions, whole blocks, for a model that computes in `dtype`.
+    @property
+    def shares_stores(self) -> bool: ...
+
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
+        """A zeroed store for `layers` of a model that computes in `dtype`: `rows` slots of `length` positions, whole
+        blocks.
 
         A layer with a window may be a ring (`kept_positions`): position p lies at `p % capacity`, and what a slot held
         before its window is gone.
-        A pool of pages is a cache as well, of `rows` pages of `length` positions: 16, 32, 64, 128 or 256. ValueError
+        A pool of pages is a store as well, of `rows` pages of `length` positions: 16, 32, 64, 128 or 256. ValueError
         where a backend's tiles need longer pages.
         """
         ...
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
-        """Make stale values, which may be NaN, harmless in `slot [P]` where `fresh [P]`: it has a new owner.
+        """Make stale values, which may be NaN, harmless in `slot [P]` where `fresh [P]`: it has a new owner. In all
+        layers of a store.
 
         Pages need none of it: nobody reads what lies in them behind a row's own positions.
         """
@@ -95,6 +107,7 @@ class Attention(Protocol):
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         """Write one position per live row, then attend to the row's own keys.
 
@@ -117,6 +130,7 @@ class Attention(Protocol):
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         """Write up to T positions of each lane into its slot, then attend causally to all keys the slot holds.
 
@@ -127,7 +141,8 @@ class Attention(Protocol):
         ...
 
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are; `slot`, `block` i32 scalars.
+        """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are, of all layers of a store; `slot`,
+        `block` i32 scalars.
 
         Of a ring what lies in their place. All blocks of a slot, written again in order, are the slot again. A page is
         a slot of one block, which may be shorter.
@@ -141,12 +156,12 @@ class Attention(Protocol):
         stale NaN must be harmless in those of this block."""
         ...
 
-    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout."""
         ...
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        """The inverse of `to_host`, bit for bit."""
+        """The inverse of `to_host`, bit for bit: a store of one layer."""
         ...
 
 
@@ -170,14 +185,24 @@ def check_length(length: int, least: int = 16) -> None:
         raise ValueError(f"block_size must be one of {', '.join(reversed(sizes))} here, not {length}")
 
 
-def read_positions(leaf: jax.Array, slot: jax.Array, start: jax.Array, count: int) -> jax.Array:
-    """`[KV, count, ...]` of a leaf `[B, KV, positions, ...]`, positions in whatever unit the layout has."""
-    zeros = (0,) * (leaf.ndim - 3)
-    sizes = (1, leaf.shape[1], count, *leaf.shape[3:])
-    return jax.lax.dynamic_slice(leaf, (slot, 0, start, *zeros), sizes)[0]
+def read_positions(
+    leaf: jax.Array, slot: jax.Array, start: jax.Array, count: int, axis: int = 0
+) -> jax.Array:
+    """`[KV, count, ...]` of a leaf `[B, KV, positions, ...]`, positions in whatever unit the layout has. `axis`: of B,
+    where others lead."""
+    begin, sizes = _begin(leaf, slot, start, axis), list(leaf.shape)
+    sizes[axis], sizes[axis + 2] = 1, count
+    return jax.lax.dynamic_slice(leaf, begin, sizes).squeeze(axis)
 
 
-def write_positions(leaf: jax.Array, slot: jax.Array, start: jax.Array, moved: jax.Array) -> jax.Array:
+def write_positions(
+    leaf: jax.Array, slot: jax.Array, start: jax.Array, moved: jax.Array, axis: int = 0
+) -> jax.Array:
     """The inverse of `read_positions`."""
-    zeros = (0,) * (leaf.ndim - 3)
-    return jax.lax.dynamic_update_slice(leaf, moved[None], (slot, 0, start, *zeros))
+    return jax.lax.dynamic_update_slice(leaf, jnp.expand_dims(moved, axis), _begin(leaf, slot, start, axis))
+
+
+def _begin(leaf: jax.Array, slot: jax.Array, start: jax.Array, axis: int) -> list[jax.Array | int]:
+    begin: list[jax.Array | int] = [0] * leaf.ndim
+    begin[axis], begin[axis + 2] = slot, start
+    return begin

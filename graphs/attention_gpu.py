@@ -15,7 +15,7 @@ are neither scored nor, if values, loaded: stale NaN is harmless without being c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from jax.experimental.pallas import triton as plgpu
 from graphs.attention import (
     KEY_BLOCK,
     AttentionWeights,
-    KVCache,
     LayerCache,
     check_length,
     read_positions,
@@ -54,14 +53,15 @@ class GpuAttention:
     interpret: bool = False
     name = "gpu"
     bounded_by_length = True
+    shares_stores = False
 
-    def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
         check_length(length)
+        (_,) = layers
         shape = (rows, config.num_key_value_heads, length, config.head_dim)
-        return [
-            LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-            for _ in range(config.num_hidden_layers)
-        ]
+        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
         return layer
@@ -79,6 +79,7 @@ class GpuAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         position = jnp.where(live, length, -1).astype(jnp.int32)
         by_head = qkv.reshape(len(qkv), -1, layer.keys.shape[3])
@@ -101,6 +102,7 @@ class GpuAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         lanes, width = rope.shape[:2]
         rows, kv_heads, size, head_dim = layer.keys.shape
@@ -151,7 +153,7 @@ class GpuAttention:
             )
         )
 
-    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(layer.keys), np.asarray(layer.values)
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:

@@ -8,7 +8,7 @@ The library is built and registered outside (`xla_engine.native`); a graph only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 from graphs.attention import (
     KEY_BLOCK,
     AttentionWeights,
-    KVCache,
     LayerCache,
     check_length,
     kept_positions,
@@ -43,18 +42,18 @@ class NativeAttention:
     call_positions: int | None = None
     name = "native"
     bounded_by_length = True
+    shares_stores = True
 
-    def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
         pack, width = _pack(dtype), _width(config.head_dim, dtype)
         check_length(length, least=_LANES * pack)
-        heads = (rows, config.num_key_value_heads)
-        cache: KVCache = []
-        for index in range(config.num_hidden_layers):
-            kept = kept_positions(config.attention(index), length, self.call_positions)
-            keys = (*heads, kept // _LANES, width // pack, _LANES, pack)
-            values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
-            cache.append(LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)))
-        return cache
+        heads = (len(layers), rows, config.num_key_value_heads)
+        kept = kept_positions(config.attention(layers[0]), length, self.call_positions)
+        keys = (*heads, kept // _LANES, width // pack, _LANES, pack)
+        values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
+        return LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
         return layer  # stale values are never read
@@ -72,9 +71,10 @@ class NativeAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         slot = jnp.arange(length.shape[0], dtype=jnp.int32)
-        attend = self._call(form, weights, block_tables)
+        attend = self._call(form, weights, block_tables, place)
         return attend(layer, qkv, rope, slot, length, live.astype(jnp.int32))
 
     def attend_prefill(
@@ -91,15 +91,16 @@ class NativeAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
-        attend = self._call(form, weights, block_tables)
+        attend = self._call(form, weights, block_tables, place)
         return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
 
     def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
         keys, values, own = self._tiles(layer, block)
         return LayerCache(
-            read_positions(layer.keys, slot, own * keys, keys),
-            read_positions(layer.values, slot, own * values, values),
+            read_positions(layer.keys, slot, own * keys, keys, axis=1),
+            read_positions(layer.values, slot, own * values, values, axis=1),
         )
 
     def write_block(
@@ -107,17 +108,18 @@ class NativeAttention:
     ) -> LayerCache:
         keys, values, own = self._tiles(layer, block)
         return LayerCache(
-            write_positions(layer.keys, slot, own * keys, moved.keys),
-            write_positions(layer.values, slot, own * values, moved.values),
+            write_positions(layer.keys, slot, own * keys, moved.keys, axis=1),
+            write_positions(layer.values, slot, own * values, moved.values, axis=1),
         )
 
     def _tiles(self, layer: LayerCache, block: jax.Array) -> tuple[int, int, jax.Array]:
         """Tiles of keys and of values in a block, and where a block lies: rings go round."""
-        keys = min(KEY_BLOCK // _LANES, layer.keys.shape[2])
-        return keys, keys // _pack(layer.keys.dtype), block % (layer.keys.shape[2] // keys)
+        tiles = layer.keys.shape[3]
+        keys = min(KEY_BLOCK // _LANES, tiles)
+        return keys, keys // _pack(layer.keys.dtype), block % (tiles // keys)
 
-    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = np.asarray(layer.keys), np.asarray(layer.values)
+    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = np.asarray(layer.keys)[place], np.asarray(layer.values)[place]
         rows, heads = keys.shape[:2]
         # [B, KV, block, D / W, 16, W] and [B, KV, tile, D / 16, word, 16, W], positions before dimensions
         by_key = keys.transpose(0, 1, 2, 4, 3, 5)
@@ -132,20 +134,21 @@ class NativeAttention:
         by_key = keys.reshape(rows, heads, positions // _LANES, _LANES, width // pack, pack)
         by_value = values.reshape(rows, heads, -1, _LANES, pack, width // _LANES, _LANES)
         layer = by_key.transpose(0, 1, 2, 4, 3, 5), by_value.transpose(0, 1, 2, 5, 3, 6, 4)
-        return LayerCache(*(jax.device_put(np.ascontiguousarray(array)) for array in layer))
+        return LayerCache(*(jax.device_put(np.ascontiguousarray(array[None])) for array in layer))
 
     def _call(
         self,
         form: AttentionForm,
         weights: AttentionWeights,
         block_tables: jax.Array | None,
+        place: int,
     ) -> Callable[..., tuple[LayerCache, jax.Array]]:
         """The operation on a layer, `qkv [N, (H + 2 KV) Dh]`, `rope [N, 2, Dh/2]`, slot, start and count."""
 
-        def attend(layer: LayerCache, qkv: jax.Array, rope: jax.Array, *place: jax.Array) -> Any:
-            kv_heads, head_dim = layer.keys.shape[1], 2 * rope.shape[-1]
+        def attend(layer: LayerCache, qkv: jax.Array, rope: jax.Array, *lanes: jax.Array) -> Any:
+            slots, kv_heads, head_dim = *layer.keys.shape[1:3], 2 * rope.shape[-1]
             features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
-            rows = np.arange(layer.keys.shape[0], dtype=np.int32)
+            rows = np.arange(slots, dtype=np.int32)
             tables = rows[:, None] if block_tables is None else block_tables  # a slot is a page of its own
             call = jax.ffi.ffi_call(
                 self.target,
@@ -159,10 +162,11 @@ class NativeAttention:
             out, keys, values = call(
                 qkv,
                 rope,
-                *place,
+                *lanes,
                 tables,
                 *given,
                 *layer,
+                layer=np.int64(place),
                 window=np.int64(form.window or 0),
                 scale=np.float32(form.scale),
                 softcap=np.float32(form.softcap or 0),

@@ -14,6 +14,7 @@ with pages one block at a time is brought together, for each of the products: th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import KEY_BLOCK, AttentionWeights, KVCache, LayerCache, check_length, kept_positions
+from graphs.attention import KEY_BLOCK, AttentionWeights, LayerCache, check_length, kept_positions
 from graphs.config import AttentionForm, ModelConfig
 from graphs.layers import apply_rope, norm_heads, split_heads
 from graphs.sums import sum_last
@@ -39,17 +40,18 @@ class XlaAttention:
     call_positions: int | None = None
     name = "xla"
     bounded_by_length = False
+    shares_stores = False  # XLA:CPU would copy a layer out of it
 
-    def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
         check_length(length)
+        (index,) = layers
         block = min(length, KEY_BLOCK)
         stored = self.cache_dtype or dtype
-        cache: KVCache = []
-        for index in range(config.num_hidden_layers):
-            kept = kept_positions(config.attention(index), length, self.call_positions)
-            shape = (kept // block, rows, config.num_key_value_heads, block, config.head_dim)
-            cache.append(LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored)))
-        return cache
+        kept = kept_positions(config.attention(index), length, self.call_positions)
+        shape = (kept // block, rows, config.num_key_value_heads, block, config.head_dim)
+        return LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
         blocks, rows, *shape = layer.values.shape
@@ -70,6 +72,7 @@ class XlaAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         rows, (_, _, kv_heads, _, head_dim) = len(length), layer.keys.shape
         q, k, v = split_heads(qkv, kv_heads, head_dim)
@@ -108,6 +111,7 @@ class XlaAttention:
         key_length: int,
         compute_dtype: jnp.dtype,
         block_tables: jax.Array | None = None,
+        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         lanes, width = rope.shape[:2]
         kv_heads, head_dim = layer.keys.shape[2], layer.keys.shape[4]
@@ -163,7 +167,7 @@ class XlaAttention:
 
         return LayerCache(*(write(leaf, new) for leaf, new in zip(layer, moved, strict=True)))
 
-    def to_host(self, layer: LayerCache, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
         keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, block, Dh]
         shape = (*keys.shape[:2], -1, keys.shape[4])
         return keys.reshape(shape), values.reshape(shape)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from graphs.adjust import Context
 from graphs.attention import AttentionWeights, KVCache
+from graphs.cache import places
 from graphs.delta_net import DeltaState, DeltaWeights, delta_decode
 from graphs.model import ModelSpec
 from graphs.projection import WEIGHT_LEFT
@@ -39,18 +40,19 @@ def decode_step(
     live = scheduled & (rows.remaining > 0)
     model = spec.merge(weights)
     angles = rope[:, rows.length]  # [K, B, 2, Dh/2]
-    updated: KVCache = list(cache)
+    updated, where = list(cache), places(spec)
 
     def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-        layer = cache[index]
+        store, place = where[index]
+        layer = updated[store]
         if isinstance(layer, DeltaState):
             assert isinstance(own, DeltaWeights) and spec.config.delta is not None
-            updated[index], out = delta_decode(
+            updated[store], out = delta_decode(
                 spec.config.delta, own, layer, projected, live=live, native=spec.native_state
             )
             return out
         assert isinstance(own, AttentionWeights)
-        updated[index], out = spec.attention.attend_decode(
+        updated[store], out = spec.attention.attend_decode(
             layer,
             projected,
             form=spec.config.attention(index),
@@ -61,6 +63,7 @@ def decode_step(
             key_length=key_length,
             compute_dtype=spec.dtype,
             block_tables=rows.block_tables,
+            place=place,
         )
         return out
 

@@ -34,12 +34,12 @@ def keeps_every_position(spec: ModelSpec, length: int) -> bool:
     A window or a recurrent state forgets: it takes no more memory for twice the positions.
     """
 
-    def layers(positions: int) -> list[int]:
+    def stores(positions: int) -> list[int]:
         cache = jax.eval_shape(lambda: make_cache(spec, 1, positions))
-        return [tree_bytes(layer) for layer in cache]
+        return [tree_bytes(store) for store in cache]
 
     once = whole_blocks(length)
-    return [2 * size for size in layers(once)] == layers(2 * once)
+    return [2 * size for size in stores(once)] == stores(2 * once)
 
 
 def rows_bytes(rows: int, stop_width: int, length: int, block_size: int | None = None) -> int:

@@ -19,7 +19,7 @@ from graphs.attention import KEY_BLOCK, KVCache, LayerCache
 from graphs.model import ModelSpec
 from graphs.rows import RowState
 
-Pages = Any  # one record per layer and the history, each with a leading axis of pages
+Pages = Any  # one record per store and the history, each with a leading axis of pages
 Row = RowState  # without the leading axis, and without what lies in pages
 
 
@@ -76,17 +76,17 @@ def _own(rows: RowState) -> Row:
 
 def _get(spec: ModelSpec, state: Pages, page: jax.Array) -> Pages:
     cache, history = state
-    return [spec.attention.read_block(layer, page, jnp.int32(0)) for layer in cache], history[page]
+    return [spec.attention.read_block(store, page, jnp.int32(0)) for store in cache], history[page]
 
 
 def _put(spec: ModelSpec, state: Pages, page: jax.Array, content: Pages) -> Pages:
     (cache, history), (blocks, tokens) = state, content
     first, length = jnp.int32(0), jnp.int32(history.shape[1])
-    layers = [
-        spec.attention.write_block(layer, page, first, LayerCache(*moved), length)
-        for layer, moved in zip(cache, blocks, strict=True)
+    stores = [
+        spec.attention.write_block(store, page, first, LayerCache(*moved), length)
+        for store, moved in zip(cache, blocks, strict=True)
     ]
-    return layers, history.at[page].set(tokens)
+    return stores, history.at[page].set(tokens)
 
 
 def _with_history(rows: RowState, state: Pages) -> tuple[KVCache, RowState]:

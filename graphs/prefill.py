@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from graphs.adjust import Context
-from graphs.attention import AttentionWeights, KVCache
+from graphs.attention import AttentionWeights, KVCache, LayerCache
+from graphs.cache import places
 from graphs.delta_net import DeltaState, DeltaWeights, delta_prefill
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
@@ -67,32 +68,38 @@ def prefill_chunk(
     count, width = lanes.tokens.shape
     rows = rows.with_tables(tables)
     model = spec.merge(weights)
-    updated: KVCache = list(cache)
+    where = places(spec)
     position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
     angles = rope[:, position]  # [K, P, T, 2, Dh/2]
     fresh = (lanes.count > 0) & (lanes.start == 0)
+    updated: KVCache = [
+        spec.attention.clear_values(store, lanes.slot, fresh)
+        if isinstance(store, LayerCache) and rows.block_tables is None
+        else store
+        for store in cache
+    ]
 
     def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-        layer, place = cache[index], {"slot": lanes.slot, "start": lanes.start, "count": lanes.count}
+        store, place = where[index]
+        layer, at = updated[store], {"slot": lanes.slot, "start": lanes.start, "count": lanes.count}
         if isinstance(layer, DeltaState):
             assert isinstance(own, DeltaWeights) and spec.config.delta is not None
-            updated[index], out = delta_prefill(
-                spec.config.delta, own, layer, projected, **place, native=spec.native_state
+            updated[store], out = delta_prefill(
+                spec.config.delta, own, layer, projected, **at, native=spec.native_state
             )
             return out
         assert isinstance(own, AttentionWeights)
-        if rows.block_tables is None:
-            layer = spec.attention.clear_values(layer, lanes.slot, fresh)
-        updated[index], out = spec.attention.attend_prefill(
+        updated[store], out = spec.attention.attend_prefill(
             layer,
             projected,
             form=spec.config.attention(index),
             weights=own,
             rope=angles[spec.config.rope_index(index)],
-            **place,
+            **at,
             key_length=key_length,
             compute_dtype=spec.dtype,
             block_tables=rows.block_tables,
+            place=place,
         )
         return out
 

@@ -1,7 +1,7 @@
 """Moving what a slot holds: to another slot, to the host and back. Bytes move as they are, a block of keys at a time.
 
-A layer's keys and values are moved by the backend that laid them out. Anything else a layer keeps per slot (a
-recurrent state) has the slot as its leading axis and moves whole with every block.
+Keys and values are moved by the backend that laid them out, of all layers of a store at once. Anything else a layer
+keeps per slot (a recurrent state) has the slot as its leading axis and moves whole with every block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graphs.attention import KEY_BLOCK, KVCache, LayerCache
 from graphs.model import ModelSpec
 from graphs.rows import RowState
 
-Blocks = list[Any]  # one pytree per layer
+Blocks = list[Any]  # one pytree per store
 Row = RowState  # without the leading axis
 
 
@@ -65,10 +65,10 @@ def num_blocks(length: int) -> int:
 
 def _read(spec: ModelSpec, cache: KVCache, slot: jax.Array, block: jax.Array) -> Blocks:
     return [
-        spec.attention.read_block(layer, slot, block)
-        if isinstance(layer, LayerCache)
-        else jax.tree.map(lambda leaf: leaf[slot], layer)
-        for layer in cache
+        spec.attention.read_block(store, slot, block)
+        if isinstance(store, LayerCache)
+        else jax.tree.map(lambda leaf: leaf[slot], store)
+        for store in cache
     ]
 
 
@@ -76,10 +76,10 @@ def _write(
     spec: ModelSpec, cache: KVCache, slot: jax.Array, block: jax.Array, blocks: Blocks, length: jax.Array
 ) -> KVCache:
     return [
-        spec.attention.write_block(layer, slot, block, moved, length)
-        if isinstance(layer, LayerCache)
-        else jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), layer, moved)
-        for layer, moved in zip(cache, blocks, strict=True)
+        spec.attention.write_block(store, slot, block, moved, length)
+        if isinstance(store, LayerCache)
+        else jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), store, moved)
+        for store, moved in zip(cache, blocks, strict=True)
     ]
 
 

@@ -21,6 +21,7 @@ from jax import lax
 
 from graphs import attention_xla
 from graphs.attention import KEY_BLOCK, KVCache
+from graphs.cache import make_cache
 from graphs.inventory import Inventory, Program
 from graphs.model import ModelSpec
 from spikes.timing import (
@@ -107,13 +108,12 @@ def whole_buffer_work(text: str, shape: tuple[int, ...]) -> int:
 def build(rows: int, form: Write, dtype: jnp.dtype, positions: int = POSITIONS) -> DecodeStep:
     with mock.patch.object(attention_xla, "_scatter", form):
         return DecodeStep(
-            spec,
+            ModelSpec(spec.config, spec.dtype, attention_xla.XlaAttention(cache_dtype=dtype)),
             weights,
             rows=rows,
             length=LENGTH,
             key_length=KEY_LENGTH,
             positions=positions,
-            cache_dtype=dtype,
         )
 
 
@@ -164,7 +164,7 @@ class Clear:
     """`clear_values` over all layers as a program of its own, on a donated cache."""
 
     def __init__(self, rows: int, lanes: int, fresh: int) -> None:
-        self.cache = spec.attention.make_cache(spec.config, rows, POSITIONS, spec.dtype)
+        self.cache = make_cache(spec, rows, POSITIONS)
         self.slot = jnp.arange(lanes, dtype=jnp.int32)
         self.fresh = jnp.arange(lanes) < fresh
         self.inventory = Inventory()

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from graphs.attention import AttentionWeights, LayerCache
+from graphs.cache import make_cache
 from graphs.decode import decode_step
 from graphs.layers import rms_norm
 from graphs.model import ModelSpec
@@ -142,7 +143,7 @@ for rows in (8, 32):
         if form is None:
             steps[name] = DecodeStep(spec, weights, rows=rows, function=decode_step, **shape)
             continue
-        layers = spec.attention.make_cache(SMOLLM2_135M, rows, POSITIONS, spec.dtype)
+        layers = make_cache(spec, rows, POSITIONS)
         cache = LayerCache(*(jnp.stack(parts) for parts in zip(*layers, strict=True)))
         steps[name] = DecodeStep(spec, stacked, rows=rows, cache=cache, function=form, **shape)
     times = interleave(steps, rounds)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.attention import KVCache, LayerCache
+from graphs.cache import make_cache
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
 from graphs.rope import rope_tables
@@ -41,9 +42,7 @@ class Cache:
     """The device's cache, replaced by every admission; the next admission takes the next slot."""
 
     def __init__(self, batch: int) -> None:
-        self.device: KVCache = jax.block_until_ready(
-            SPEC.attention.make_cache(SMOLLM2_135M, batch, POSITIONS, SPEC.dtype)
-        )
+        self.device: KVCache = jax.block_until_ready(make_cache(SPEC, batch, POSITIONS))
         self.batch = batch
         self._next = 0
 

@@ -24,6 +24,7 @@ from jax.lax import optimization_barrier as barrier
 
 from graphs import attention_xla
 from graphs.attention import AttentionWeights, KVCache, LayerCache
+from graphs.cache import make_cache
 from graphs.decode import decode_step
 from graphs.layers import apply_rope, split_heads
 from graphs.model import ModelSpec
@@ -181,7 +182,7 @@ class Device:
             "hidden": jnp.ones((batch, CONFIG.hidden_size), jnp.float32),
             "logits": jax.random.normal(jax.random.key(0), (CONFIG.vocab_size, batch), jnp.float32),
         }
-        self.cache = SPEC.attention.make_cache(CONFIG, batch, KEYS, SPEC.dtype)
+        self.cache = make_cache(SPEC, batch, KEYS)
         self.kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
 
     def program(self, part: Part, *, ahead: bool = False) -> Callable[[], None]:

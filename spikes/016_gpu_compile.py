@@ -32,6 +32,7 @@ from graphs import decode, sums
 from graphs.attention import Attention
 from graphs.attention_gpu import GpuAttention
 from graphs.attention_xla import XlaAttention
+from graphs.cache import make_cache
 from graphs.config import ModelConfig, RoutedExperts
 from graphs.decode import decode_step
 from graphs.model import ModelSpec
@@ -91,7 +92,7 @@ def compiled(
     length = page or POSITIONS
     pool = ROWS * POSITIONS // length
     borrowed = None if page is None else Pool(pool, page, POSITIONS // page)
-    cache = abstract(lambda: spec.attention.make_cache(config, pool, length, spec.dtype))
+    cache = abstract(lambda: make_cache(spec, pool, length))
     state = (
         abstract(lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in spec.leaves]),
         abstract(lambda: jnp.zeros((1, POSITIONS, 2, config.head_dim // 2))),

@@ -1,14 +1,17 @@
-"""Which layout of the pure-JAX cache lets a decode step read a short key bucket of a long cache cheaply?
+"""Which layout of the pure-JAX cache lets a decode step read a short key bucket of a long cache cheaply? And what does
+a step cost by its key bucket: three against as many as doubling makes?
 
-Each form is a whole attention backend in a whole decode step; write and arithmetic are the same.
+In `layouts` each form is a whole attention backend in a whole decode step; write and arithmetic are the same.
 
-    python -m spikes.017_kv_layout --rows 32 --positions 512 --keys 256
+    python -m spikes.017_kv_layout layouts --rows 32 --positions 512 --keys 256
+    python -m spikes.017_kv_layout buckets --rows 32 --positions 2048
 """
 
 # %%
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import KEY_BLOCK, KVCache, LayerCache
+from graphs.attention import KEY_BLOCK, LayerCache
 from graphs.attention_xla import XlaAttention
+from graphs.cache import make_cache
 from graphs.config import ModelConfig
 from graphs.layers import apply_rope, split_heads
 from graphs.model import ModelSpec
@@ -30,8 +34,10 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
+from xla_engine.config import EngineConfig
 
 arguments = argparse.ArgumentParser()
+arguments.add_argument("question", nargs="?", choices=["layouts", "buckets"], default="layouts")
 arguments.add_argument("--rounds", type=int, default=7)
 arguments.add_argument("--rows", type=int, default=32)
 arguments.add_argument("--positions", type=int, default=512)
@@ -58,7 +64,9 @@ class Segments(XlaAttention):
             ends.append(min(2 * ends[-1], length))
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
-    def make_cache(self, config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
         def buffers() -> Any:
             heads = (rows, config.num_key_value_heads)
             return tuple(
@@ -66,7 +74,7 @@ class Segments(XlaAttention):
                 for size in self.sizes(length)
             )
 
-        return [LayerCache(buffers(), buffers()) for _ in range(config.num_hidden_layers)]
+        return LayerCache(buffers(), buffers())
 
     def attend_decode(
         self, layer: Any, qkv: jax.Array, *, rope: Any, length: Any, live: Any, key_length: int, **_: Any
@@ -120,30 +128,82 @@ FORMS = {
     "positions behind the heads, a buffer per key bucket": Segments(),
 }
 
+spec = ModelSpec(SMOLLM2_135M, jnp.dtype(jnp.bfloat16), XlaAttention())
+weights = random_weights(spec)
+
+
 # %%
-weights = random_weights(ModelSpec(SMOLLM2_135M, jnp.dtype(jnp.bfloat16)))
-steps = {
-    name: DecodeStep(
-        ModelSpec(SMOLLM2_135M, jnp.dtype(jnp.bfloat16), form),
-        weights,
-        rows=options.rows,
-        length=options.keys - 80,
-        key_length=options.keys,
-        positions=options.positions,
-    )
-    for name, form in FORMS.items()
-}
-times = interleave(steps, options.rounds)
-reference = np.asarray(next(iter(steps.values()))())
-table = [
-    [
-        name,
-        times[name].milliseconds(),
-        f"{step.report.temp_bytes / 1e6:.1f}",
-        "yes" if np.array_equal(reference, np.asarray(step())) else "no",
+def layouts() -> None:
+    steps = {
+        name: DecodeStep(
+            ModelSpec(spec.config, spec.dtype, form),
+            weights,
+            rows=options.rows,
+            length=options.keys - 80,
+            key_length=options.keys,
+            positions=options.positions,
+        )
+        for name, form in FORMS.items()
+    }
+    times = interleave(steps, options.rounds)
+    reference = np.asarray(next(iter(steps.values()))())
+    table = [
+        [
+            name,
+            times[name].milliseconds(),
+            f"{step.report.temp_bytes / 1e6:.1f}",
+            "yes" if np.array_equal(reference, np.asarray(step())) else "no",
+        ]
+        for name, step in steps.items()
     ]
-    for name, step in steps.items()
-]
+    print(f"\nB = {options.rows}, {options.keys} keys of {options.positions} positions\n")
+    print(markdown_table(("layout", "ms", "temp MB", "same samples"), table))
+
+
+# %%
+def buckets() -> None:
+    doubling = (*(256 << n for n in range(24) if 256 << n < options.positions), options.positions)
+    chosen = EngineConfig().buckets(options.positions)
+    forms = {"each twice the one before": doubling, "three": chosen, "one": (options.positions,)}
+    shared = [make_cache(spec, options.rows, options.positions)]
+
+    def step_of(keys: int) -> Callable[[], jax.Array]:
+        """One step over `keys` positions, in the one cache that all have in turn."""
+        step = DecodeStep(
+            spec,
+            weights,
+            rows=options.rows,
+            length=keys - 1,
+            key_length=keys,
+            positions=options.positions,
+            cache=shared[0],
+        )
+
+        def run() -> jax.Array:
+            step.cache = shared[0]
+            samples = jax.block_until_ready(step())
+            shared[0] = step.cache
+            return samples
+
+        return run
+
+    sizes = sorted({*doubling, *chosen})
+    times = interleave({str(size): step_of(size) for size in sizes}, options.rounds)
+    cost = {size: times[str(size)].median for size in sizes}
+    print(markdown_table(["keys", "ms"], [[size, times[size].milliseconds()] for size in times]))
+
+    def mean(buckets: Sequence[int], lengths: np.ndarray) -> str:
+        """Milliseconds of a step, averaged over the longest row's length."""
+        found = [cost[next(size for size in buckets if size >= at)] for at in lengths]
+        return f"{1e3 * float(np.mean(found)):.1f}"
+
+    lengths = np.arange(1, options.positions + 1)
+    falling = np.exp(np.linspace(np.log(64), np.log(options.positions), 4000))  # each doubling as likely
+    header = ["buckets", "every length as likely, ms", "every doubling from 64 as likely, ms"]
+    table = [[name, mean(each, lengths), mean(each, falling)] for name, each in forms.items()]
+    print(markdown_table(header, table))
+
+
+# %%
 print(describe_machine())
-print(f"\nB = {options.rows}, {options.keys} keys of {options.positions} positions\n")
-print(markdown_table(("layout", "ms", "temp MB", "same samples"), table))
+{"layouts": layouts, "buckets": buckets}[options.question]()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from graphs.attention import AttentionWeights
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
+from graphs.cache import make_cache, places
 from graphs.model import ModelSpec
 from graphs.projection import ROWS_LEFT
 from graphs.projection_native import NativeProducts
@@ -85,7 +86,7 @@ class Prefill:
     """The decoder layers of one prefill call, cache donated."""
 
     def __init__(self, spec: ModelSpec, start: int) -> None:
-        self.cache = spec.attention.make_cache(SMOLLM2_135M, LANES, options.positions, BF16)
+        self.cache = make_cache(spec, LANES, options.positions)
         angles = jnp.ones((LANES, WIDTH, 2, SMOLLM2_135M.head_dim // 2), jnp.float32)
         lane = jnp.arange(LANES, dtype=jnp.int32)
         place = (lane, jnp.full(LANES, start, jnp.int32), jnp.full(LANES, WIDTH, jnp.int32))
@@ -111,11 +112,12 @@ def layers(
     count: Any,
     tokens: Any,
 ) -> Any:
-    updated = list(cache)
+    updated, where = list(cache), places(spec)
 
     def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
-        updated[index], out = spec.attention.attend_prefill(
-            cache[index],
+        store, place = where[index]
+        updated[store], out = spec.attention.attend_prefill(
+            updated[store],
             qkv,
             form=spec.config.attention(index),
             weights=own,
@@ -125,6 +127,7 @@ def layers(
             count=count,
             key_length=keys,
             compute_dtype=BF16,
+            place=place,
         )
         return out
 

@@ -67,12 +67,12 @@ class Call:
             sliding_window=form.window,
         )
         backend, tables = NativeAttention(call_positions=call_positions), None
-        if block_size is None:
-            self.cache = backend.make_cache(config, rows, positions, BF16)
-        else:
+        sizes = rows, positions
+        if block_size is not None:
             pages = positions // block_size
             tables = rng.permutation(rows * pages).reshape(rows, pages).astype(np.int32)
-            self.cache = backend.make_cache(config, rows * pages, block_size, BF16)
+            sizes = rows * pages, block_size
+        self.cache = [backend.make_store(config, (0,), *sizes, BF16) for _ in range(LAYERS)]
         features = (count + 2 * kv_heads) * head_dim
         qkv = rng.standard_normal((rows * width, features), np.float32)
         rope = np.ones((rows, width, 2, head_dim // 2), np.float32)
@@ -145,12 +145,13 @@ class Before:
         )
 
     def _call(self, layer: LayerCache, qkv: jax.Array, rope: Any, *place: Any, feature_major: bool) -> Any:
+        layer = LayerCache(*(leaf[0] for leaf in layer))  # it knows one layer only
         features = qkv.size // len(rope) - 4 * layer.keys.shape[1] * rope.shape[-1]
         shapes = [jax.ShapeDtypeStruct((len(rope), features), BF16)]
         shapes += [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer]
         call = jax.ffi.ffi_call("before", shapes, input_output_aliases={5: 1, 6: 2})
         out, *cache = call(qkv, rope, *place, *layer, feature_major=feature_major)
-        return LayerCache(*cache), out
+        return LayerCache(*(leaf[None] for leaf in cache)), out
 
 
 def report(title: str, variants: dict[str, Any], base: str) -> dict[str, Times]:

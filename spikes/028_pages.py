@@ -103,7 +103,7 @@ def attention(rows: int, *, paged: bool) -> tuple[Callable[[], object], int]:
     backend, draw = XlaAttention(), np.random.default_rng(0)
     model, pages = replace(MODEL, num_hidden_layers=1), rows * 1024 // 64
     sizes = (pages, 64) if paged else (rows, 1024)
-    (layer,) = backend.make_cache(model, *sizes, jnp.dtype(jnp.bfloat16))
+    layer = backend.make_store(model, (0,), *sizes, jnp.dtype(jnp.bfloat16))
     state = [jax.tree.map(lambda leaf: jnp.asarray(draw.standard_normal(leaf.shape), leaf.dtype), layer)]
     tables = jnp.asarray(draw.permutation(pages).reshape(rows, -1), jnp.int32) if paged else None
     qkv = jnp.asarray(draw.standard_normal((rows, model.qkv_features)), jnp.float32)

@@ -27,6 +27,7 @@ import numpy as np
 
 from graphs.attention import AttentionWeights
 from graphs.attention_native import NativeAttention
+from graphs.cache import make_cache, places
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
 from graphs.projection import Norm
@@ -112,7 +113,7 @@ class Parts:
     def __init__(self, weights: list[jax.Array], lanes: int) -> None:
         self.weights, self.lanes, self.count = weights, lanes_of(lanes), lanes
         rows = lanes * CHUNK
-        self.cache: Any = SPEC.attention.make_cache(CONFIG, SLOTS, POSITIONS, SPEC.dtype)
+        self.cache: Any = make_cache(SPEC, SLOTS, POSITIONS)
         self.rows = make_rows(SLOTS, MAX_STOP_TOKEN_IDS, POSITIONS)
         self.tables = jax.device_put(make_tables(SLOTS, CONFIG.vocab_size))
         self.rope = jax.device_put(rope_tables(CONFIG, POSITIONS))
@@ -133,12 +134,13 @@ class Parts:
             return cache, samples
 
         def layers(weights: Any, cache: Any, x: jax.Array) -> Any:
-            updated = list(cache)
+            updated, where = list(cache), places(SPEC)
             angles = self.rope[0, self.lanes.start[:, None] + jnp.arange(CHUNK)]
 
             def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
-                updated[index], out = SPEC.attention.attend_prefill(
-                    cache[index],
+                store, place = where[index]
+                updated[store], out = SPEC.attention.attend_prefill(
+                    updated[store],
                     qkv,
                     form=CONFIG.attention(index),
                     weights=own,
@@ -148,6 +150,7 @@ class Parts:
                     count=self.lanes.count,
                     key_length=POSITIONS,
                     compute_dtype=SPEC.dtype,
+                    place=place,
                 )
                 return out
 

@@ -51,8 +51,7 @@ def attention(scale: Scale) -> list[Table]:
     def measure(backend: Any, rows: int, longest: int) -> tuple[float, float]:
         """Milliseconds, and bytes of keys and values of live rows."""
         positions = -(-longest // KEY_BLOCK) * KEY_BLOCK
-        one = dataclasses.replace(config, num_hidden_layers=1)
-        (layer,) = backend.make_cache(one, rows, positions, jnp.dtype(jnp.bfloat16))
+        layer = backend.make_store(config, (0,), rows, positions, jnp.dtype(jnp.bfloat16))
         length = np.linspace(longest // 2, longest - 1, rows).astype(np.int32)
         qkv = jnp.ones((rows, width), jnp.float32)
         angles = jnp.asarray(rope_tables(config, positions)[0])[length]

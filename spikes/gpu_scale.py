@@ -18,6 +18,7 @@ import numpy as np
 
 from graphs.attention import Attention
 from graphs.attention_gpu import GpuAttention
+from graphs.cache import make_cache
 from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
@@ -145,7 +146,7 @@ class Programs:
         positions: int,
     ) -> None:
         self.weights = weights
-        self.cache = spec.attention.make_cache(spec.config, rows, positions, spec.dtype)
+        self.cache = make_cache(spec, rows, positions)
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
         self.rope = jax.device_put(rope_tables(spec.config, positions))
         self.rows = busy_rows(spec.config, rows, length)

@@ -20,6 +20,7 @@ from jax import lax
 from graphs import decode, sums
 from graphs.attention import KEY_BLOCK, LayerCache
 from graphs.attention_xla import XlaAttention
+from graphs.cache import make_cache
 from graphs.decode import decode_step
 from graphs.layers import apply_rope, split_heads
 from graphs.prefill import Lanes, prefill_chunk
@@ -180,7 +181,7 @@ def prefill(scale: Scale) -> list[Table]:
                 stop_ids=rows.stop_ids,
                 sampling=rows.sampling,
             )
-            cache = spec.attention.make_cache(spec.config, lanes, scale.positions, spec.dtype)
+            cache = make_cache(spec, lanes, scale.positions)
             if start == 0:
                 step = jax.jit(prefill_chunk, static_argnums=(0, 1, 2), donate_argnums=(5,))
                 call = step.lower(

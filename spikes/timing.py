@@ -24,6 +24,7 @@ import numpy as np
 
 from graphs import decode, sampling
 from graphs.attention import KVCache
+from graphs.cache import make_cache
 from graphs.config import ModelConfig
 from graphs.decode import decode_step
 from graphs.inventory import GraphReport, Inventory, Program
@@ -139,14 +140,11 @@ class DecodeStep:
         length: int,
         key_length: int,
         positions: int,
-        cache_dtype: jnp.dtype | None = None,
         cache: Any = None,
         function: Callable[..., tuple[Any, Rows, jax.Array, jax.Array]] = decode_step,
     ) -> None:
         self.weights = weights
-        self.cache: KVCache = cache or spec.attention.make_cache(
-            spec.config, rows, positions, cache_dtype or spec.dtype
-        )
+        self.cache: KVCache = cache or make_cache(spec, rows, positions)
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
         self.rope = jax.device_put(rope_tables(spec.config, positions))
         self.rows = busy_rows(spec.config, rows, length)

@@ -18,6 +18,7 @@ from graphs.attention import KEY_BLOCK, Attention, AttentionWeights, LayerCache
 from graphs.attention_gpu import GpuAttention
 from graphs.attention_native import NativeAttention
 from graphs.attention_xla import XlaAttention
+from graphs.cache import from_host, make_cache, to_host
 from graphs.config import FULL, SLIDING, AttentionForm
 from graphs.model import ModelSpec
 from graphs.rope import rope_tables
@@ -295,11 +296,10 @@ def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int
 def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
     model = replace(TINY, num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=300)
     for backend in (XlaAttention(call_positions=128), NativeAttention(call_positions=128)):
-        layers = backend.make_cache(model, 8, 2048, jnp.dtype(jnp.bfloat16))
-        kept = [backend.to_host(layer, model.head_dim)[0].shape[2] for layer in layers]
-        assert kept == [512, 2048]
-        short = backend.make_cache(model, 8, 256, jnp.dtype(jnp.bfloat16))
-        assert [backend.to_host(layer, model.head_dim)[0].shape[2] for layer in short] == [256, 256]
+        spec = ModelSpec(model, jnp.dtype(jnp.bfloat16), backend)
+        for length, kept in ((2048, [512, 2048]), (256, [256, 256])):
+            layers = to_host(spec, make_cache(spec, 8, length))
+            assert [keys.shape[2] for keys, _ in layers] == kept
 
 
 @pytest.mark.parametrize(
@@ -339,10 +339,10 @@ def test_a_normed_key_is_stored(backend: Attention) -> None:
 def test_pages_that_tiles_do_not_fit_are_refused() -> None:
     dtype = jnp.dtype(jnp.bfloat16)
     with pytest.raises(ValueError, match="block_size must be one of 32, 64, 128, 256 here, not 16"):
-        NativeAttention().make_cache(TINY, 8, 16, dtype)
+        NativeAttention().make_store(TINY, (0,), 8, 16, dtype)
     for size in (24, 8, 512 + 64):
         with pytest.raises(ValueError, match=r"one of 16, 32, 64, 128, 256 here, not"):
-            XlaAttention().make_cache(TINY, 8, size, dtype)
+            XlaAttention().make_store(TINY, (0,), 8, size, dtype)
 
 
 @each_backend
@@ -430,15 +430,18 @@ def assert_changed_only(before: Any, after: Any, written: np.ndarray) -> None:
 @each_backend
 def test_a_cache_survives_the_way_over_the_host(backend: Attention) -> None:
     draw = np.random.default_rng(3)
-    layers = backend.make_cache(TINY, 3, POSITIONS, jnp.dtype(jnp.bfloat16))
-    assert len(layers) == TINY.num_hidden_layers
-    empty = backend.to_host(layers[0], TINY.head_dim)
-    assert {x.shape for x in empty} == {(3, TINY.num_key_value_heads, POSITIONS, TINY.head_dim)}
-    assert not any(x.any() for x in empty)
-    full = [draw.standard_normal(x.shape).astype(np.float32).astype(x.dtype) for x in empty]
-    layer = backend.from_host(*full)
-    assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, layers[0])
-    assert [bits(x) for x in backend.to_host(layer, TINY.head_dim)] == [bits(x) for x in full]
+    spec = ModelSpec(TINY, jnp.dtype(jnp.bfloat16), backend)
+    cache = make_cache(spec, 3, POSITIONS)
+    assert len(cache) == (1 if backend.shares_stores else TINY.num_hidden_layers)
+    empty = to_host(spec, cache)
+    assert len(empty) == TINY.num_hidden_layers
+    shapes = {x.shape for layer in empty for x in layer}
+    assert shapes == {(3, TINY.num_key_value_heads, POSITIONS, TINY.head_dim)}
+    assert not any(x.any() for layer in empty for x in layer)
+    full = jax.tree.map(lambda x: draw.standard_normal(x.shape).astype(np.float32).astype(x.dtype), empty)
+    stored = from_host(spec, full)
+    assert jax.tree.map(jnp.shape, stored) == jax.tree.map(jnp.shape, cache)
+    assert jax.tree.map(bits, to_host(spec, stored)) == jax.tree.map(bits, full)
 
 
 # -- the GPU kernels --------------------------------------------------------------------------------------------

@@ -247,10 +247,48 @@ def test_host_form_is_exact(shape: Shape) -> None:
     config = replace(
         TINY, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, num_attention_heads=shape.kv_heads
     )
-    (empty, _) = attention.make_cache(config, 2, S, jnp.dtype(shape.dtype))
+    empty = attention.make_store(config, (0,), 2, S, jnp.dtype(shape.dtype))
     assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, empty)
     back = attention.to_host(layer, shape.head_dim)
     assert (back[0].tobytes(), back[1].tobytes()) == (keys.tobytes(), values.tobytes())
+
+
+@pytest.mark.parametrize("tables", [None, np.array([[2, 0], [1, 3]], np.int32)], ids=["slots", "pages"])
+def test_a_layer_of_a_store_is_as_it_is_alone(attention: NativeAttention, tables: Array | None) -> None:
+    """Its bits; and the layers beside it keep theirs."""
+    shape, rng = SHAPES[0], np.random.default_rng(9)
+    size = (2, 2, shape.kv_heads, S) if tables is None else (2, 4, shape.kv_heads, 64)
+    layers = [rng.standard_normal((*size, shape.head_dim)).astype(shape.dtype) for _ in range(3)]
+    own = {"form": shape.form(), "weights": shape.weights(), "key_length": S, "compute_dtype": shape.dtype}
+
+    @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+    def both(store: LayerCache, place: int) -> Any:
+        at = {"block_tables": tables, "place": place, **own}
+        lanes = {"slot": np.array([1, 0]), "start": np.array([5, 60]), "count": np.array([16, 9])}
+        store, first = attention.attend_prefill(
+            store,
+            sequence(shape, 32, 1),
+            rope=angles(np.arange(32).reshape(2, 16), shape.head_dim),
+            **jax.tree.map(np.int32, lanes),
+            **at,
+        )
+        rows = {"length": np.array([69, 21], np.int32), "live": np.array([True, True])}
+        rope = angles(rows["length"], shape.head_dim)
+        store, second = attention.attend_decode(store, sequence(shape, 2, 2), rope=rope, **rows, **at)
+        return store, first, second
+
+    alone, *expected = both(attention.from_host(*layers[1]), 0)
+    joined = [
+        np.concatenate(leaves)
+        for leaves in zip(*(attention.from_host(*each) for each in layers), strict=True)
+    ]
+    store, *found = both(LayerCache(*jax.device_put(joined)), 1)
+    assert [np.asarray(x).tobytes() for x in found] == [np.asarray(x).tobytes() for x in expected]
+    for place, layer in enumerate(layers):
+        kept = layer if place != 1 else attention.to_host(alone, shape.head_dim)
+        assert [x.tobytes() for x in attention.to_host(store, shape.head_dim, place)] == [
+            x.tobytes() for x in kept
+        ]
 
 
 def test_a_lane_outside_the_cache_is_an_error(attention: NativeAttention) -> None:

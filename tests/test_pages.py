@@ -157,11 +157,10 @@ class Calls:
 def by_page(state: State) -> list[tuple[bytes, ...]]:
     """Every page's keys, values and tokens."""
     cache, rows = state
-    leaves = [
-        leaf[0] if leaf.ndim == 5 else leaf for leaf in jax.tree.leaves(cache)
-    ]  # `xla` has its blocks first
-    arrays = [np.asarray(leaf) for leaf in (*leaves, rows.history)]
-    return [tuple(array[page].tobytes() for array in arrays) for page in range(len(rows.history))]
+    count = len(rows.history)
+    leaves = [np.asarray(leaf) for leaf in (*jax.tree.leaves(cache), rows.history)]
+    arrays = [np.moveaxis(leaf, leaf.shape.index(count), 0) for leaf in leaves]  # blocks or layers come first
+    return [tuple(array[page].tobytes() for array in arrays) for page in range(count)]
 
 
 def by_slot(rows: Rows) -> list[tuple[bytes, ...]]:

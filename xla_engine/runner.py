@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphs.attention import KVCache
-from graphs.cache import make_cache
+from graphs.cache import from_host, make_cache, to_host
 from graphs.config import ModelConfig
-from graphs.delta_net import DeltaState
 from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
 from graphs.rope import rope_tables
@@ -248,22 +247,16 @@ class Runner:
 
     def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or what a linear one keeps. For tests."""
-        return [
-            (np.asarray(layer.inputs), np.asarray(layer.memory))
-            if isinstance(layer, DeltaState)
-            else self._spec.attention.to_host(layer, self._spec.config.head_dim)
-            for layer in self._cache
-        ]
+        return to_host(self._spec, self._cache)
 
     def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
         """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`, and the inputs and
         memory of linear layers likewise. For tests."""
-        for index, (layer, arrays) in enumerate(zip(self._cache, self.read_cache(), strict=True)):
-            edited = [edit(index, name, np.array(x)) for name, x in zip(layer._fields, arrays, strict=True)]
-            if isinstance(layer, DeltaState):
-                self._cache[index] = DeltaState(*jax.device_put(edited))
-            else:
-                self._cache[index] = self._spec.attention.from_host(*edited)
+        edited = []
+        for index, (first, second) in enumerate(self.read_cache()):
+            names = ("inputs", "memory") if self._spec.config.is_linear(index) else ("keys", "values")
+            edited.append((edit(index, names[0], first), edit(index, names[1], second)))
+        self._cache = from_host(self._spec, edited)
 
     def close(self) -> None:
         """Free device memory and executables."""

@@ -170,8 +170,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
                   ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> sinks,
                   ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
-                  int64_t window, float scale, float softcap, float eps) {
-  const auto shape = keys.dimensions();  // [pages, KV, S / 16, D / W, 16, W]
+                  int64_t layer, int64_t window, float scale, float softcap, float eps) {
+  const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W]
   Arguments a;
   Projection& projection = a.projection;
   projection.qkv = qkv.typed_data();
@@ -190,28 +190,30 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
   a.lanes = slot.element_count();
   a.width = rows / a.lanes;
   projection.head_dim = 2 * rope.dimensions()[2];
-  a.kv_heads = shape[1];
+  a.kv_heads = shape[2];
   a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - 2 * a.kv_heads;
-  projection.padded = shape[3] * shape[5];
+  projection.padded = shape[4] * shape[6];
   a.rows = tables.dimensions()[0];
   a.pages = tables.dimensions()[1];
-  a.page = shape[2] * kVector;
+  a.page = shape[3] * kVector;
   projection.width = (a.heads + 2 * a.kv_heads) * projection.head_dim;
   if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
   if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
     return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
-  if (const char* complaint = Misplaced(a, shape[0])) return ffi::Error::InvalidArgument(complaint);
+  if (layer < 0 || layer >= shape[0]) return ffi::Error::InvalidArgument("the store has no such layer");
+  const int64_t before = layer * shape[1] * a.kv_heads * a.page * projection.padded;  // elements of keys, or of values
+  if (const char* complaint = Misplaced(a, shape[1])) return ffi::Error::InvalidArgument(complaint);
   bool tiles = false;
 #ifdef XLA_ENGINE_AMX
   static const bool granted = RequestTiles();
   tiles = granted;
 #endif
   if (keys.element_type() == ffi::DataType::BF16) {
-    Run(pool, a, tiles, reinterpret_cast<BFloat16*>(keys.untyped_data()),
-        reinterpret_cast<BFloat16*>(values.untyped_data()), reinterpret_cast<BFloat16*>(out->untyped_data()));
+    Run(pool, a, tiles, reinterpret_cast<BFloat16*>(keys.untyped_data()) + before,
+        reinterpret_cast<BFloat16*>(values.untyped_data()) + before, reinterpret_cast<BFloat16*>(out->untyped_data()));
   } else if (keys.element_type() == ffi::DataType::F32) {
-    Run(pool, a, tiles, reinterpret_cast<float*>(keys.untyped_data()), reinterpret_cast<float*>(values.untyped_data()),
-        reinterpret_cast<float*>(out->untyped_data()));
+    Run(pool, a, tiles, reinterpret_cast<float*>(keys.untyped_data()) + before,
+        reinterpret_cast<float*>(values.untyped_data()) + before, reinterpret_cast<float*>(out->untyped_data()));
   } else {
     return ffi::Error::InvalidArgument("the cache must be bf16 or f32");
   }
@@ -237,6 +239,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineAttend, Attend,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("layer")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")

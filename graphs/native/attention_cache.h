@@ -1,9 +1,9 @@
 // Where keys and values lie, and which of them a query reads. Kernels know neither slots nor pages: they get a list of
 // tiles in order of position.
 //
-// Layout of a page, with W = elements in 32 bits (2 for bf16, 1 for f32) and D = head dimension padded to whole tiles:
-//   keys   [pages, KV, S / 16, D / W, 16, W]   sixteen keys side by side: one vector holds one word of each
-//   values [pages, KV, S / 16 W, D / 16, 16, 16, W]   tiles of 16 W positions by sixteen dimensions
+// Layout of a store, with W = elements in 32 bits (2 for bf16, 1 for f32) and D = head dimension padded to whole tiles:
+//   keys   [layers, pages, KV, S / 16, D / W, 16, W]   sixteen keys side by side: one vector holds one word of each
+//   values [layers, pages, KV, S / 16 W, D / 16, 16, 16, W]   tiles of 16 W positions by sixteen dimensions
 // This is the operand order of AMX tiles (Intel SDM, TDPBF16PS); plain vectors read it without shuffles as well.
 //
 // A sequence's page j is table[j % pages of the table]. A contiguous slot is one page as long as the sequence may get;
