@@ -19,10 +19,11 @@ FORMAT, VERSION = "xla-engine step log", 1
 
 
 class Moment(NamedTuple):
-    """How many steps had been started, and how many read."""
+    """How many steps had been started, how many read, and how many requests had ended."""
 
     started: int
     read: int
+    ended: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,9 +31,10 @@ class LoggedRequest:
     """One request. Times in seconds since the log began.
 
     came: when it was submitted. like: an earlier request, and how many tokens both prompts begin with; None if none is
-        known. What a prompt has in common with the answer to an earlier one is not known.
-    end: why it ended, None if it did not. over: when. taken_back: the same where the caller, or its time, ended it;
-        None where a token did. tokens: new tokens it had then.
+        known. What it has in common with the answer to an earlier one, or their answers with each other, is not known.
+    reads_prefix_cache: as in `Request`.
+    end: why it ended, None if it did not. over: when. taken_back: the same where its caller, its time or its text
+        ended it; None where a token did. tokens: new tokens it had then, since it began anew if it had to.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LoggedRequest:
     max_tokens: int
     priority: int
     lockstep: bool
+    reads_prefix_cache: bool
     submitted: float
     came: Moment
     like: tuple[int, int] | None = None
@@ -59,6 +62,7 @@ class LoggedStep:
     admitted: requests that got a slot. chunks: (request, slot, start, length, whether it ends the prompt).
     decode: the slots that decoded. parks, resumes: (request, slot, KV entries) that went to the host or came back.
     reuses: (request, slot, source, KV entries) of prompts that were taken from what slots held.
+    copies: (source, target) of pages that were copied.
     """
 
     started: float
@@ -68,6 +72,7 @@ class LoggedStep:
     parks: tuple[tuple[int, int, int], ...] = ()
     resumes: tuple[tuple[int, int, int], ...] = ()
     reuses: tuple[tuple[int, int, int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
     read: float | None = None
     read_after: int = 0
 
@@ -105,7 +110,7 @@ def _read(file: TextIO) -> StepLog:
             f"format {head['format']!r} version {head['version']}; this version reads {FORMAT!r} {VERSION}"
         )
     log = StepLog(scheduler=dict(head["scheduler"]), engine=dict(head["engine"]))
-    reads = 0
+    reads = ends = 0
     decode: dict[int, None] = {}  # slots, in the order of joining
     for number, text in enumerate(file, 2):
         if not text.endswith("\n"):
@@ -126,8 +131,9 @@ def _read(file: TextIO) -> StepLog:
                     max_tokens=int(max_tokens),
                     priority=int(line.get("priority", 0)),
                     lockstep=bool(line.get("lockstep", False)),
+                    reads_prefix_cache=bool(line.get("reads_prefix_cache", True)),
                     submitted=at,
-                    came=Moment(len(log.steps), reads),
+                    came=Moment(len(log.steps), reads, ends),
                     like=_like(line, len(log.requests)),
                 )
             )
@@ -146,7 +152,8 @@ def _read(file: TextIO) -> StepLog:
             for index, reason, tokens in line.get("end", ()):
                 request = log.requests[index]
                 request.end, request.ended, request.tokens = str(reason), at, int(tokens)
-                request.over = Moment(len(log.steps), reads)
+                request.over = Moment(len(log.steps), reads, ends)
+                ends += 1
                 if "read" not in line:
                     request.taken_back = request.over
     return log
@@ -175,6 +182,7 @@ def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: Step
         (int(request), int(slot), int(source), int(length))
         for request, slot, source, length in line.get("reuse", ())
     )
+    copies = tuple((int(source), int(target)) for source, target in line.get("copy", ()))
     for request in (*admitted, *(part[0] for part in (*chunks, *parks, *resumes, *reuses))):
         log.requests[request]  # raises IndexError for one that was never submitted
     return LoggedStep(
@@ -185,6 +193,7 @@ def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: Step
         parks=parks,
         resumes=resumes,
         reuses=reuses,
+        copies=copies,
     )
 
 

@@ -18,40 +18,49 @@ from xla_engine.step_log import FORMAT, VERSION, delta
 if TYPE_CHECKING:
     from xla_engine.engine import XlaBatchEngine
 
-SHORTEST = 16  # a common beginning of fewer tokens is not told
+SHORTEST = 16  # a common beginning of fewer tokens is told only if it is a page, or both whole prompts
 REMEMBERED = 1 << 20  # tokens of the latest prompts
+
+_Entry = tuple[tuple[str | int, ...], int]  # salt and tokens of a prompt, and its number
 
 
 class _Prefixes:
     """Finds the earlier prompt that begins most like a new one: in lexicographic order it is a neighbour.
 
     What any two prompts have in common follows from these pairs: the less of what each has with a third.
+    shortest: fewer tokens in common are told of equal prompts only.
     """
 
-    def __init__(self) -> None:
-        self._sorted: list[tuple[tuple[int, ...], int]] = []
-        self._by_age: deque[tuple[tuple[int, ...], int]] = deque()
+    def __init__(self, shortest: int = SHORTEST) -> None:
+        self._shortest = shortest
+        self._sorted: list[_Entry] = []
+        self._by_age: deque[_Entry] = deque()
         self._tokens = 0
 
-    def add(self, number: int, prompt: Sequence[int]) -> tuple[int, int] | None:
-        """Enter a prompt; returns the number of an earlier one that has most of it, and how many tokens that is."""
-        entry = tuple(prompt), number
+    def add(self, number: int, prompt: Sequence[int], salt: str = "") -> tuple[int, int] | None:
+        """Enter a prompt; returns the number of an earlier one that has most of it, and how many tokens that is.
+
+        Of prompts with another salt, nothing is told.
+        """
+        entry: _Entry = (salt, *prompt), number
         at = bisect.bisect(self._sorted, entry)
         neighbours = self._sorted[max(at - 1, 0) : at + 1]
-        same, other = max(
-            ((_common(entry[0], each), earlier) for each, earlier in neighbours), default=(0, 0)
+        same, equal, other = max(
+            ((_common(entry[0], each), each == entry[0], earlier) for each, earlier in neighbours),
+            default=(0, False, 0),
         )
+        same -= 1  # the salt
         self._sorted.insert(at, entry)
         self._by_age.append(entry)
         self._tokens += len(prompt)
         while self._tokens > REMEMBERED:
             oldest = self._by_age.popleft()
             del self._sorted[bisect.bisect_left(self._sorted, oldest)]
-            self._tokens -= len(oldest[0])
-        return (other, same) if same >= SHORTEST else None
+            self._tokens -= len(oldest[0]) - 1
+        return (other, same) if equal or same >= self._shortest else None
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _common(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> int:
     """How many elements both begin with."""
     low, high = 0, min(len(one), len(other))
     while low < high:
@@ -73,7 +82,7 @@ class StepLogWriter:
         self._began = began
         self._numbers: dict[str, int] = {}  # of live requests
         self._tokens: dict[str, int] = {}  # same keys: tokens credited
-        self._prefixes = _Prefixes()
+        self._prefixes = _Prefixes(min(SHORTEST, scheduler.get("block_size", SHORTEST)))
         self._count = 0
         self._first: int | None = None  # the log's step 0, in the scheduler's count
         self._decode: tuple[Any, ...] = ()
@@ -88,12 +97,14 @@ class StepLogWriter:
         line: dict[str, Any] = {
             "submit": [request.request_id, len(request.prompt_token_ids), request.max_tokens]
         }
-        if (like := self._prefixes.add(self._count - 1, request.prompt_token_ids)) is not None:
+        if like := self._prefixes.add(self._count - 1, request.prompt_token_ids, request.cache_salt):
             line["like"] = like
         if request.priority:
             line["priority"] = request.priority
         if request.lockstep:
             line["lockstep"] = True
+        if not request.reads_prefix_cache:
+            line["reads_prefix_cache"] = False
         self._write({**line, "at": self._at(now)})
 
     def started(self, plan: Plan, now: float) -> None:
@@ -105,6 +116,7 @@ class StepLogWriter:
         else:
             leave, join = [], []
         self._first = plan.step if self._first is None else self._first
+        self._tokens.update(dict.fromkeys(plan.replays, 0))  # they come again
         line = {
             "step": plan.step - self._first,
             "at": self._at(now),
@@ -125,6 +137,7 @@ class StepLogWriter:
                 [self._numbers[reuse.request_id], reuse.slot.index, reuse.source, reuse.length]
                 for reuse in plan.reuses
             ],
+            "copy": [[copy.source, copy.target] for copy in plan.copies],
             "leave": leave,
             "join": join,
         }

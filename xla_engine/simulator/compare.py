@@ -93,7 +93,7 @@ def compare(log: StepLog, cost: CostModel) -> Comparison:
 
 def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int | None:
     """The first step that differs from the record in who was admitted, which chunks ran in which slots, which slots
-    decoded, or after how many steps it was read."""
+    decoded, what was moved (of pages: how many), or after how many steps it was read."""
     names = [request.name for request in log.requests]
     for number, step in enumerate(log.steps):
         if number >= len(plans):
@@ -108,6 +108,7 @@ def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int |
             tuple(row.slot.index for row in plan.decode),
             tuple((swap.request_id, swap.slot.index, swap.length) for swap in (*plan.parks, *plan.resumes)),
             tuple((reuse.request_id, reuse.slot.index, reuse.source, reuse.length) for reuse in plan.reuses),
+            len(plan.copies),
             reads[number] if number < len(reads) else 0,
         )
         recorded = (
@@ -116,6 +117,7 @@ def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int |
             step.decode,
             tuple((names[index], *rest) for index, *rest in (*step.parks, *step.resumes)),
             tuple((names[index], *rest) for index, *rest in step.reuses),
+            len(step.copies),
             step.read_after,
         )
         if planned != recorded:

@@ -74,7 +74,7 @@ class Simulation:
         self._live: dict[str, _Live] = {}
         self._in_flight: deque[Plan] = deque()
         self._irregular = 0  # live requests that do not get a token in every step
-        self._stops = StopTokens(config.max_num_seqs)
+        self._stops = StopTokens(config.max_num_seqs, apart=config.keeps_tokens)
         self._gives_up: list[tuple[Moment, str, str]] = []  # heap of (when, request, reason)
         self._next_step = 0
         self._last_read = 0.0
@@ -133,6 +133,7 @@ class Simulation:
             max_tokens=arrival.max_tokens,
             stop_token_ids=STOPS,
             lockstep=arrival.lockstep,
+            reads_prefix_cache=arrival.reads_prefix_cache,
             priority=arrival.priority,
             deadline=None if arrival.deadline is None else came + arrival.deadline,
         )
@@ -149,18 +150,22 @@ class Simulation:
         scheduler = self._scheduler
         for name, reason in scheduler.expire(self._clock.now):
             self._end(name, reason)
-        while self._gives_up and self._is_over(self._gives_up[0][0]):
-            _, name, given = heapq.heappop(self._gives_up)
-            if scheduler.finish(name, FinishReason(given)):
-                self._end(name, FinishReason(given))
+        self._take_back()
         plan = scheduler.plan()
         self.report.most_waiting = max(self.report.most_waiting, scheduler.num_waiting)
         started = not plan.is_empty
         if started:
             self._start(plan)
         while len(self._in_flight) > (self._lag if started else 0):
+            self._take_back()  # somebody may have come while the host waited
             self._read()
             started = True
+
+    def _take_back(self) -> None:
+        while self._gives_up and self._is_over(self._gives_up[0][0]):
+            _, name, given = heapq.heappop(self._gives_up)
+            if self._scheduler.finish(name, FinishReason(given)):
+                self._end(name, FinishReason(given))
 
     def _start(self, plan: Plan) -> None:
         report, clock = self.report, self._clock
@@ -283,7 +288,8 @@ class Simulation:
         if (stop := self._stops.next_step) is not None:
             steps = min(steps, stop - (step - self._lag))
         if self._gives_up:
-            steps = min(steps, self._gives_up[0][0].started - step)
+            moment = self._gives_up[0][0]
+            steps = min(steps, moment.started - step, moment.read - (step - self._lag))
         if ahead is not None and ahead.moment is not None:
             steps = min(steps, ahead.moment.started - step)
         elif ahead is not None:

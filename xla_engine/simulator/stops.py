@@ -6,16 +6,19 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler import Chunk, Decoded, Plan, Row, Sample, StepResult
+from scheduler import NO_CHOICE, Decoded, Plan, Sample, StepResult
 from xla_engine.simulator.trace import Arrival
 
-TOKEN, STOP = Sample(0), Sample(1)
+TOKEN, STOP, NONE = Sample(0), Sample(1), Sample(NO_CHOICE)
 STOPS = frozenset({STOP.token_id})
 
 
 @dataclass(slots=True)
 class _Request:
-    """step: the one that samples its stop token, None while it does not decode. tokens: sampled, in lockstep."""
+    """step: the one that samples its stop token, None while it does not decode.
+
+    In lockstep: the step from which it decodes, and the tokens it has sampled.
+    """
 
     number: int
     arrival: Arrival
@@ -24,9 +27,13 @@ class _Request:
 
 
 class StopTokens:
-    """Samples in the place of a device with `slots` rows."""
+    """Samples in the place of a device with `slots` rows.
 
-    def __init__(self, slots: int) -> None:
+    apart: no answer has a token of another, so that none is taken for another.
+    """
+
+    def __init__(self, slots: int, *, apart: bool) -> None:
+        self._own: dict[str, Sample] | None = {} if apart else None  # what each live request samples
         self._nobody_stops = Decoded(tokens=[TOKEN.token_id] * slots)
         self._requests: dict[str, _Request] = {}  # live ones that get fewer tokens than they ask for
         self._lockstep = 0  # of these
@@ -39,41 +46,51 @@ class StopTokens:
 
     def submit(self, number: int, arrival: Arrival) -> None:
         """A request comes, the `number`-th."""
-        if arrival.new_tokens < arrival.max_tokens:
+        if self._own is not None:
+            self._own[arrival.name] = Sample(number + 2)
+        if arrival.new_tokens < arrival.max_tokens or arrival.fails:
             self._requests[arrival.name] = _Request(number, arrival)
             self._lockstep += arrival.lockstep
 
     def begin(self, name: str, step: int, sampled: int) -> None:
         """A request decodes from `step` on; it has `sampled` tokens before."""
         request = self._requests.get(name)
-        if request is not None and not request.arrival.lockstep:
+        if request is not None and request.arrival.lockstep:
+            request.step, request.tokens = step, sampled
+        elif request is not None:
             request.step = step + max(request.arrival.new_tokens - sampled - 1, 0)
             heapq.heappush(self._heap, (request.step, request.number, name))
 
     def lose_slot(self, name: str, step: int) -> None:
         """A request does not decode from `step` on; what it sampled before is on its way all the same."""
         request = self._requests.get(name)
-        if request is not None and request.step is not None and request.step >= step:
+        if request is not None and not request.arrival.lockstep and (request.step or 0) >= step:
             request.step = None
 
     def end(self, name: str) -> None:
         """A request is over."""
+        if self._own is not None:
+            del self._own[name]
         if (request := self._requests.pop(name, None)) is not None:
             self._lockstep -= request.arrival.lockstep
 
     def result(self, plan: Plan) -> StepResult:
         """What a step samples."""
         stopping = self._stopping(plan)
-        first = [TOKEN] * len(plan.first_rows)
+        first = [self._usual(chunk.request_id) for chunk in plan.first_rows]
         decode = self._nobody_stops
         if stopping:
             for at, chunk in enumerate(plan.first_rows):
                 name = chunk.request_id
                 if name in stopping and self._requests[name].arrival.new_tokens == chunk.generated + 1:
-                    first[at] = STOP
-            stops = {row.slot.index for row in plan.decode if row.request_id in stopping}
-            tokens = (STOP if slot in stops else TOKEN for slot in range(len(decode.tokens)))
-            decode = Decoded(tokens=[token.token_id for token in tokens])
+                    first[at] = self._last(name)
+        if stopping or self._own is not None:
+            column = list(decode.tokens)
+            for row in plan.decode:
+                name = row.request_id
+                sample = self._last(name) if name in stopping else self._usual(name)
+                column[row.slot.index] = sample.token_id
+            decode = Decoded(tokens=column)
         return StepResult(first=first, decode=decode)
 
     def _stopping(self, plan: Plan) -> set[str]:
@@ -89,10 +106,23 @@ class StopTokens:
 
     def _lockstep_stops(self, plan: Plan) -> Iterator[str]:
         """Requests in lockstep, which do not decode in every step: their tokens are counted."""
-        parts: tuple[Chunk | Row, ...] = (*plan.first_rows, *plan.decode)
-        for part in parts:
-            request = self._requests.get(part.request_id)
-            if request is not None and request.arrival.lockstep:
+        for chunk in plan.first_rows:
+            request = self._requests.get(chunk.request_id)
+            if (
+                request is not None
+                and request.arrival.lockstep
+                and request.arrival.new_tokens == chunk.generated + 1
+            ):
+                yield chunk.request_id
+        for row in plan.decode:
+            request = self._requests.get(row.request_id)
+            if request is not None and request.arrival.lockstep and plan.step >= (request.step or 0):
                 request.tokens += 1
                 if request.tokens == request.arrival.new_tokens:
-                    yield part.request_id
+                    yield row.request_id
+
+    def _usual(self, name: str) -> Sample:
+        return TOKEN if self._own is None else self._own.get(name, TOKEN)
+
+    def _last(self, name: str) -> Sample:
+        return NONE if self._requests[name].arrival.fails else STOP

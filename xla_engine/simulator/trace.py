@@ -31,7 +31,8 @@ class Arrival:
 
     time: seconds since the first one. new_tokens: how many it gets; max_tokens: how many it asks for, at least that.
     moment: when it comes in steps of the loop, in place of the time; None in traces that do not say.
-    gives_up: when its caller ends it, and the reason.
+    gives_up: when it ends by no token of its own, and the reason. fails: its last token is none, the device could not
+        choose one.
     deadline: seconds after its arrival.
     prompt: token ids that stand for the real ones, where it is known what prompts have in common; else None.
     """
@@ -43,8 +44,10 @@ class Arrival:
     max_tokens: int
     priority: int = 0
     lockstep: bool = False
+    reads_prefix_cache: bool = True
     moment: Moment | None = None
     gives_up: tuple[Moment, str] | None = None
+    fails: bool = False
     deadline: float | None = None
     prompt: Sequence[int] | None = None
 
@@ -63,10 +66,10 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             other, same = each.like
             prompt = (*prompts[other][:same], *prompt[same:])
         prompts.append(prompt)
-        stopped = each.end in ("stop", "error")
         gives_up = None
-        if each.taken_back is not None and not stopped and not by_time:
+        if each.taken_back is not None and not by_time:
             gives_up = each.taken_back, str(each.end)
+        stopped = each.end in ("stop", "error") and gives_up is None
         yield Arrival(
             name=each.name,
             time=each.submitted,
@@ -75,8 +78,10 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             max_tokens=each.max_tokens,
             priority=each.priority,
             lockstep=each.lockstep,
+            reads_prefix_cache=each.reads_prefix_cache,
             moment=None if by_time else each.came,
             gives_up=gives_up,
+            fails=each.end == "error" and gives_up is None,
             prompt=prompt,
         )
 
