@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import Scheduler, SchedulerConfig
-from tests.conftest import TINY_ENGINE
 from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine import XlaBatchEngine
@@ -111,25 +110,6 @@ def test_simulated_schedule_is_the_real_one_step_for_step(
     other = replace(log.requests[5], max_tokens=log.requests[5].max_tokens + 1)
     log.requests[5] = other
     assert other.end != "length" or compare(log, COST).first_difference is not None
-
-
-def test_simulated_schedule_of_pages_is_the_real_one(
-    make_engine: Callable[..., XlaBatchEngine], tmp_path: Path
-) -> None:
-    """Slots borrow pages of a pool that is too small: prompts share them, requests lose theirs and come back."""
-    engine = make_engine(replace(TINY_ENGINE, block_size=32, num_blocks=12, max_num_seqs=16))
-    usual = engine.scheduler.config
-    for seed, policy in enumerate(("priority", "round_robin")):
-        options = {"scheduling_policy": policy, "quantum": 5, "preemption": policy == "priority"}
-        engine.scheduler = Scheduler(replace(usual, **options))
-        record(engine, tmp_path / "steps.jsonl", seed=seed, longest=60)
-        log = read_step_log(tmp_path / "steps.jsonl")
-        found = compare(log, COST)
-        assert found.first_difference is None, (
-            f"{policy}, {found.steps} steps: {found.first_difference} differs"
-        )
-        assert found.predicted.preemptions == engine.scheduler.counters().preemptions > 2
-        assert any(step.reuses for step in log.steps)
 
 
 arrivals = st.lists(
