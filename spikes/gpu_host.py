@@ -55,8 +55,15 @@ def _busy_engine(scale: Scale, model: ModelConfig, rows: int) -> XlaBatchEngine:
         compile_cache=False,
         self_check=False,
     )
-    weights = _weights(model)
-    checkpoint = Checkpoint(Path(), model, weights, (), None, "bfloat16", "random")
+    checkpoint = Checkpoint(
+        path=Path(),
+        config=model,
+        weights=_weights(model),
+        eos_token_ids=(),
+        bos_token_id=None,
+        dtype="bfloat16",
+        fingerprint="random",
+    )
     engine = XlaBatchEngine(checkpoint, None, config)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=engine.max_model_len - PROMPT)
     draw = np.random.default_rng(0)
