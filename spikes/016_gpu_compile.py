@@ -1,26 +1,37 @@
 """What does XLA make of the engine's programs for an H200, seen from a machine without one?
 
-Compiles for a described device: kernels per layer, whether the cache stays in place, scratch memory. Needs the CUDA
-plugin (`pip install -e '.[cuda13]'`) and no GPU; nothing is tuned and nothing runs, so there are no times.
+Compiles for a described device: kernels per layer, whether the cache stays in place, scratch memory, what is in a CUDA
+graph, what the Pallas kernels take. Needs the CUDA plugin (`pip install -e '.[cuda13]'`) and no GPU; nothing is tuned
+and nothing runs, so there are no times.
 
-    python -m spikes.016_gpu_compile
+    python -m spikes.016_gpu_compile            # programs
+    python -m spikes.016_gpu_compile kernels    # registers and loads of the Pallas kernels
 """
 
 # %%
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+os.environ["DUMPED"] = tempfile.mkdtemp(prefix="xla-dump-")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + f" --xla_gpu_autotune_level=0 --xla_dump_to={os.environ['DUMPED']}"
+    + (" --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*" if "kernels" in sys.argv else "")
+)
 
 import dataclasses
 import functools
 import math
 import re
+import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,22 +40,25 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from graphs import decode, sums
-from graphs.attention import Attention
+from graphs.attention import Attention, AttentionWeights
 from graphs.attention_gpu import GpuAttention
 from graphs.attention_xla import XlaAttention
 from graphs.cache import make_cache
 from graphs.config import ModelConfig, RoutedExperts
 from graphs.decode import decode_step
 from graphs.model import ModelSpec
+from graphs.moe import Experts, Route
+from graphs.moe_gpu import gpu_experts
 from graphs.prefill import Lanes, prefill_chunk
 from graphs.projection import ROWS_LEFT
 from graphs.rows import Pool, make_rows, make_tables
+from spikes.gpu_dumps import kernels as kernel_table
+from spikes.gpu_dumps import launches
 from spikes.gpu_scale import LLAMA_3_1_8B
 from spikes.timing import SMOLLM2_135M, markdown_table
 
-# Calls that are kernels or that XLA declares fit for a CUDA graph.
-RECORDED = ("__gpu$xla.gpu.triton", "__cublas", "__gpu$TopK")
 warnings.simplefilter("ignore", DeprecationWarning)
+DUMPED = Path(os.environ["DUMPED"])
 ROWS, POSITIONS, LANES, TOKENS = 64, 2048, 2, 512
 
 # The device as its driver describes it; XLA's own tools call this a target configuration.
@@ -57,6 +71,7 @@ gpu_device_info {
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   memory_bandwidth: 4800000000000  l2_cache_size: 62914560  device_memory_size: 150754820096
   cuda_compute_capability { major: 9 }
+  driver_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 13 }
@@ -135,58 +150,6 @@ def kernels(program: Any) -> int:
     return len(re.findall(r" (?:fusion|custom-call|copy|sort)\(", text[text.index("\nENTRY") :]))
 
 
-def in_graph(text: str) -> list[object]:
-    """Of a program's text: loops and sorts wherever they are, calls that may not be recorded, conditionals, and how
-    many of these the host decides.
-
-    XLA records runs of kernels as CUDA graphs, a conditional among them if all that its branches hold can be recorded:
-    no loop, and no call that is not made for it. Any other conditional copies its predicate to the host and waits.
-    """
-    bodies = {}
-    for part in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", text):
-        if found := re.match(r"(ENTRY )?%?([\w.\-]+) \(", part):
-            bodies["ENTRY" if found[1] else found[2]] = part
-    inside = r"(?:body|condition|true_computation|false_computation)=%?([\w.\-]+)"
-
-    def called(line: str) -> list[str]:
-        branches = re.search(r"branch_computations=\{([^}]*)\}", line)
-        names = re.findall(inside, line)
-        return names + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
-
-    counts = {"while": 0, "sort": text.count(" sort("), "call": 0, "conditional": 0, "host": 0}
-    calls: set[str] = set()
-
-    def walk(name: str) -> bool:
-        """Count; whether all of it can be recorded."""
-        recorded = True
-        for line in bodies[name].splitlines():
-            found = re.search(r" (while|conditional|custom-call)\(", line)
-            if not found:
-                continue
-            kind = found[1]
-            whole = all([walk(each) for each in called(line)])
-            if kind == "custom-call":
-                target = re.search(r'custom_call_target="([^"]*)"', line)
-                assert target is not None
-                if not target[1].startswith(RECORDED):
-                    calls.add(target[1])
-                    counts["call"] += 1
-                    whole = False
-            else:
-                counts[kind] += 1
-            if kind == "while":
-                whole = False
-            if kind == "conditional" and not whole:
-                counts["host"] += 1
-            recorded &= whole
-        return recorded
-
-    walk("ENTRY")
-    if calls:
-        print(f"calls that may not be recorded: {', '.join(sorted(calls))}")
-    return [counts[kind] for kind in ("while", "sort", "call", "conditional", "host")]
-
-
 def line(name: str, attention: Attention, *, prefill: bool = False, page: int | None = None) -> list[object]:
     (one, _), (two, cache) = (compiled(layers, attention, prefill=prefill, page=page) for layers in (1, 2))
     memory = two.memory_analysis()
@@ -208,32 +171,103 @@ QWEN3_30B_A3B = dataclasses.replace(
     experts=RoutedExperts(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
 )
 
-# %%
-table = [line("decode, gpu", GpuAttention())]
-with mock.patch.object(sums, "_reduce_last", sums._in_order_last):
-    table.append(line("decode, gpu, sums in a written-out order", GpuAttention()))
-with mock.patch.object(decode, "WEIGHT_LEFT", ROWS_LEFT):
-    table.append(line("decode, gpu, rows as left operand", GpuAttention()))
-table.append(line("decode, xla", XlaAttention()))
-table.append(line(f"prefill of {LANES} x {TOKENS}, gpu", GpuAttention(), prefill=True))
-table.append(line("decode, gpu, pages of 64", GpuAttention(), page=64))
-table.append(line(f"prefill of {LANES} x {TOKENS}, gpu, pages of 64", GpuAttention(), prefill=True, page=64))
-print(f"jax {jax.__version__}, Llama-3.1-8B shapes, {ROWS} rows of {POSITIONS} positions, bf16, 2 layers\n")
-print(markdown_table(("program", "kernels per layer", "besides", "alias of cache", "temp MB"), table))
 
 # %%
-control = []
-for name, options in {
-    "decode, Llama-3.1-8B": {},
-    "the same, processed log-probabilities": {"processed_logprobs": True},
-    "decode, Llama-3.1-8B, pages of 64": {"page": 64},
-    "decode, SmolLM2-135M": {"model": SMOLLM2_135M},
-    "decode, Qwen3-30B-A3B": {"model": QWEN3_30B_A3B},
-    f"prefill of {LANES} x {TOKENS}, Llama-3.1-8B": {"prefill": True},
-    f"prefill of {LANES} x {TOKENS}, Qwen3-30B-A3B": {"prefill": True, "model": QWEN3_30B_A3B},
-}.items():
-    program, _ = compiled(1, GpuAttention(), **options)
-    control.append([name, *in_graph(program.as_text())])
-print(f"\nOne layer, {ROWS} rows\n")
-header = ("program", "loops", "sorts", "other calls", "conditionals", "of these decided by the host")
-print(markdown_table(header, control))
+def programs() -> None:
+    """Kernels per layer and memory; what is in CUDA graphs."""
+    table = [line("decode, gpu", GpuAttention())]
+    with mock.patch.object(sums, "_reduce_last", sums._in_order_last):
+        table.append(line("decode, gpu, sums in a written-out order", GpuAttention()))
+    with mock.patch.object(decode, "WEIGHT_LEFT", ROWS_LEFT):
+        table.append(line("decode, gpu, rows as left operand", GpuAttention()))
+    table.append(line("decode, xla", XlaAttention()))
+    table.append(line(f"prefill of {LANES} x {TOKENS}, gpu", GpuAttention(), prefill=True))
+    table.append(line("decode, gpu, pages of 64", GpuAttention(), page=64))
+    table.append(
+        line(f"prefill of {LANES} x {TOKENS}, gpu, pages of 64", GpuAttention(), prefill=True, page=64)
+    )
+    print(
+        f"jax {jax.__version__}, Llama-3.1-8B shapes, {ROWS} rows of {POSITIONS} positions, bf16, 2 layers\n"
+    )
+    print(markdown_table(("program", "kernels per layer", "besides", "alias of cache", "temp MB"), table))
+
+    recorded = []
+    for name, options in {
+        "decode, Llama-3.1-8B": {},
+        "the same, processed log-probabilities": {"processed_logprobs": True},
+        "decode, Llama-3.1-8B, pages of 64": {"page": 64},
+        "decode, SmolLM2-135M": {"model": SMOLLM2_135M},
+        "decode, Qwen3-30B-A3B": {"model": QWEN3_30B_A3B},
+        f"prefill of {LANES} x {TOKENS}, Llama-3.1-8B": {"prefill": True},
+        f"prefill of {LANES} x {TOKENS}, Qwen3-30B-A3B": {"prefill": True, "model": QWEN3_30B_A3B},
+    }.items():
+        compiled(1, GpuAttention(), **options)
+        recorded.append([name, *launches(DUMPED)])
+    print(f"\nOne layer, {ROWS} rows\n")
+    header = (
+        "program",
+        "CUDA graphs",
+        "kernels outside",
+        "loops",
+        "conditionals",
+        "loops and conditionals outside",
+    )
+    print(markdown_table(header, recorded))
+
+
+# %%
+def kernels_alone() -> None:
+    """Attention of one layer and its experts, nothing else, and what their kernels take."""
+    c, experts = LLAMA_3_1_8B, QWEN3_30B_A3B.experts
+    assert experts is not None
+    wide, kept = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim, jnp.bfloat16
+    half, inner, d = c.head_dim // 2, experts.moe_intermediate_size, QWEN3_30B_A3B.hidden_size
+
+    def f32(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    def compile_alone(function: Callable[..., Any], make: Callable[[], Any]) -> None:
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.jit(function).lower(*abstract(make)).compile()
+
+    attention, some = GpuAttention(), jnp.zeros(LANES, jnp.int32)
+    own = {"form": c.attention(0), "weights": AttentionWeights(), "key_length": POSITIONS}
+    own["compute_dtype"] = jnp.dtype(kept)
+    one = dataclasses.replace(c, num_hidden_layers=1)
+    compile_alone(
+        lambda layer, qkv, rope, length, live: attention.attend_decode(
+            layer, qkv, rope=rope, length=length, live=live, **own
+        ),
+        lambda: (
+            attention.make_cache(one, ROWS, POSITIONS, jnp.dtype(kept))[0],
+            *(f32(ROWS, wide), f32(ROWS, 2, half), jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS, bool)),
+        ),
+    )
+    compile_alone(
+        lambda layer, qkv, rope, lane: attention.attend_prefill(
+            layer, qkv, rope=rope, slot=lane, start=lane, count=lane, **own
+        ),
+        lambda: (
+            attention.make_cache(one, ROWS, POSITIONS, jnp.dtype(kept))[0],
+            *(f32(LANES * TOKENS, wide), f32(LANES, TOKENS, 2, half), some),
+        ),
+    )
+    compile_alone(
+        lambda gate_up, down, x, expert, weight: gpu_experts(
+            Experts(gate_up, down), x, Route(expert, weight), x
+        ),
+        lambda: (
+            jnp.zeros((experts.num_experts, 2 * inner, d), kept),
+            jnp.zeros((experts.num_experts, d, inner), kept),
+            f32(ROWS, d),
+            jnp.zeros((ROWS, experts.num_experts_per_tok), jnp.int32),
+            f32(ROWS, experts.num_experts_per_tok),
+        ),
+    )
+    header = ("kernel", "threads", "registers", "bytes spilled", "loads of 16 bytes", "other loads")
+    print(markdown_table(header, kernel_table(DUMPED)))
+
+
+# %%
+kernels_alone() if "kernels" in sys.argv else programs()
+shutil.rmtree(DUMPED)

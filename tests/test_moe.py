@@ -73,12 +73,15 @@ def by_numpy(experts: Experts, x: np.ndarray, routed: Route) -> np.ndarray:
     return out
 
 
-@pytest.fixture(params=["blocked float32", "blocked bfloat16", "gpu float32", "gpu bfloat16", "native"])
+ON_GPU = functools.partial(gpu_experts, interpret=jax.default_backend() != "gpu")
+INTERPRETED = [pytest.param(f"gpu {dtype}", marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.fixture(params=["blocked float32", "blocked bfloat16", *INTERPRETED, "native"])
 def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
     if request.param != "native":
         kind, dtype = request.param.split()
-        on_gpu = functools.partial(gpu_experts, interpret=jax.default_backend() != "gpu")
-        return blocked_experts if kind == "blocked" else on_gpu, jnp.dtype(dtype)
+        return blocked_experts if kind == "blocked" else ON_GPU, jnp.dtype(dtype)
     try:
         tiles = register()
     except NativeBuildError as error:
@@ -133,6 +136,21 @@ def test_a_row_without_experts_is_its_residual(form_and_dtype: tuple[Form, Any])
     assert found[live].tobytes() == run(form, experts, x, routed)[live].tobytes()
     nobody = routed._replace(expert=jnp.full_like(routed.expert, COUNT))
     assert run(form, experts, x, nobody).tobytes() == x.tobytes()
+
+
+def test_kernels_for_a_gpu_give_a_row_its_own_sum() -> None:
+    """Against NumPy; among other rows in another place, more of its expert than a block holds; and without experts."""
+    experts, x, routed = weights(jnp.bfloat16, biased=True, limit=0.5), rows(24), routes(24)
+    call = jax.jit(lambda arrays, x, routed: ON_GPU(Experts(*arrays, experts.limit), x, routed, x))
+    whole, expected = np.asarray(call(experts[:4], x, routed)), by_numpy(experts, x, routed)
+    np.testing.assert_allclose(whole, expected, atol=1e-2 * np.abs(expected).max())
+    mine, alone = 20, 5
+    others = rows(24, seed=5)
+    others[mine] = x[3]
+    crowd = jnp.tile(routed.expert[3], (24, 1)).at[alone].set(COUNT)
+    found = call(experts[:4], others, Route(crowd, routed.weight.at[mine].set(routed.weight[3])))
+    assert np.asarray(found[mine]).tobytes() == whole[3].tobytes()
+    assert np.asarray(found[alone]).tobytes() == others[alone].tobytes()
 
 
 def test_a_router_takes_the_best_and_the_lower_index_among_equals() -> None:

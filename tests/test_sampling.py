@@ -279,6 +279,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return jax.jit(lambda *arguments: sampling.sample(*arguments))
 
 
+@pytest.mark.slow
 def test_a_gpu_takes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without sorts and loops: narrow and wide nuclei, top-k within and beyond the candidates, ties."""
     logits = np.concatenate([random_logits(4000, 1), np.round(random_logits(1000, 2))])
