@@ -200,13 +200,18 @@ def main() -> None:
         leaves = jax.tree.leaves((engine.runner._weights, engine.runner._cache, engine.runner._rows))
         spent = host(engine, options.tokens)
         table = [
-            [verb, *(f"{1e6 * statistics.median(pair[at] for pair in pairs):.0f}" for at in (0, 1))]
+            [
+                verb,
+                *(f"{1e6 * statistics.median(pair[at] for pair in pairs):.0f}" for at in (0, 1)),
+                f"{1e6 * statistics.mean(cpu for _, cpu in pairs):.0f}",
+            ]
             for verb, pairs in spent.items()
         ]
         print(
             f"{len(leaves)} buffers of weights, cache and rows; program {decode_name(engine.runner.buckets[0])}"
         )
-        print(markdown_table((f"{options.model}, {options.rows} rows", "wall, us", "CPU, us"), table))
+        head = (f"{options.model}, {options.rows} rows", "wall, us", "CPU, us", "CPU, mean, us")
+        print(markdown_table(head, table))
 
 
 if __name__ == "__main__":

@@ -75,8 +75,10 @@ def fetch_samples(step: InFlight) -> StepResult:
         )
     decode = Decoded()
     if step.decode is not None:
-        tokens, logprobs = (values.tolist() for values in unpack_samples(np.asarray(step.decode.samples)))
-        decode = Decoded(tokens=tokens, logprobs=logprobs, extra=_top_by_slot(step.decode, step.plan))
+        tokens, logprobs = unpack_samples(np.asarray(step.decode.samples))
+        extra = _top_by_slot(step.decode, step.plan)
+        # Every token is looked at, but few log-probabilities: these become numbers when they are asked for.
+        decode = Decoded(tokens=tokens.tolist(), logprobs=logprobs.data, extra=extra)
     return StepResult(first=first, decode=decode)
 
 
