@@ -96,7 +96,7 @@ def ahead(engine: XlaBatchEngine, tokens: int, block: int, rounds: int) -> list[
     """Whole jobs at several lags; and the bare step, one dispatch each or `block` in one program."""
     jobs = {f"engine, lag {lag}": job(engine, lag, tokens) for lag in (0, 1, 2, 4)}
     runner = engine.runner
-    like = jax.eval_shape(runner._make_rows)
+    like = jax.eval_shape(runner._state.make_rows)
     keys = runner.buckets[0]
     scheduled = jnp.ones(engine.config.device_rows, bool)
 
@@ -120,14 +120,15 @@ def ahead(engine: XlaBatchEngine, tokens: int, block: int, rounds: int) -> list[
         return jax.lax.fori_loop(0, block, body, (cache, state, found))
 
     def bare(function: Callable[..., Any], calls: int) -> Callable[[], None]:
-        state = (runner._weights, runner._rope, runner._cache, runner._rows, scheduled, runner._tables)
-        program = jax.jit(function, donate_argnums=(2, 3)).lower(*state).compile()
+        held, tables = runner._state, runner._state.tables
+        fixed = (runner._weights, runner._rope)
+        program = (
+            jax.jit(function, donate_argnums=(2, 3)).lower(*fixed, *held.held, scheduled, tables).compile()
+        )
 
         def run() -> None:
             for _ in range(calls):
-                runner._cache, runner._rows, samples = program(
-                    runner._weights, runner._rope, runner._cache, runner._rows, scheduled, runner._tables
-                )
+                held.cache, held.rows, samples = program(*fixed, *held.held, scheduled, tables)
             jax.block_until_ready(samples)
 
         return run
@@ -197,7 +198,7 @@ def main() -> None:
                 markdown_table((f"{options.model}, {options.rows} rows", "ms a step", "times as fast"), rows)
             )
             return
-        leaves = jax.tree.leaves((engine.runner._weights, engine.runner._cache, engine.runner._rows))
+        leaves = jax.tree.leaves((engine.runner._weights, engine.runner._state.held))
         spent = host(engine, options.tokens)
         table = [
             [

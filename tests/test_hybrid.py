@@ -78,7 +78,7 @@ def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> N
 
 def test_kinds_of_layers_lie_side_by_side(hybrid: XlaBatchEngine) -> None:
     """Linear layers keep state of a fixed size and no keys."""
-    kinds = [isinstance(store, DeltaState) for store in hybrid.runner._cache]
+    kinds = [isinstance(store, DeltaState) for store in hybrid.runner._state.cache]
     assert kinds == [True, False]
     inputs, memory = hybrid.runner.read_cache()[0]
     assert inputs.shape == (8, 3, 192) and memory.shape == (8, 4, 16, 32)

@@ -43,7 +43,7 @@ def test_a_token_of_llama_3_2_1b_costs_what_its_card_says() -> None:
 
 def test_slots_are_what_the_engine_allocates(tiny: XlaBatchEngine) -> None:
     runner, spec = tiny.runner, tiny.runner._spec
-    state = memory.tree_bytes((runner._cache, runner._rows, runner._tables))
+    state = memory.tree_bytes((*runner._state.held, runner._state.tables))
     rows = tiny.config.device_rows
     assert rows * memory.slot_bytes(spec, runner.context_length) == state
 

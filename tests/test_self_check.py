@@ -42,7 +42,9 @@ def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
     checked.runner.blank()
     again = run_self_check(checked.runner, TINY.vocab_size)
     assert replace(again, seconds=0.0) == replace(first_check(checked), seconds=0.0)
-    now, idle = (np.asarray(rows.words) for rows in (checked.runner._rows, checked.runner._idle_rows()))
+    now, idle = (
+        np.asarray(rows.words) for rows in (checked.runner._state.rows, checked.runner._state.idle_rows())
+    )
     assert np.array_equal(now, idle)
     assert not checked.runner._lengths.any()
     assert checked.stats().prefill_calls == checked.stats().compiles_after_warmup == 0

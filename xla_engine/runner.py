@@ -9,20 +9,18 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import KVCache
-from graphs.cache import from_host, make_cache, to_host
 from graphs.config import ModelConfig
 from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
 from graphs.rope import rope_tables
-from graphs.rows import Pool, Rows, RowState, Tables, make_rows, pack_rows
+from graphs.rows import Pool
 from graphs.slots import num_blocks
 from graphs.words import pack
 from scheduler import Chunk, Plan, Row, StepResult
@@ -30,6 +28,7 @@ from xla_engine import memory
 from xla_engine.backends import make_spec
 from xla_engine.compiles import CompileCounter, use_compile_cache
 from xla_engine.config import EngineConfig, compile_cache_directory
+from xla_engine.device_state import DeviceState
 from xla_engine.errors import ConfigError
 from xla_engine.in_flight import (
     DecodeSamples,
@@ -41,8 +40,7 @@ from xla_engine.in_flight import (
 )
 from xla_engine.prefill_call import make_lanes, prompt_targets
 from xla_engine.programs import decode_name, make_programs, prefill_name, prompt_name
-from xla_engine.row_settings import HostTables, RowSettings
-from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+from xla_engine.row_settings import RowSettings
 from xla_engine.sizing import sized
 from xla_engine.slot_moves import PageMoves, Parked, SlotMoves
 
@@ -87,9 +85,9 @@ class Runner:
         )
         self.bucket_choices = self.buckets
         self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
-        self._pool: Pool | None = None
+        pool = None
         if config.num_blocks is not None:
-            self._pool = Pool(config.num_blocks, config.block_size, self.buckets[-1] // config.block_size)
+            pool = Pool(config.num_blocks, config.block_size, self.buckets[-1] // config.block_size)
             if model.delta is not None:
                 raise ConfigError(
                     "num_blocks is for keys and values; this model has recurrent layers: leave it out"
@@ -97,12 +95,10 @@ class Runner:
         began = time.perf_counter()
         self._weights = self._place(weights, load_progress)
         self._rope = jax.device_put(rope_tables(model, self.context_length))
-        self._cache = self._empty_cache()
-        self._rows = self._idle_rows()
-        max_blocks = None if self._pool is None else self._pool.max_blocks
-        self._host_tables = HostTables(config.device_rows, model.vocab_size, max_blocks)
-        self._tables = Tables(**jax.device_put(self._host_tables.take_stale()))
-        jax.block_until_ready((self._weights, self._cache, self._rows))
+        self._state = state = DeviceState(
+            self._spec, config.device_rows, self.buckets[-1], self.context_length, pool
+        )
+        jax.block_until_ready((self._weights, state.held))
         self.load_seconds = time.perf_counter() - began
         # Upper bounds of the rows' lengths, advanced at plan time, to choose the key bucket without a fetch.
         self._lengths = np.zeros(config.device_rows, np.int64)
@@ -125,9 +121,9 @@ class Runner:
             self.buckets,
             weights=self._weights,
             rope=self._rope,
-            cache=self._cache,
-            rows=jax.eval_shape(self._make_rows),
-            tables=self._tables,
+            cache=state.cache,
+            rows=jax.eval_shape(state.make_rows),
+            tables=state.tables,
         )
         self._inventory.compile(programs, progress=progress)
         self._warm_up()
@@ -144,7 +140,7 @@ class Runner:
         """
         self._start_moves(plan, settings)
         for table in plan.tables:
-            self._host_tables.set_blocks(table.slot.index, table.start, table.blocks)
+            self._state.host.set_blocks(table.slot.index, table.start, table.blocks)
         first = tuple(self._start_prefill(chunks, settings) for chunks in self._calls(plan.chunks))
         decode = self._start_decode(plan.decode, settings) if plan.decode else None
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
@@ -170,7 +166,7 @@ class Runner:
 
     def reset(self) -> None:
         """Make every row inactive and every count zero, as at start-up; the cache keeps what it holds."""
-        self._rows = self._idle_rows()
+        self._state.reset()
         self._lengths[:] = 0
         self._scheduled = None
         self._parked.clear()
@@ -201,7 +197,7 @@ class Runner:
     @property
     def keeps_every_position(self) -> bool:
         """Whether what a slot holds can be reused from its beginning to anywhere."""
-        return self._pool is not None or keeps_every_position(self._spec, self.context_length)
+        return self.config.num_blocks is not None or keeps_every_position(self._spec, self.context_length)
 
     @property
     def has_one_row_code(self) -> bool:
@@ -224,7 +220,7 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache on the device."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
+        return self._state.cache_bytes
 
     @property
     def platform(self) -> dict[str, str]:
@@ -241,28 +237,23 @@ class Runner:
     def blank(self) -> None:
         """`reset`, and a cache of zeros as well: what runs next repeats to the bit. Nothing may be in flight."""
         self.reset()
-        for leaf in jax.tree.leaves(self._cache):
-            leaf.delete()
-        self._cache = self._empty_cache()
+        self._state.blank_cache()
 
     def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or what a linear one keeps. For tests."""
-        return to_host(self._spec, self._cache)
+        return self._state.read_cache()
 
     def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
         """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`, and the inputs and
         memory of linear layers likewise. For tests."""
-        edited = []
-        for index, (first, second) in enumerate(self.read_cache()):
-            names = ("inputs", "memory") if self._spec.config.is_linear(index) else ("keys", "values")
-            edited.append((edit(index, names[0], first), edit(index, names[1], second)))
-        self._cache = from_host(self._spec, edited)
+        self._state.edit_cache(edit)
 
     def close(self) -> None:
         """Free device memory and executables."""
-        for leaf in jax.tree.leaves((self._weights, self._rope, self._cache, self._rows, self._tables)):
+        for leaf in (*self._weights, self._rope):
             leaf.delete()
-        self._weights, self._cache = [], []
+        self._weights = []
+        self._state.delete()
         self._scheduled = None
         self._parked.clear()
         self._inventory.clear()
@@ -282,21 +273,18 @@ class Runner:
         for bucket in self.buckets:
             nobody = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
             jax.block_until_ready(self._run(decode_name(bucket), nobody))
-        state, swaps = (self._cache, self._rows), self.config.parks
-        if self._pool is None:
-            state = self._moves.warm_up(state, copies=self.config.reuses_slots, swaps=swaps)
+        state, swaps = self._state, self.config.parks
+        if self.config.num_blocks is None:
+            state.held = self._moves.warm_up(state.held, copies=self.config.reuses_slots, swaps=swaps)
         else:
-            state = self._page_moves.warm_up(state, swaps=swaps)
-        self._cache, self._rows = state
+            state.held = self._page_moves.warm_up(state.held, swaps=swaps)
 
     def _run(self, name: str, work: Any) -> tuple[jax.Array, ...]:
         """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them."""
-        if (block_tables := self._host_tables.take_block_tables()) is not None:
-            self._rows = replace(self._rows, block_tables=jax.device_put(block_tables))
-        if stale := self._host_tables.take_stale():
-            self._tables = replace(self._tables, **jax.device_put(stale))
-        self._cache, self._rows, *results = self._inventory(
-            name, self._weights, self._rope, self._cache, self._rows, work, self._tables
+        state = self._state
+        state.refresh()
+        state.cache, state.rows, *results = self._inventory(
+            name, self._weights, self._rope, state.cache, state.rows, work, state.tables
         )
         return tuple(results)
 
@@ -315,40 +303,27 @@ class Runner:
                 progress(done, total)
         return [placed[name] for name in self._spec.names]
 
-    def _idle_rows(self) -> RowState:
-        on_host = jax.tree.map(np.asarray, self._make_rows())
-        return jax.device_put(pack_rows(on_host))
-
-    def _make_rows(self) -> Rows:
-        return make_rows(self.config.device_rows, MAX_STOP_TOKEN_IDS, self.context_length, self._pool)
-
-    def _empty_cache(self) -> KVCache:
-        if self._pool is not None:
-            return make_cache(
-                self._spec, self.config.device_rows, self._pool.block_size, num_blocks=self._pool.num_blocks
-            )
-        return make_cache(self._spec, self.config.device_rows, self.buckets[-1])
-
     # -- moves ------------------------------------------------------------------------------------------------
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
-        moves = self._moves if self._pool is None else self._page_moves
+        state, paged = self._state, self.config.num_blocks is not None
+        moves = self._page_moves if paged else self._moves
         for swap in plan.parks:
-            moves.park((self._cache, self._rows), swap)
-        self._cache, self._rows = self._page_moves.copy((self._cache, self._rows), plan.copies)
+            moves.park(state.held, swap)
+        state.held = self._page_moves.copy(state.held, plan.copies)
         for swap in plan.resumes:
-            self._cache, self._rows = moves.resume((self._cache, self._rows), swap)
+            state.held = moves.resume(state.held, swap)
             self._lengths[swap.slot.index] = swap.length
             self._fill_tables(swap.slot.index, settings[swap.request_id])
-        for reuse in plan.reuses if self._pool is None else ():
-            self._cache, self._rows = self._moves.reuse((self._cache, self._rows), reuse)
+        for reuse in () if paged else plan.reuses:
+            state.held = self._moves.reuse(state.held, reuse)
 
     def _fill_tables(self, slot: int, row: RowSettings) -> None:
         """What a request brings that is too wide for the row state."""
         if row.params.logit_bias:
-            self._host_tables.set_bias(slot, row.params.logit_bias)
+            self._state.host.set_bias(slot, row.params.logit_bias)
         if row.mask is not None:
-            self._host_tables.set_mask(slot, row.mask.words)
+            self._state.host.set_mask(slot, row.mask.words)
 
     # -- prefill ----------------------------------------------------------------------------------------------
 
@@ -406,7 +381,7 @@ class Runner:
         joined = self._scheduled
         for slot, row in joined.lockstep:
             assert row.mask is not None
-            self._host_tables.set_mask(slot, row.mask.words)
+            self._state.host.set_mask(slot, row.mask.words)
         keys = self.bucket_choices[-1]
         if len(self.buckets) > 1:
             self._lengths[joined.index] += 1
