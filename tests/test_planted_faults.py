@@ -137,6 +137,7 @@ def in_sixteen_parts(weights: jax.Array) -> jax.Array:
     return jnp.pad(total, ((0, blocks - 1), *((0, 0),) * 4))
 
 
+@pytest.mark.slow
 def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_start_up(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:

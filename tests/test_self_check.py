@@ -55,7 +55,7 @@ def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
         assert run_alone(checked, case) == run_alone(unchecked, case)
 
 
-@pytest.mark.parametrize("context_length", [2, 9])
+@pytest.mark.parametrize("context_length", [2, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_context_too_short_for_two_chunks_is_checked_as_well(
     make_engine: MakeEngine, context_length: int
 ) -> None:
