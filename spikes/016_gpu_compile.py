@@ -233,13 +233,12 @@ def kernels_alone() -> None:
     attention, some = GpuAttention(), jnp.zeros(LANES, jnp.int32)
     own = {"form": c.attention(0), "weights": AttentionWeights(), "key_length": POSITIONS}
     own["compute_dtype"] = jnp.dtype(kept)
-    one = dataclasses.replace(c, num_hidden_layers=1)
     compile_alone(
         lambda layer, qkv, rope, length, live: attention.attend_decode(
             layer, qkv, rope=rope, length=length, live=live, **own
         ),
         lambda: (
-            attention.make_cache(one, ROWS, POSITIONS, jnp.dtype(kept))[0],
+            attention.make_store(c, (0,), ROWS, POSITIONS, jnp.dtype(kept)),
             *(f32(ROWS, wide), f32(ROWS, 2, half), jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS, bool)),
         ),
     )
@@ -248,7 +247,7 @@ def kernels_alone() -> None:
             layer, qkv, rope=rope, slot=lane, start=lane, count=lane, **own
         ),
         lambda: (
-            attention.make_cache(one, ROWS, POSITIONS, jnp.dtype(kept))[0],
+            attention.make_store(c, (0,), ROWS, POSITIONS, jnp.dtype(kept)),
             *(f32(LANES * TOKENS, wide), f32(LANES, TOKENS, 2, half), some),
         ),
     )
