@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("graphs", "scheduler", "xla_engine")
-RUNNER = {"runner.py", "programs.py", "in_flight.py", "slot_moves.py"}
+RUNNER = {"runner.py", "programs.py", "in_flight.py", "slot_moves.py", "device_state.py"}
 
 
 def modules(package: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What the device keeps from call to call besides the weights: cache, row state and tables."""
+"""What the device keeps from call to call besides the weights: cache, row state and tables. A part of the runner."""
 
 from __future__ import annotations
 
