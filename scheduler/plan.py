@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler.request import FinishReason
@@ -174,7 +173,7 @@ class Decoded:
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[float | None] = ()
-    extra: Mapping[int, object] = MappingProxyType({})
+    extra: Mapping[int, object] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, rows: Iterable[Row], samples: Iterable[Sample | None]) -> Decoded:
