@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from graphs.attention import whole_blocks
 from graphs.attention_native import NativeAttention
+from graphs.config import ModelConfig
 from graphs.model import ModelSpec
 from graphs.prefill import Lanes, prefill_chunk
 from graphs.projection_native import NativeProducts
@@ -37,7 +39,8 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
-from xla_engine import backends
+from xla_engine import backends, runner
+from xla_engine.bench.workloads import Sizes, ragged
 from xla_engine.checkpoint import Checkpoint
 from xla_engine.checkpoint import random_weights as named_weights
 from xla_engine.config import EngineConfig
@@ -48,7 +51,9 @@ from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=15)
-arguments.add_argument("--only", nargs="*", default=["decode", "prefill", "mixed", "jobs"])
+arguments.add_argument("--only", nargs="*", default=["decode", "prefill", "mixed", "jobs", "ragged"])
+arguments.add_argument("--forms", type=int, default=2, help="of the ragged job: own slots, pages")
+arguments.add_argument("--requests", type=int, default=64, help="of the ragged job")
 options = arguments.parse_known_args()[0]
 
 assert register(), "needs a CPU with matrix tiles (Intel AMX)"
@@ -214,20 +219,34 @@ def mixed_calls(weights: Any) -> None:
 
 
 # %% Jobs through the engine
-def jobs() -> None:
+def started(model: ModelConfig, config: EngineConfig) -> dict[str, XlaBatchEngine]:
+    """The engine as it was, with a program of two lanes for short prompts, and as it is."""
     checkpoint = Checkpoint(
         path=Path("random"),
-        config=CONFIG,
-        weights=named_weights(CONFIG, dtype="bfloat16"),
+        config=model,
+        weights=named_weights(model, dtype="bfloat16"),
         eos_token_ids=(),
         bos_token_id=None,
         dtype="bfloat16",
         fingerprint="random",
     )
-    config = EngineConfig(max_num_seqs=ROWS, max_model_len=256, enable_prefix_caching=False)
-    with mock.patch.object(backends, "NativeProducts", EveryRow):
+    with (
+        mock.patch.object(backends, "NativeProducts", EveryRow),
+        mock.patch.object(runner, "_lanes", lambda config, spec: config.prefill_lanes),
+    ):
         before = XlaBatchEngine(checkpoint, None, config)
-    engines = {"every row": before, "live rows": XlaBatchEngine(checkpoint, None, config)}
+    return {"every row": before, "live rows": XlaBatchEngine(checkpoint, None, config)}
+
+
+def run(engine: XlaBatchEngine, prompts: Any, new: Sequence[int]) -> None:
+    for prompt, count in zip(prompts, new, strict=True):
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+    list(engine.drain())
+
+
+def jobs() -> None:
+    config = EngineConfig(max_num_seqs=ROWS, max_model_len=256, enable_prefix_caching=False, self_check=False)
+    engines = started(CONFIG, config)
     sizes = [
         (1, 16, 1),
         (1, 64, 1),
@@ -240,16 +259,13 @@ def jobs() -> None:
     ]
     rng = np.random.default_rng(2)
 
-    def job(engine: XlaBatchEngine, prompts: list[list[int]], new: int) -> None:
-        for prompt in prompts:
-            engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True))
-        list(engine.drain())
-
     variants = {}
     for count, length, new in sizes:
         prompts = rng.integers(0, CONFIG.vocab_size, (count, length)).tolist()
         for name, engine in engines.items():
-            variants[f"{name} {count} {length} {new}"] = functools.partial(job, engine, prompts, new)
+            variants[f"{name} {count} {length} {new}"] = functools.partial(
+                run, engine, prompts, [new] * count
+            )
     times = interleave(variants, min(options.rounds, 7))
     table = []
     for size in sizes:
@@ -261,7 +277,38 @@ def jobs() -> None:
         engine.close()
 
 
-if set(options.only) - {"jobs"}:
+# %% The ragged job of the benchmark
+def ragged_job() -> None:
+    work = ragged(Sizes(batch=8, vocab_size=CONFIG.vocab_size))
+    prompts, new = work.prompts[: options.requests], work.max_tokens[: options.requests]
+    model = dataclasses.replace(CONFIG, max_position_embeddings=2048)
+    own = EngineConfig(
+        max_num_seqs=8, max_model_len=work.longest, enable_prefix_caching=False, self_check=False
+    )
+    blocks = 8 * -(-whole_blocks(work.longest) // own.block_size)
+    pages = dataclasses.replace(own, max_num_seqs=32, num_blocks=blocks)
+    table = []
+    for name, config in (("8 slots", own), ("32 slots over their pages", pages))[: options.forms]:
+        engines = started(model, config)
+        both = {}
+        for which, engine in engines.items():
+            plans = []
+            engine.on_step = lambda plan, events, plans=plans: plans.append(plan) if events is None else None
+            run(engine, prompts, new)
+            engine.on_step = None
+            both[which] = sum(bool(plan.chunks and plan.decode) for plan in plans), len(plans)
+        variants = {which: functools.partial(run, engine, prompts, new) for which, engine in engines.items()}
+        times = interleave(variants, 2, warm_up=0)
+        for engine in engines.values():
+            engine.close()
+        found = [times[which] for which in engines]
+        rates = [f"{sum(new) / each.median:.0f}" for each in found]
+        table.append([name, *rates, ratio(*found), "{} of {}".format(*both["live rows"])])
+    head = ["ragged", *(f"{which}, tok/s" for which in SPECS), "ratio", "steps that prefill and decode"]
+    print(markdown_table(head, table), "\n")
+
+
+if set(options.only) - {"jobs", "ragged"}:
     weights = random_weights(SPECS["live rows"])
     for name, part in (("decode", decode_steps), ("prefill", prefill_calls), ("mixed", mixed_calls)):
         if name in options.only:
@@ -269,3 +316,5 @@ if set(options.only) - {"jobs"}:
     del weights
 if "jobs" in options.only:
     jobs()
+if "ragged" in options.only:
+    ragged_job()

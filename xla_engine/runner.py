@@ -19,6 +19,7 @@ import numpy as np
 from graphs.config import ModelConfig
 from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
+from graphs.model import ModelSpec
 from graphs.rope import rope_tables
 from graphs.rows import Pool
 from graphs.slots import num_blocks
@@ -78,11 +79,8 @@ class Runner:
         self._spec = make_spec(config, model, jnp.dtype(dtype))
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if self._spec.attention.bounded_by_length else buckets
-        # Sizes in use, ascending. Where C++ multiplies live rows only, the largest call serves all. The self-check
-        # leaves only the largest where the choice would change bits.
-        self.lane_choices = self.lanes = (
-            config.prefill_lanes if self._spec.products is None else config.prefill_lanes[-1:]
-        )
+        # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
+        self.lane_choices = self.lanes = _lanes(config, self._spec)
         self.bucket_choices = self.buckets
         self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
         pool = None
@@ -406,6 +404,11 @@ class Runner:
                 if row.mask is not None and row.mask.lockstep
             ),
         )
+
+
+def _lanes(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:
+    """Sizes of prefill calls. Where C++ multiplies live rows only, the largest serves all."""
+    return config.prefill_lanes if spec.products is None else config.prefill_lanes[-1:]
 
 
 def _smallest(sizes: Sequence[int], needed: int) -> int:
