@@ -6,6 +6,8 @@ so that the host waits for the device in every step, whichever branch is taken (
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +16,7 @@ _GROUP = 4  # entries of which only the largest is looked at first
 _AT_ONCE = 512  # entries that are compared with each other without groups
 
 
+@functools.partial(jax.jit, static_argnames="count")  # traced once, not in every program of a CPU
 def largest_by_rank(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The `count` largest of `values f32 [V, N]` per column, descending, lowest index first on ties.
 

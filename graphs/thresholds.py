@@ -69,15 +69,25 @@ def _search_undecided(
     rows: SamplingRows,
 ) -> jax.Array:
     """`found [N]` with the undecided rows decided by bisection."""
+    return lax.platform_dependent(
+        *(found, undecided, logits, peak, temperature, wanted, rows),
+        cpu=_search_in_groups,
+        default=_search_together,
+    )
 
-    def in_groups() -> jax.Array:
-        return _search_in_groups(found, undecided, logits, peak, temperature, wanted, rows)
 
-    def together() -> jax.Array:
-        values = bisect(logits, peak, temperature, wanted, rows.top_p, rows.min_p)
-        return jnp.where(undecided, values, found)
-
-    return lax.platform_dependent(cpu=in_groups, default=together)
+@jax.jit  # traced once, not in every program of a CPU
+def _search_together(
+    found: jax.Array,
+    undecided: jax.Array,
+    logits: jax.Array,
+    peak: jax.Array,
+    temperature: jax.Array,
+    wanted: jax.Array,
+    rows: SamplingRows,
+) -> jax.Array:
+    values = bisect(logits, peak, temperature, wanted, rows.top_p, rows.min_p)
+    return jnp.where(undecided, values, found)
 
 
 def _search_in_groups(

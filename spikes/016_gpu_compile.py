@@ -44,7 +44,7 @@ from graphs.attention import Attention, AttentionWeights
 from graphs.attention_gpu import GpuAttention
 from graphs.attention_xla import XlaAttention
 from graphs.cache import make_cache
-from graphs.config import ModelConfig, RoutedExperts
+from graphs.config import DeltaForm, ModelConfig, RoutedExperts
 from graphs.decode import decode_step
 from graphs.model import ModelSpec
 from graphs.moe import Experts, Route
@@ -172,6 +172,16 @@ QWEN3_30B_A3B = dataclasses.replace(
 )
 
 
+LINEAR = dataclasses.replace(
+    LLAMA_3_1_8B,
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=1,
+    layer_types=("linear_attention",),
+    delta=DeltaForm(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-6),
+)
+
+
 # %%
 def programs() -> None:
     """Kernels per layer and memory; what is in CUDA graphs."""
@@ -200,6 +210,8 @@ def programs() -> None:
         "decode, Qwen3-30B-A3B": {"model": QWEN3_30B_A3B},
         f"prefill of {LANES} x {TOKENS}, Llama-3.1-8B": {"prefill": True},
         f"prefill of {LANES} x {TOKENS}, Qwen3-30B-A3B": {"prefill": True, "model": QWEN3_30B_A3B},
+        "decode, gated DeltaNet": {"model": LINEAR},
+        f"prefill of {LANES} x {TOKENS}, gated DeltaNet": {"prefill": True, "model": LINEAR},
     }.items():
         compiled(1, GpuAttention(), **options)
         recorded.append([name, *launches(DUMPED)])
