@@ -1,4 +1,4 @@
-"""The only module that touches devices: owns weights, cache, row state and executables.
+"""The only module that touches devices: owns weights, executables and, by `device_state`, cache and row state.
 
 `start(plan)` dispatches and returns at once; `wait(in_flight)` fetches O(B) numbers. Between the two the host
 is free, and steps execute in the order they were started.
