@@ -141,7 +141,6 @@ def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(
     programs = make_programs(
         spec,
         config,
-        config.prefill_lanes,
         buckets,
         weights=[],
         rope=jnp.zeros((1, 1, 2, 8)),

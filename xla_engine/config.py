@@ -39,7 +39,7 @@ class EngineConfig:
     lag: started steps the host may leave unread: 1 overlaps host and device, 0 reads each step at once; 2 is up to 9 %
         faster where steps take a millisecond, and runs a row that a stop token ends one step further (findings/033).
     chunk_size: prompt tokens per prefill lane. Prompts are cut at its multiples, whatever the load.
-    prefill_lanes: lane counts of the prefill graphs, ascending; C++ products skip padding and use the largest alone.
+    prefill_lanes: lane counts of the prefill graphs, ascending.
     max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
         prefill graph once per step.
     key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes three at

@@ -29,7 +29,6 @@ COPY_PAGES, READ_PAGES, WRITE_PAGES = "copy_pages", "read_pages", "write_pages"
 def make_programs(
     spec: ModelSpec,
     config: EngineConfig,
-    lanes: Sequence[int],
     buckets: Sequence[int],
     *,
     weights: list[jax.Array],
@@ -38,8 +37,7 @@ def make_programs(
     rows: Rows,
     tables: Tables,
 ) -> list[Program]:
-    """Everything one engine runs. `lanes` are the sizes of prefill calls, `buckets` the key lengths; the arrays are
-    looked at for their shapes only.
+    """Everything one engine runs. `buckets` are the key lengths; the arrays are looked at for their shapes only.
 
     Row state and lanes are packed (`graphs.words`) outside of the programs.
     """
@@ -62,7 +60,7 @@ def make_programs(
         )
         programs.extend(
             Program(
-                name=prefill_name(count, bucket),
+                name=prefill_name(lanes, bucket),
                 function=_on_packed(
                     functools.partial(
                         prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
@@ -73,15 +71,15 @@ def make_programs(
                 arguments=(*state, _abstract(pack(idle)), wide),
                 donate=(2, 3),
             )
-            for count in lanes
-            for idle in [make_lanes([], {}, count, config.chunk_size)]
+            for lanes in config.prefill_lanes
+            for idle in [make_lanes([], {}, lanes, config.chunk_size)]
         )
-    for count in lanes:
-        tokens = count * config.chunk_size
+    for lanes in config.prefill_lanes:
+        tokens = lanes * config.chunk_size
         hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
         programs.append(
             Program(
-                name=prompt_name(count),
+                name=prompt_name(lanes),
                 function=functools.partial(prompt_logprobs, spec, config.head_rows),
                 arguments=(state[0], hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
             )

@@ -19,7 +19,6 @@ import numpy as np
 from graphs.config import ModelConfig
 from graphs.footprint import keeps_every_position
 from graphs.inventory import GraphReport, Inventory
-from graphs.model import ModelSpec
 from graphs.rope import rope_tables
 from graphs.rows import Pool
 from graphs.slots import num_blocks
@@ -80,7 +79,7 @@ class Runner:
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if self._spec.attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
-        self.lane_choices = self.lanes = _lanes(config, self._spec)
+        self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
         self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
         pool = None
@@ -115,7 +114,6 @@ class Runner:
         programs = make_programs(
             self._spec,
             config,
-            self.lanes,
             self.buckets,
             weights=self._weights,
             rope=self._rope,
@@ -260,7 +258,7 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Run every program once with nothing to do: nothing is live, so no state changes."""
-        for lanes in self.lanes:
+        for lanes in self.config.prefill_lanes:
             for bucket in self.buckets:
                 *_, hidden = self._run(
                     prefill_name(lanes, bucket),
@@ -404,11 +402,6 @@ class Runner:
                 if row.mask is not None and row.mask.lockstep
             ),
         )
-
-
-def _lanes(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:
-    """Sizes of prefill calls. Where C++ multiplies live rows only, the largest serves all."""
-    return config.prefill_lanes if spec.products is None else config.prefill_lanes[-1:]
 
 
 def _smallest(sizes: Sequence[int], needed: int) -> int:
