@@ -48,10 +48,10 @@ def there_and_back(length: int) -> None:
 
     swap = Swap(slot=Slot(index=0, epoch=0), request_id="x", length=length)
     moves = RUNNER._moves
-    moves.park((RUNNER._cache, RUNNER._rows), swap)
-    moves.settle("x")
-    RUNNER._cache, RUNNER._rows = moves.resume((RUNNER._cache, RUNNER._rows), swap)
-    jax.block_until_ready((RUNNER._cache, RUNNER._rows))
+    moves.park(RUNNER._state.held, swap)
+    RUNNER._parked.settle("x")
+    RUNNER._state.held = moves.resume(RUNNER._state.held, swap)
+    jax.block_until_ready(RUNNER._state.held)
 
 
 def prefill(length: int) -> None:
