@@ -22,7 +22,7 @@ from xla_engine.batch_results import (
     record_id,
     result_line,
 )
-from xla_engine.detokenizer import _BYTE_OF, ByteLevelDetokenizer
+from xla_engine.detokenizer import _BYTE_OF, ByteLevelDetokenizer, TokenBytes
 from xla_engine.outputs import Logprob, RequestOutput
 
 STAMP = Stamp(created=1700000000, model="theirs", system_fingerprint="f" * 16)
@@ -95,7 +95,7 @@ class Bytes:
         return bytes([token_id])
 
     def incremental(self, skip_special_tokens: bool = True) -> Any:
-        return ByteLevelDetokenizer(lambda token_id: _letter(token_id), lambda ids: "")
+        return ByteLevelDetokenizer(TokenBytes(_letter), _letter, lambda ids: "")
 
 
 def _letter(token_id: int) -> str:
