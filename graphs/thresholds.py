@@ -46,9 +46,10 @@ def threshold(
     decided = (~limited | (wanted <= count)) & ((rows.top_p >= 1) | jnp.any(reached, axis=0))
     found = jnp.maximum(kth, nucleus)
     undecided = concerned & ~decided
+    given = (found, undecided, logits, peak, temperature, wanted, rows)
     return lax.cond(
         jnp.any(undecided),
-        lambda: _search_undecided(found, undecided, logits, peak, temperature, wanted, rows),
+        lambda: lax.platform_dependent(*given, cpu=_search_in_groups, default=_search_together),
         lambda: found,
     )
 
@@ -57,23 +58,6 @@ def likelihood(logits: jax.Array, peak: jax.Array, temperature: jax.Array, min_p
     """Probability relative to that of the largest logit `peak [N]`, which gets exactly 1; zero below `min_p`."""
     found = jnp.exp((flat(logits) - along(peak)) / along(temperature))
     return columns(jnp.where(found >= along(min_p), found, 0.0), logits.shape)
-
-
-def _search_undecided(
-    found: jax.Array,
-    undecided: jax.Array,
-    logits: jax.Array,
-    peak: jax.Array,
-    temperature: jax.Array,
-    wanted: jax.Array,
-    rows: SamplingRows,
-) -> jax.Array:
-    """`found [N]` with the undecided rows decided by bisection."""
-    return lax.platform_dependent(
-        *(found, undecided, logits, peak, temperature, wanted, rows),
-        cpu=_search_in_groups,
-        default=_search_together,
-    )
 
 
 @jax.jit  # traced once, not in every program of a CPU
@@ -86,6 +70,7 @@ def _search_together(
     wanted: jax.Array,
     rows: SamplingRows,
 ) -> jax.Array:
+    """`found [N]` with the undecided rows decided by bisection, all at once: no loop."""
     values = bisect(logits, peak, temperature, wanted, rows.top_p, rows.min_p)
     return jnp.where(undecided, values, found)
 
@@ -99,7 +84,7 @@ def _search_in_groups(
     wanted: jax.Array,
     rows: SamplingRows,
 ) -> jax.Array:
-    """`_GROUP` rows at a time: their columns fit into the processor's cache, and the shape does not depend on N."""
+    """The same, `_GROUP` rows at a time: their columns fit into a processor's cache, and no shape depends on N."""
     width = found.shape[0]
     count = jnp.sum(undecided, dtype=jnp.int32)
     order = jnp.argsort(~undecided, stable=True)  # the undecided rows first
