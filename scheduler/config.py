@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.policy import POLICIES, PREEMPTIVE
+from xla_engine.scheduler.policy import POLICIES, PREEMPTIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

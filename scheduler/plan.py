@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.request import FinishReason
+from xla_engine.scheduler.request import FinishReason
 
 
 class ResultMismatchError(ValueError):

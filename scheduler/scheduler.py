@@ -6,22 +6,23 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from scheduler import integrity, policy, snapshot
-from scheduler.config import SchedulerConfig
-from scheduler.crediting import Crediting, Events
-from scheduler.deadlines import Deadlines
-from scheduler.decoding import Decoding
-from scheduler.lockstep import Lockstep
-from scheduler.pages import Pages
-from scheduler.plan import Decision, Plan, Row, StepResult, Swap
-from scheduler.prefilling import Prefilling, PrefillPlan
-from scheduler.request import FinishReason, Request, Status
-from scheduler.room import Room
-from scheduler.snapshot import Counters, Snapshot
-from scheduler.state import RequestState
-from scheduler.swaps import Swaps
-from scheduler.turns import Turns
-from scheduler.waiting import WaitingQueue
+from xla_engine.scheduler import invariants as integrity
+from xla_engine.scheduler import policy, snapshot
+from xla_engine.scheduler.config import SchedulerConfig
+from xla_engine.scheduler.kv.allocator import Room
+from xla_engine.scheduler.kv.block_manager import Pages
+from xla_engine.scheduler.kv.preemption import Swaps
+from xla_engine.scheduler.plan import Decision, Plan, Row, StepResult, Swap
+from xla_engine.scheduler.queue.deadlines import Deadlines
+from xla_engine.scheduler.queue.round_robin import Turns
+from xla_engine.scheduler.queue.waiting import WaitingQueue
+from xla_engine.scheduler.request import FinishReason, Request, Status
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.snapshot import Counters, Snapshot
+from xla_engine.scheduler.steps.commit import Crediting, Events
+from xla_engine.scheduler.steps.decode import Decoding
+from xla_engine.scheduler.steps.host_gated import Lockstep
+from xla_engine.scheduler.steps.prefill import Prefilling, PrefillPlan
 
 COMPARED = 32  # requests in line, for how much of each is cached
 NO_PREFILL = PrefillPlan((), (), ())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from scheduler.plan import Decision, Slot
-from scheduler.request import FinishReason, Status
-from scheduler.slots import Slots
-from scheduler.state import RequestState
+from xla_engine.scheduler.kv.slots import Slots
+from xla_engine.scheduler.plan import Decision, Slot
+from xla_engine.scheduler.request import FinishReason, Status
+from xla_engine.scheduler.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

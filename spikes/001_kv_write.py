@@ -19,11 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention_xla
-from graphs.attention import KEY_BLOCK, KVCache
-from graphs.cache import make_cache
-from graphs.inventory import Inventory, Program
-from graphs.model import ModelSpec
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -32,6 +27,11 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
+from xla_engine.graphs.attention import xla as attention_xla
+from xla_engine.graphs.attention.backend import KEY_BLOCK, KVCache
+from xla_engine.graphs.inventory import Inventory, Program
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=11)

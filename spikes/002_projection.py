@@ -20,9 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import decode
-from graphs.model import ModelSpec
-from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, XlaProducts, feature_major, finished, normed
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -31,6 +28,16 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
+from xla_engine.graphs.linear.products import (
+    ROWS_LEFT,
+    WEIGHT_LEFT,
+    XlaProducts,
+    feature_major,
+    finished,
+    normed,
+)
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.steps import decode
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=5)

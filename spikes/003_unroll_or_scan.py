@@ -17,13 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import AttentionWeights, LayerCache
-from graphs.cache import make_cache
-from graphs.decode import decode_step
-from graphs.layers import rms_norm
-from graphs.model import ModelSpec
-from graphs.projection import WEIGHT_LEFT, feature_major
-from graphs.rows import Rows, Tables, pack_samples
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -33,6 +26,13 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
+from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.linear.products import WEIGHT_LEFT, feature_major
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.row_state.rows import Rows, Tables, pack_samples
+from xla_engine.graphs.steps.decode import decode_step
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=15)

@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs import sampling, thresholds
-from graphs.adjust import Context
-from graphs.logprobs import token_logprob
-from graphs.rows import SamplingRows, make_sampling_rows, make_tables
-from graphs.vocabulary import argmax
 from spikes.timing import Times, describe_machine, interleave, markdown_table
+from xla_engine.graphs.ops.reductions import argmax
+from xla_engine.graphs.row_state.rows import SamplingRows, make_sampling_rows, make_tables
+from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.sampling import truncation as thresholds
+from xla_engine.graphs.sampling.logits_processors import Context
+from xla_engine.graphs.sampling.logprobs import token_logprob
 
 VOCABULARY = 49152
 Form = Callable[[jax.Array, SamplingRows, Context], Any]

@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import KVCache, LayerCache
-from graphs.cache import make_cache
-from graphs.model import ModelSpec
-from graphs.prefill import Lanes, prefill_chunk
-from graphs.rope import rope_tables
-from graphs.rows import make_rows, make_sampling_rows, make_tables
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
-from xla_engine.checkpoint import random_weights
+from xla_engine.graphs.attention.backend import KVCache, LayerCache
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import make_rows, make_sampling_rows, make_tables
+from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
+from xla_engine.model_loader.checkpoint import random_weights
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 POSITIONS = 512  # per slot

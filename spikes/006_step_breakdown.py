@@ -22,22 +22,22 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as barrier
 
-from graphs import attention_xla
-from graphs.attention import AttentionWeights, KVCache, LayerCache
-from graphs.cache import make_cache
-from graphs.decode import decode_step
-from graphs.layers import apply_rope, split_heads
-from graphs.model import ModelSpec
-from graphs.projection import WEIGHT_LEFT, feature_major
-from graphs.rope import rope_tables
-from graphs.rows import make_rows, make_tables
-from graphs.vocabulary import argmax
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.limits import read_bandwidth
 from xla_engine.bench.models import SMOLLM2_135M
-from xla_engine.checkpoint import random_weights
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.attention import xla as attention_xla
+from xla_engine.graphs.attention.backend import AttentionWeights, KVCache, LayerCache
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.linear.products import WEIGHT_LEFT, feature_major
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.norms import apply_rope, split_heads
+from xla_engine.graphs.ops.reductions import argmax
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import make_rows, make_tables
+from xla_engine.graphs.steps.decode import decode_step
+from xla_engine.model_loader.checkpoint import random_weights
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 KEYS = 256

@@ -32,11 +32,11 @@ def child(began: float) -> None:
     marks = [began, time.monotonic()]
     import jax  # noqa: F401
 
-    from xla_engine.checkpoint import load_checkpoint
     from xla_engine.config import EngineConfig, embedded_model_directory
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.model_loader.checkpoint import load_checkpoint
     from xla_engine.sampling_params import SamplingParams
-    from xla_engine.tokenizer import Tokenizer
+    from xla_engine.text.tokenizer import Tokenizer
 
     marks.append(time.monotonic())
     directory = embedded_model_directory()

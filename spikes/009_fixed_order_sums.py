@@ -18,11 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention_xla, layers, logprobs, vocabulary
-from graphs.attention import KEY_BLOCK
-from graphs.layers import rms_norm
-from graphs.model import ModelSpec
-from graphs.sums import sum_first, sum_last
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -31,6 +26,14 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
+from xla_engine.graphs.attention import xla as attention_xla
+from xla_engine.graphs.attention.backend import KEY_BLOCK
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops import norms as layers
+from xla_engine.graphs.ops import reductions as vocabulary
+from xla_engine.graphs.ops.fixed_order_sums import sum_first, sum_last
+from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.sampling import logprobs
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=15)

@@ -23,15 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention_xla, layers, logprobs, projection, vocabulary
-from graphs import decode as decode_graph
-from graphs.attention import AttentionWeights, LayerCache
-from graphs.config import AttentionForm
-from graphs.layers import rms_norm
-from graphs.model import ModelSpec
-from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, feature_major
-from graphs.rope import rope_tables
-from graphs.sums import sum_last
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -40,7 +31,20 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
-from xla_engine.backends import choose_attention
+from xla_engine.graphs.attention import xla as attention_xla
+from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.linear import products as projection
+from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, feature_major
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops import norms as layers
+from xla_engine.graphs.ops import reductions as vocabulary
+from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.sampling import logprobs
+from xla_engine.graphs.steps import decode as decode_graph
+from xla_engine.runner.backends import choose_attention
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=15)

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from spikes.timing import markdown_table
-from xla_engine.batch import BatchRun
-from xla_engine.batch_lines import read_lines
-from xla_engine.batch_results import Stamp
-from xla_engine.output_file import Mode, OutputFile
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.output_file import Mode, OutputFile
+from xla_engine.batch.results import Stamp
+from xla_engine.batch.resume import DoneLines
+from xla_engine.batch.run import BatchRun
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from xla_engine.result_files import DoneLines
 from xla_engine.sampling_params import SamplingParams
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -90,10 +90,10 @@ class InstantEngine:
 def tiny_engine() -> Any:
     import numpy as np
 
-    from graphs.config import ModelConfig
-    from xla_engine.checkpoint import Checkpoint, random_weights
     from xla_engine.config import EngineConfig
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.graphs.config import ModelConfig
+    from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
 
     model = ModelConfig(
         vocab_size=256,

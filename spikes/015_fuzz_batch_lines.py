@@ -16,7 +16,7 @@ import time
 
 from tests.fuzz_lines import FuzzReport, fuzz
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 
 HANG_SECONDS = 300  # without a finished step the process ends with its stack on standard error
 

@@ -39,23 +39,24 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from graphs import decode, sums
-from graphs.attention import Attention, AttentionWeights
-from graphs.attention_gpu import GpuAttention
-from graphs.attention_xla import XlaAttention
-from graphs.cache import make_cache
-from graphs.config import DeltaForm, ModelConfig, RoutedExperts
-from graphs.decode import decode_step
-from graphs.model import ModelSpec
-from graphs.moe import Experts, Route
-from graphs.moe_gpu import gpu_experts
-from graphs.prefill import Lanes, prefill_chunk
-from graphs.projection import ROWS_LEFT
-from graphs.rows import Pool, make_rows, make_tables
 from spikes.gpu_dumps import kernels as kernel_table
 from spikes.gpu_dumps import launches
 from spikes.gpu_scale import LLAMA_3_1_8B
 from spikes.timing import SMOLLM2_135M, markdown_table
+from xla_engine.graphs.attention.backend import Attention, AttentionWeights
+from xla_engine.graphs.attention.gpu import GpuAttention
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.config import DeltaForm, ModelConfig, RoutedExperts
+from xla_engine.graphs.experts.gpu import gpu_experts
+from xla_engine.graphs.experts.routing import Experts, Route
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops import fixed_order_sums as sums
+from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables
+from xla_engine.graphs.steps import decode
+from xla_engine.graphs.steps.decode import decode_step
+from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 
 warnings.simplefilter("ignore", DeprecationWarning)
 DUMPED = Path(os.environ["DUMPED"])

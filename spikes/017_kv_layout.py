@@ -19,13 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs.attention import KEY_BLOCK, LayerCache
-from graphs.attention_xla import XlaAttention
-from graphs.cache import make_cache
-from graphs.config import ModelConfig
-from graphs.layers import apply_rope, split_heads
-from graphs.model import ModelSpec
-from graphs.sums import sum_last
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -35,6 +28,13 @@ from spikes.timing import (
     random_weights,
 )
 from xla_engine.config import EngineConfig
+from xla_engine.graphs.attention.backend import KEY_BLOCK, LayerCache
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.ops.norms import apply_rope, split_heads
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("question", nargs="?", choices=["layouts", "buckets"], default="layouts")

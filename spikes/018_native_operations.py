@@ -13,13 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphs.attention import AttentionWeights
-from graphs.attention_native import NativeAttention
-from graphs.attention_xla import XlaAttention
-from graphs.cache import make_cache, places
-from graphs.model import ModelSpec
-from graphs.projection import ROWS_LEFT
-from graphs.projection_native import NativeProducts
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -28,7 +21,14 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
-from xla_engine.native import register
+from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.kv_cache.cache import make_cache, places
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.runner.native_build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=9)

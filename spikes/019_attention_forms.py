@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import AttentionWeights, LayerCache
-from graphs.attention_native import NativeAttention
-from graphs.config import AttentionForm
 from spikes.timing import SMOLLM2_135M, Times, describe_machine, interleave, markdown_table
-from xla_engine.native import register
+from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.config import AttentionForm
+from xla_engine.runner.native_build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=15)

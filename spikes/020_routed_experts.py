@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import moe
-from graphs.moe import Experts, Route, blocked_experts, gate, route
-from graphs.moe_native import native_experts
 from spikes.timing import describe_machine, interleave, markdown_table
-from xla_engine.native import register
+from xla_engine.graphs.experts import routing as moe
+from xla_engine.graphs.experts.native import native_experts
+from xla_engine.graphs.experts.routing import Experts, Route, blocked_experts, gate, route
+from xla_engine.runner.native_build import register
 
 Form = Callable[[Experts, jax.Array, Route, jax.Array], jax.Array]
 

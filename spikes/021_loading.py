@@ -32,7 +32,7 @@ def write(directory: Path, dtype: Any) -> None:
     from safetensors.numpy import save_file
 
     from xla_engine.bench.models import LLAMA_3_2_1B, write_config
-    from xla_engine.families import LLAMA, tensor_sources
+    from xla_engine.model_loader.families import LLAMA, tensor_sources
 
     directory.mkdir(parents=True)
     sources = [s for stacked in tensor_sources(LLAMA_3_2_1B, LLAMA).values() for s in stacked]
@@ -59,9 +59,9 @@ def child(way: str, directory: Path) -> None:
     import jax
     import numpy as np
 
-    from graphs.model import ModelSpec
-    from xla_engine import weights as reader
-    from xla_engine.checkpoint import load_checkpoint
+    from xla_engine.graphs.model.decoder import ModelSpec
+    from xla_engine.model_loader import weights as reader
+    from xla_engine.model_loader.checkpoint import load_checkpoint
 
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     if way == FINITE:
@@ -88,7 +88,7 @@ def read_all(directory: Path, spec: Any) -> dict[str, Any]:
     import numpy as np
     from safetensors import safe_open
 
-    from xla_engine.families import LLAMA, tensor_sources
+    from xla_engine.model_loader.families import LLAMA, tensor_sources
 
     weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     files = {name: safe_open(directory / name, framework="np") for name in set(weight_map.values())}

@@ -15,13 +15,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from graphs import delta_rule
-from graphs.config import DeltaForm
-from graphs.delta_net import DeltaWeights, delta_decode, delta_prefill, make_state
-from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, Products
-from graphs.projection_native import NativeProducts
 from spikes.timing import describe_machine, interleave, markdown_table
-from xla_engine.native import register
+from xla_engine.graphs.config import DeltaForm
+from xla_engine.graphs.delta_net import rule as delta_rule
+from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, delta_prefill, make_state
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, Products
+from xla_engine.runner.native_build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=7)

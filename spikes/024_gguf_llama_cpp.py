@@ -75,7 +75,7 @@ def write_models(folder: Path) -> list[dict[str, Any]]:
 
     from tests.gguf_files import write_gguf
     from xla_engine.config import EngineConfig
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.sampling_params import SamplingParams
 
     config = EngineConfig(

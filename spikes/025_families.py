@@ -13,12 +13,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from graphs.config import ModelConfig
 from spikes.timing import describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
-from xla_engine.checkpoint import Checkpoint, random_weights, read_config
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.checkpoint import Checkpoint, random_weights, read_config
 from xla_engine.sampling_params import SamplingParams
 
 arguments = argparse.ArgumentParser()

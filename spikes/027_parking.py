@@ -13,10 +13,10 @@ from pathlib import Path
 
 import jax
 
-from scheduler import Swap
 from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.checkpoint import Checkpoint, random_weights
+from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+from xla_engine.scheduler import Swap
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=5)
@@ -44,7 +44,7 @@ draw = random.Random(0)
 # %%
 def there_and_back(length: int) -> None:
     """Slot 0 to the host and back, alone on the device."""
-    from scheduler import Slot
+    from xla_engine.scheduler import Slot
 
     swap = Swap(slot=Slot(index=0, epoch=0), request_id="x", length=length)
     moves = RUNNER._moves

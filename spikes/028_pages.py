@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import AttentionWeights
-from graphs.attention_xla import XlaAttention
 from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.checkpoint import Checkpoint, random_weights
+from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
 
 MODEL = replace(SMOLLM2_135M, max_position_embeddings=1024)
 CHECKPOINT = Checkpoint(

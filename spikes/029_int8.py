@@ -15,9 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention_native import NativeAttention
-from graphs.model import ModelSpec
-from graphs.projection_native import NativeProducts
 from spikes.timing import (
     SMOLLM2_135M,
     DecodeStep,
@@ -27,7 +24,10 @@ from spikes.timing import (
     random_weights,
 )
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.native import register
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.runner.native_build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=9)

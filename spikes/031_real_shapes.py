@@ -22,14 +22,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from graphs.config import DeltaForm, ModelConfig
-from graphs.model import parameter_shapes
 from spikes.timing import describe_machine, markdown_table
 from tests.test_family_config import PUBLISHED
 from xla_engine.bench.limits import read_bandwidth
-from xla_engine.checkpoint import Checkpoint, read_config
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.config import DeltaForm, ModelConfig
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.model_loader.checkpoint import Checkpoint, read_config
 from xla_engine.sampling_params import SamplingParams
 
 arguments = argparse.ArgumentParser()

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
-from scheduler.pages import Pages, _positions
-from scheduler.state import RequestState
 from spikes.timing import describe_machine, markdown_table
+from xla_engine.scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
+from xla_engine.scheduler.kv.block_manager import Pages, _positions
+from xla_engine.scheduler.request_state import RequestState
 
 STOP = 0
 LONGEST = 1024  # positions of a slot

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.decode import decode_step
-from graphs.rows import pack_rows, unpack_rows
 from spikes.timing import describe_machine, interleave, markdown_table
 from xla_engine.bench.models import find_model
-from xla_engine.checkpoint import load_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.programs import decode_name
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.row_state.rows import pack_rows, unpack_rows
+from xla_engine.graphs.steps.decode import decode_step
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.runner.programs import decode_name
 from xla_engine.sampling_params import SamplingParams
 
 PROMPT = 16

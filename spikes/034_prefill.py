@@ -25,22 +25,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import AttentionWeights
-from graphs.attention_native import NativeAttention
-from graphs.cache import make_cache, places
-from graphs.model import ModelSpec
-from graphs.prefill import Lanes, prefill_chunk
-from graphs.projection import Norm
-from graphs.projection_native import NativeProducts
-from graphs.rope import rope_tables
-from graphs.rows import make_rows, make_tables
 from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table, random_weights
-from xla_engine.checkpoint import Checkpoint
-from xla_engine.checkpoint import random_weights as named_weights
 from xla_engine.config import EngineConfig, compiler
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.native import register
-from xla_engine.prefill_call import make_lanes
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.kv_cache.cache import make_cache, places
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.linear.products import Norm
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import make_rows, make_tables
+from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
+from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.model_loader.checkpoint import random_weights as named_weights
+from xla_engine.runner.native_build import register
+from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 arguments = argparse.ArgumentParser()

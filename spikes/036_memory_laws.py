@@ -12,8 +12,8 @@ from typing import Any
 
 from spikes.timing import describe_machine, markdown_table
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.verify import verify
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.verify import verify
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--requests", type=int, default=300)

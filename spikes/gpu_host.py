@@ -11,14 +11,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from graphs.config import ModelConfig
-from graphs.model import parameter_shapes
 from spikes.gpu_kernels import Table
 from spikes.gpu_scale import Scale, milliseconds
-from xla_engine.checkpoint import Checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.programs import decode_name
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.runner.programs import decode_name
 from xla_engine.sampling_params import SamplingParams
 
 PROMPT = 16

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import attention_gpu_kernels as kernels
-from graphs import sampling
-from graphs.attention import KEY_BLOCK, AttentionWeights, LayerCache
-from graphs.attention_xla import XlaAttention
-from graphs.projection import ROWS_LEFT, WEIGHT_LEFT
-from graphs.rope import rope_tables
-from graphs.rows import make_rows
 from spikes.gpu_scale import Scale, milliseconds, read_gigabytes_per_second, timed
+from xla_engine.graphs.attention import gpu_kernels as kernels
+from xla_engine.graphs.attention.backend import KEY_BLOCK, AttentionWeights, LayerCache
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import make_rows
+from xla_engine.graphs.sampling import sampler as sampling
 
 Table = tuple[str, Sequence[str], list[list[str]]]
 

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import Attention
-from graphs.attention_gpu import GpuAttention
-from graphs.cache import make_cache
-from graphs.config import ModelConfig
-from graphs.decode import decode_step
-from graphs.inventory import GraphReport, Inventory, Program
-from graphs.model import ModelSpec
-from graphs.rope import rope_tables
-from graphs.rows import make_tables
 from spikes.timing import SMOLLM2_135M, busy_rows
+from xla_engine.graphs.attention.backend import Attention
+from xla_engine.graphs.attention.gpu import GpuAttention
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.inventory import GraphReport, Inventory, Program
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import make_tables
+from xla_engine.graphs.steps.decode import decode_step
 
 LLAMA_3_1_8B = ModelConfig(
     vocab_size=128256,

@@ -17,16 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphs import decode, sums
-from graphs.attention import KEY_BLOCK, LayerCache
-from graphs.attention_xla import XlaAttention
-from graphs.cache import make_cache
-from graphs.decode import decode_step
-from graphs.layers import apply_rope, split_heads
-from graphs.prefill import Lanes, prefill_chunk
-from graphs.projection import ROWS_LEFT
-from graphs.rope import rope_tables
-from graphs.rows import make_rows, make_tables
 from spikes.gpu_kernels import Table
 from spikes.gpu_scale import (
     Programs,
@@ -40,8 +30,19 @@ from spikes.gpu_scale import (
 )
 from spikes.timing import greedy
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.verify import verify
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.verify import verify
+from xla_engine.graphs.attention.backend import KEY_BLOCK, LayerCache
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.ops import fixed_order_sums as sums
+from xla_engine.graphs.ops.norms import apply_rope, split_heads
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import make_rows, make_tables
+from xla_engine.graphs.steps import decode
+from xla_engine.graphs.steps.decode import decode_step
+from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 
 
 def law(scale: Scale) -> list[Table]:

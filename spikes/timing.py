@@ -22,20 +22,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs import decode, sampling
-from graphs.attention import KVCache
-from graphs.cache import make_cache
-from graphs.config import ModelConfig
-from graphs.decode import decode_step
-from graphs.inventory import GraphReport, Inventory, Program
-from graphs.logprobs import token_logprob
-from graphs.model import ModelSpec
-from graphs.rope import rope_tables
-from graphs.rows import Rows, SamplingRows, make_rows, make_tables
-from graphs.vocabulary import argmax
 from xla_engine.bench import models
 from xla_engine.bench.card import markdown_table as markdown_table
 from xla_engine.bench.limits import describe_machine as machine_words
+from xla_engine.graphs.attention.backend import KVCache
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.inventory import GraphReport, Inventory, Program
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.reductions import argmax
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import Rows, SamplingRows, make_rows, make_tables
+from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.sampling.logprobs import token_logprob
+from xla_engine.graphs.steps import decode
+from xla_engine.graphs.steps.decode import decode_step
 
 SMOLLM2_135M = dataclasses.replace(models.SMOLLM2_135M, max_position_embeddings=8192)
 

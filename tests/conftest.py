@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from graphs.config import ModelConfig
-from xla_engine.checkpoint import Checkpoint, random_weights
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
 
 TINY = ModelConfig(
     vocab_size=199,  # odd, and no multiple of the sampler's block

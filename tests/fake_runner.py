@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler import (
+from xla_engine.scheduler import (
     NO_CHOICE,
     BlockTable,
     Chunk,

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.gguf_files import Kind, write_gguf
-from xla_engine.chat import ChatTemplate
-from xla_engine.checkpoint import load_checkpoint
-from xla_engine.checkpoint_config import _CEILINGS, _PLAIN
-from xla_engine.checkpoint_rope import _COMMON, _KNOWN
 from xla_engine.config import embedded_model_directory
 from xla_engine.errors import CheckpointWarning, XlaEngineError
-from xla_engine.families import FAMILIES
-from xla_engine.generation_config import sampling_defaults
-from xla_engine.tokenizer import Tokenizer
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.config_json import _CEILINGS, _PLAIN
+from xla_engine.model_loader.families import FAMILIES
+from xla_engine.model_loader.generation_config import sampling_defaults
+from xla_engine.model_loader.rope_scaling import _COMMON, _KNOWN
+from xla_engine.text.chat_template import ChatTemplate
+from xla_engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 SLOW_SECONDS = 10.0

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from xla_engine.batch import BatchRun
-from xla_engine.batch_lines import Line, read_lines
-from xla_engine.batch_results import Stamp, parse_record_id
-from xla_engine.chat import ChatTemplate
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.batch.lines import Line, read_lines
+from xla_engine.batch.results import Stamp, parse_record_id
+from xla_engine.batch.run import BatchRun
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
+from xla_engine.text.chat_template import ChatTemplate
 
 SENTINEL_EVERY = 500
 SENTINEL = {

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tests.test_batch import STAMP, FakeEngine
-from xla_engine import result_files
-from xla_engine.batch import BatchRun
-from xla_engine.batch_lines import read_lines
-from xla_engine.output_file import Mode, OutputFile
-from xla_engine.result_files import Disk, DoneLines
+from xla_engine.batch import resume as result_files
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.output_file import Mode, OutputFile
+from xla_engine.batch.resume import Disk, DoneLines
+from xla_engine.batch.run import BatchRun
 
 LINES = b"".join(
     b'{"prompt": "p%d", "max_tokens": %d}\n' % (number, 200 if number % 5 == 0 else 2)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import sampling
-from graphs.adjust import Context, adjust
-from graphs.logprobs import MAX_LOGPROBS, unpack_top_logprobs
-from graphs.rows import SamplingRows, make_sampling_rows, make_tables
-from xla_engine.token_mask import pack_bits
+from xla_engine.graphs.row_state.rows import SamplingRows, make_sampling_rows, make_tables
+from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.sampling.logits_processors import Context, adjust
+from xla_engine.graphs.sampling.logprobs import MAX_LOGPROBS, unpack_top_logprobs
+from xla_engine.text.token_mask import pack_bits
 
 ROWS, VOCABULARY, POSITIONS, STOPS = 8, 199, 24, 3
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from xla_engine import AsyncLLM, SamplingParams
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ChatTemplateError, EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.attention import KEY_BLOCK, Attention, AttentionWeights, LayerCache
-from graphs.attention_gpu import GpuAttention
-from graphs.attention_native import NativeAttention
-from graphs.attention_xla import XlaAttention
-from graphs.cache import from_host, make_cache, to_host
-from graphs.config import FULL, SLIDING, AttentionForm
-from graphs.model import ModelSpec
-from graphs.rope import rope_tables
 from tests.conftest import TINY, TINY_ENGINE
-from xla_engine.backends import choose_attention
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.verify import verify
+from xla_engine.graphs.attention.backend import KEY_BLOCK, Attention, AttentionWeights, LayerCache
+from xla_engine.graphs.attention.gpu import GpuAttention
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.config import FULL, SLIDING, AttentionForm
+from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.runner.backends import choose_attention
 
 INTERPRET = jax.default_backend() != "gpu"
 BACKENDS: list[Attention] = [XlaAttention(), GpuAttention(interpret=INTERPRET)]

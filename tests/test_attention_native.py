@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.attention import AttentionWeights, LayerCache
-from graphs.attention_native import NativeAttention
-from graphs.config import AttentionForm
 from tests.conftest import TINY, TINY_ENGINE
-from xla_engine import native
-from xla_engine.backends import choose_attention
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.config import AttentionForm
+from xla_engine.runner import native_build as native
+from xla_engine.runner.backends import choose_attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a backend of the CPU")
 S = 256  # positions of a slot

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from xla_engine.batch import ORDERED_WINDOW, BatchRun
-from xla_engine.batch_lines import Line, count_lines, read_lines
-from xla_engine.batch_results import Stamp, parse_record_id
+from xla_engine.batch.lines import Line, count_lines, read_lines
+from xla_engine.batch.results import Stamp, parse_record_id
+from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
+from xla_engine.engine.stats import EngineStats
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
-from xla_engine.metrics import EngineStats
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from xla_engine.progress import Latencies, Progress, Tally, summary_lines
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.progress import Latencies, Progress, Tally, summary_lines
 
 LIMIT = 200  # bytes of a line in these tests
 STAMP = Stamp(created=1, model="fake", system_fingerprint="f" * 16)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xla_engine.batch_format import (
+from xla_engine.batch.requests import (
     MAX_CUSTOM_ID,
     MAX_MESSAGE,
     MAX_PROMPTS,
@@ -19,11 +19,11 @@ from xla_engine.batch_format import (
     LineRequest,
     parse_line,
 )
-from xla_engine.batch_results import Stamp, error_line, record_id, result_line
-from xla_engine.json_line import MAX_NESTING
+from xla_engine.batch.results import Stamp, error_line, record_id, result_line
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.utils.json_line import MAX_NESTING
 
 
 def batch(body: dict[str, Any], /, **changes: Any) -> bytes:

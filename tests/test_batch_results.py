@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.test_batch_format import batch, finished, parsed, talk
-from xla_engine.batch_format import line_error
-from xla_engine.batch_results import (
+from xla_engine.batch.requests import line_error
+from xla_engine.batch.results import (
     Stamp,
     error_line,
     line_digest,
@@ -22,8 +22,8 @@ from xla_engine.batch_results import (
     record_id,
     result_line,
 )
-from xla_engine.detokenizer import _BYTE_OF, ByteLevelDetokenizer, TokenBytes
 from xla_engine.outputs import Logprob, RequestOutput
+from xla_engine.text.detokenizer import _BYTE_OF, ByteLevelDetokenizer, TokenBytes
 
 STAMP = Stamp(created=1700000000, model="theirs", system_fingerprint="f" * 16)
 CHAT = talk(logprobs=True)

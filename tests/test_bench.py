@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.config import ModelConfig
-from graphs.model import parameter_shapes
 from tests.conftest import TINY
 from xla_engine.bench import limits
 from xla_engine.bench.card import card, markdown_table
@@ -24,9 +22,11 @@ from xla_engine.bench.models import SHAPES, find_model, write_checkpoint, write_
 from xla_engine.bench.plot import lines_of, plot
 from xla_engine.bench.workers.xla import Judge
 from xla_engine.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
-from xla_engine.checkpoint import Checkpoint, load_checkpoint, random_weights
+from xla_engine.equivalence.reference import Reference
 from xla_engine.errors import ConfigError
-from xla_engine.reference import Reference
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_weights
 
 # -- workloads -----------------------------------------------------------------------------------------------
 

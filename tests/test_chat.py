@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from xla_engine import LLM, SamplingParams
-from xla_engine.chat import _WORKER, ChatTemplate, chosen_template, render_chat
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ChatTemplateError, CheckpointError, InvalidRequestError
+from xla_engine.text.chat_template import _WORKER, ChatTemplate, chosen_template, render_chat
 
 GOLDEN = Path(__file__).parent / "golden" / "chat"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -21,12 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-import xla_engine.tensor_files as tensor_files
-from graphs.config import ModelConfig, RopeScaling
-from graphs.model import parameter_shapes
-from xla_engine.checkpoint import load_checkpoint, random_weights, read_config
+import xla_engine.model_loader.tensor_files as tensor_files
 from xla_engine.errors import CheckpointError, ConfigError
-from xla_engine.families import LLAMA, tensor_sources
+from xla_engine.graphs.config import ModelConfig, RopeScaling
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights, read_config
+from xla_engine.model_loader.families import LLAMA, tensor_sources
 
 GOLDEN = Path(__file__).parent / "golden"
 BF16 = np.dtype(ml_dtypes.bfloat16)

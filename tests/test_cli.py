@@ -19,10 +19,10 @@ from click.testing import CliRunner, Result
 
 from tests.test_batch import FakeEngine, by_line, interrupt_at, prompts
 from xla_engine import cli
-from xla_engine.batch_format import LineRequest, parse_line
-from xla_engine.batch_lines import read_lines
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.requests import LineRequest, parse_line
+from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import CheckpointError
-from xla_engine.fingerprint import EngineIdentity
 
 ROOT = Path(__file__).parent.parent
 
@@ -442,7 +442,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
 def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
     """Sixty-four requests and more than there are slots, of many lengths, caps and settings."""
     from xla_engine.config import embedded_model_directory
-    from xla_engine.tokenizer import Tokenizer
+    from xla_engine.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(embedded_model_directory())
     for name, least in (("requests.jsonl", 72), ("openai_batch.jsonl", 5)):

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from scheduler import Scheduler, SchedulerConfig
 from tests.test_batch import FakeEngine, by_line, interrupt_at, prompts
 from tests.test_cli import ROOT, assert_not_started, engine, invoke, records_of, run_file
-from xla_engine.batch import BatchRun
-from xla_engine.batch_lines import read_lines
-from xla_engine.batch_results import Stamp
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.fingerprint import EngineIdentity
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.results import Stamp
+from xla_engine.batch.run import BatchRun
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import EngineIdentity
+from xla_engine.scheduler import Scheduler, SchedulerConfig
 
 __all__ = ["engine"]  # a fixture
 

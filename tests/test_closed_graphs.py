@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import xla_engine.runner as runner_module
-from graphs.attention_xla import XlaAttention
-from graphs.cache import make_cache
-from graphs.inventory import Inventory, Program
-from graphs.model import ModelSpec
-from graphs.rows import Pool, make_rows, make_tables
+import xla_engine.runner.runner as runner_module
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.programs import make_programs
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.schedule import draw_cases
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.inventory import Inventory, Program
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables
+from xla_engine.runner.programs import make_programs
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from xla_engine.schedule import draw_cases
 
 
 def mixed_workload(engine: XlaBatchEngine, count: int, seed: int) -> None:

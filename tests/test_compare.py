@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_engine import cli
-from xla_engine.batch_format import LineRequest, line_error
-from xla_engine.batch_results import Stamp, error_line, record_id, result_line
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.fingerprint import (
+from xla_engine.batch.requests import LineRequest, line_error
+from xla_engine.batch.results import Stamp, error_line, record_id, result_line
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import (
     CompareError,
     EngineIdentity,
     compare_files,

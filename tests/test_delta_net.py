@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.config import DeltaForm
-from graphs.delta_net import (
+from xla_engine.graphs.config import DeltaForm
+from xla_engine.graphs.delta_net.layer import (
     DeltaState,
     DeltaWeights,
     delta_decode,
     delta_prefill,
     make_state,
 )
-from xla_engine.native import NativeBuildError, register
+from xla_engine.runner.native_build import NativeBuildError, register
 
 FORM = DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=80, kernel=4, norm_eps=1e-6)
 SLOTS, WIDTH = 8, 32

@@ -13,10 +13,10 @@ import pytest
 
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.schedule import draw_cases
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import draw_cases
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs import sampling
-from graphs.attention_xla import XlaAttention
-from graphs.rows import SamplingRows
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.ledger import Ledger
-from xla_engine.live import LiveRequest
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.sequence import LiveRequest
+from xla_engine.engine.token_buffer import Ledger
+from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.equivalence.verify import verify
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import draw_cases, run_alone
-from xla_engine.verify import verify
 
 
 def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
@@ -216,10 +216,10 @@ def attend_everything_writes(self: Any, layer: Any, qkv: Any, *, live: Any, **re
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("graphs.attention_xla.XlaAttention.attend_decode", attend_one_key_too_far),
-        ("graphs.decode.sample", noise_keyed_by_slot),
-        ("graphs.decode.sample", top_k_of_the_batch),
-        ("graphs.attention_xla.XlaAttention.attend_decode", attend_everything_writes),
+        ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_one_key_too_far),
+        ("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot),
+        ("xla_engine.graphs.steps.decode.sample", top_k_of_the_batch),
+        ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_everything_writes),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -269,7 +269,7 @@ def test_the_oracle_shares_nothing_but_the_model() -> None:
     import ast
     import inspect
 
-    import xla_engine.reference as reference
+    import xla_engine.equivalence.reference as reference
 
     names = {
         node.module
@@ -277,12 +277,12 @@ def test_the_oracle_shares_nothing_but_the_model() -> None:
         if isinstance(node, ast.ImportFrom)
     }
     assert not names & {
-        "graphs.attention_gpu",
-        "graphs.attention_native",
-        "graphs.attention_xla",
-        "graphs.sampling",
-        "graphs.decode",
-        "graphs.prefill",
+        "xla_engine.graphs.attention.gpu",
+        "xla_engine.graphs.attention.native",
+        "xla_engine.graphs.attention.xla",
+        "xla_engine.graphs.sampling.sampler",
+        "xla_engine.graphs.steps.decode",
+        "xla_engine.graphs.steps.prefill",
         "scheduler",
     }
     assert tiny_checkpoint().config is TINY

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xla_engine.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.families import FAMILIES
-from xla_engine.reference import Reference
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.verify import verify
+from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
+from xla_engine.model_loader.families import FAMILIES
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.verify import verify
 
 GOLDEN = Path(__file__).parent / "golden" / "families"
 CASES = sorted(path.name for path in GOLDEN.iterdir())

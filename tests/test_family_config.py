@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.config import ModelConfig, Rope, RopeScaling
-from graphs.layers import apply_rope
-from graphs.model import parameter_shapes
-from graphs.rope import inverse_frequencies, rope_tables, rotary_order
 from tests.conftest import TINY
-from xla_engine.checkpoint_config import read_model, read_special_tokens
 from xla_engine.errors import CheckpointError
-from xla_engine.families import FAMILIES, tensor_sources
+from xla_engine.graphs.config import ModelConfig, Rope, RopeScaling
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.ops.norms import apply_rope
+from xla_engine.graphs.ops.rope import inverse_frequencies, rope_tables, rotary_order
+from xla_engine.model_loader.config_json import read_model, read_special_tokens
+from xla_engine.model_loader.families import FAMILIES, tensor_sources
 
 Write = Callable[..., Path]
 SLIDES, FULL = "sliding_attention", "full_attention"

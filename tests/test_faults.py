@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import graphs.rows
-import scheduler
-from scheduler import StepResult
 from tests.conftest import TINY_ENGINE
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.faults import FAULTS_IN_A_ROW
+from xla_engine.equivalence.schedule import Case, draw_cases, run_alone
 from xla_engine.errors import EngineClosedError
-from xla_engine.faults import FAULTS_IN_A_ROW
+from xla_engine.graphs.row_state import rows
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import Case, draw_cases, run_alone
+from xla_engine.scheduler import NO_CHOICE, StepResult
 
 SLOTS = TINY_ENGINE.max_num_seqs
 
@@ -234,7 +233,7 @@ def test_a_repeated_request_that_differs_ends_with_an_error(
 
 
 def test_the_mark_of_a_row_without_choice_is_the_same_on_both_sides() -> None:
-    assert graphs.rows.NO_CHOICE == scheduler.NO_CHOICE
+    assert rows.NO_CHOICE == NO_CHOICE
 
 
 @pytest.mark.parametrize("where", ["decode", "prefill"])

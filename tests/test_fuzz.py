@@ -12,12 +12,12 @@ import pytest
 
 from tests import fuzz_checkpoints
 from tests.fuzz_lines import cases, fuzz
-from xla_engine.batch import BatchRun
-from xla_engine.batch_format import CHAT_URL, COMPLETIONS_URL
-from xla_engine.batch_lines import read_lines
-from xla_engine.batch_results import Stamp
-from xla_engine.chat import ChatTemplate
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.requests import CHAT_URL, COMPLETIONS_URL
+from xla_engine.batch.results import Stamp
+from xla_engine.batch.run import BatchRun
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.text.chat_template import ChatTemplate
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from xla_engine import LLM, SamplingParams, cli
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError
-from xla_engine.generation_config import sampling_defaults
+from xla_engine.model_loader.generation_config import sampling_defaults
 
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 5, "do_sample": True}
 

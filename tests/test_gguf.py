@@ -18,19 +18,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from graphs.rope import rotary_order
 from tests.conftest import TINY
 from tests.gguf_files import Kind, write_gguf
 from xla_engine.bench.models import write_checkpoint
-from xla_engine.chat import ChatTemplate
-from xla_engine.checkpoint import load_checkpoint, random_weights
-from xla_engine.checkpoint_config import read_model
 from xla_engine.config import EngineConfig, embedded_model_directory
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointError
-from xla_engine.families import tensor_sources
+from xla_engine.graphs.ops.rope import rotary_order
+from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
+from xla_engine.model_loader.config_json import read_model
+from xla_engine.model_loader.families import tensor_sources
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.tokenizer import Tokenizer
+from xla_engine.text.chat_template import ChatTemplate
+from xla_engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 BLOCKS = replace(TINY, hidden_size=64, intermediate_size=96)  # rows of whole blocks of 32

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.test_tokenizer import byte_level, metaspace_unigram, sentencepiece
 from xla_engine.errors import CheckpointError
-from xla_engine.gguf_file import open_gguf
-from xla_engine.gguf_tokenizer import tokenizer_of
+from xla_engine.model_loader.gguf.file import open_gguf
+from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
 
 _NORMAL, _CONTROL, _BYTE = 1, 3, 6
 TEXTS = st.text(max_size=40) | st.text(alphabet="aehnstc ▁'\n\t.,世é🙂09", max_size=60)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xla_engine.checkpoint import load_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.reference import Reference
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.reference import Reference
+from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.sampling_params import SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,10 +17,10 @@ import pytest
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from xla_engine.checkpoint import load_checkpoint
 from xla_engine.config import embedded_model_directory
 from xla_engine.errors import CheckpointError
-from xla_engine.model_path import model_path
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.model_files import model_path
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

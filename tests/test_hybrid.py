@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphs.config import DeltaForm, RoutedExperts
-from graphs.delta_net import DeltaState
 from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.schedule import draw_cases, run_alone
-from xla_engine.verify import verify
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.equivalence.verify import verify
+from xla_engine.graphs.config import DeltaForm, RoutedExperts
+from xla_engine.graphs.delta_net.layer import DeltaState
 
 MODEL = replace(  # whole tiles throughout, so that every C++ operation serves where it can
     TINY,

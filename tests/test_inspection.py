@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import xla_engine.memory as memory
+import xla_engine.runner.memory as memory
 from tests.gguf_files import Kind, write_gguf
-from xla_engine.checkpoint import load_checkpoint
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig, embedded_model_directory
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointError
 from xla_engine.inspection import inspect_model, report_lines
-from xla_engine.weights import DTYPES
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.weights import DTYPES
 
 GOLDEN = Path(__file__).parent / "golden"
 

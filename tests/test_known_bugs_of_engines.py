@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from xla_engine.async_llm import AsyncLLM
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import TokenLimitError
 from xla_engine.llm import LLM
 from xla_engine.outputs import CompletionOutput

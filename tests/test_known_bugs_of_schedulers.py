@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from scheduler import FinishReason, QueueFullError, Request, SchedulerConfig
-from scheduler.prefix_cache import PrefixCache
 from tests.fake_runner import Loop, expected
+from xla_engine.scheduler import FinishReason, QueueFullError, Request, SchedulerConfig
+from xla_engine.scheduler.kv.slot_prefix_cache import PrefixCache
 
 BASE = {"chunk_size": 4, "max_num_batched_tokens": 64, "block_size": 4, "priority_aging": 4}
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.logprobs import TopLogprobs
-from scheduler import NO_TOKEN, Decoded, FinishReason, Sample
-from xla_engine.inbox import Inbox
-from xla_engine.ledger import LAP, Ledger
-from xla_engine.live import LiveRequest
+from xla_engine.engine.output_collector import Inbox
+from xla_engine.engine.sequence import LiveRequest
+from xla_engine.engine.token_buffer import LAP, Ledger
+from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.tokenizer import Tokenizer
+from xla_engine.scheduler import NO_TOKEN, Decoded, FinishReason, Sample
+from xla_engine.text.tokenizer import Tokenizer
 
 SLOTS = 4
 

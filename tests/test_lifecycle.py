@@ -12,9 +12,9 @@ import pytest
 
 from tests.conftest import TINY_ENGINE
 from xla_engine import LLM, SamplingParams
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.output_collector import Inbox
 from xla_engine.errors import EngineClosedError, InvalidRequestError
-from xla_engine.inbox import Inbox
 from xla_engine.outputs import RequestOutput
 
 SLOTS = TINY_ENGINE.max_num_seqs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_engine.line_table import LineTable
+from xla_engine.batch.line_index import LineTable
 
 keys = st.integers(1, 2**64 - 1) | st.integers(1, 20) | st.integers(2**64 - 20, 2**64 - 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xla_engine import LLM, SamplingParams
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import xla_engine.memory as memory
-from graphs.config import ModelConfig
-from graphs.model import ModelSpec
+import xla_engine.runner.memory as memory
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench.models import LLAMA_3_2_1B
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import ModelSpec
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

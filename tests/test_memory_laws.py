@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import FinishReason, Request, SchedulerConfig
 from tests.fake_runner import PREEMPTED, VOCABULARY, Loop, expected
+from xla_engine.scheduler import FinishReason, Request, SchedulerConfig
 
 TREE = random.Random(7)
 STEMS = [tuple(TREE.randrange(VOCABULARY) for _ in range(24)) for _ in range(2)]

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.config import Rope, RopeScaling
-from graphs.layers import apply_rope, rms_norm
-from graphs.model import ModelSpec, parameter_shapes
-from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, feature_major
-from graphs.rope import inverse_frequencies, rope_tables
 from tests.conftest import TINY, tiny_checkpoint
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.reference import Reference
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.reference import Reference
+from xla_engine.graphs.config import Rope, RopeScaling
+from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, feature_major
+from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.graphs.ops.norms import apply_rope, rms_norm
+from xla_engine.graphs.ops.rope import inverse_frequencies, rope_tables
 from xla_engine.sampling_params import SamplingParams
 
 

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from graphs.moe import BLOCK_ROWS, Experts, Route, blocked_experts, route
-from graphs.moe_gpu import gpu_experts
-from graphs.moe_native import native_experts
-from xla_engine.mxfp4 import from_mxfp4
-from xla_engine.native import NativeBuildError, register
+from xla_engine.graphs.experts.gpu import gpu_experts
+from xla_engine.graphs.experts.native import native_experts
+from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, blocked_experts, route
+from xla_engine.model_loader.mxfp4 import from_mxfp4
+from xla_engine.runner.native_build import NativeBuildError, register
 
 COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, experts per row
 Form = Callable[[Experts, Any, Route, Any], jax.Array]

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import Plan, Request, SchedulerConfig, StepResult
-from scheduler.block_pool import BlockPool
-from scheduler.page_keys import PageKeys
-from scheduler.pages import Pages
-from scheduler.state import RequestState
 from tests.fake_runner import PREEMPTED, Loop, expected
 from tests.test_memory_laws import adversary
 from tests.test_policies import PolicyLoop
+from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
+from xla_engine.scheduler.kv.block_hashes import PageKeys
+from xla_engine.scheduler.kv.block_manager import Pages
+from xla_engine.scheduler.kv.block_pool import BlockPool
+from xla_engine.scheduler.request_state import RequestState
 
 BASE = {"chunk_size": 4, "max_num_batched_tokens": 64, "block_size": 4, "priority_aging": 4}
 

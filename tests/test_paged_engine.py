@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from scheduler import BlockCopy, Scheduler
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.test_preemption import PARAMS, PROMPTS, answers, submit_all
 from tests.test_simulator import COST, record
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.recorder import record_schedule
+from xla_engine.equivalence.replay import replay
+from xla_engine.equivalence.schedule import draw_cases, draw_schedule
+from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError, TokenLimitError
 from xla_engine.outputs import RequestOutput
-from xla_engine.recording import record_schedule
-from xla_engine.replay import replay
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import draw_cases, draw_schedule
+from xla_engine.scheduler import BlockCopy, Scheduler
 from xla_engine.simulator.compare import compare
-from xla_engine.step_log import read_step_log
-from xla_engine.verify import verify
+from xla_engine.tracing.step_log import read_step_log
 
 MakeEngine = Callable[..., XlaBatchEngine]
 PAGED = replace(

@@ -11,26 +11,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.attention import Attention
-from graphs.attention_gpu import GpuAttention
-from graphs.attention_xla import XlaAttention
-from graphs.cache import make_cache
-from graphs.config import FULL, SLIDING
-from graphs.decode import decode_step
-from graphs.inventory import Inventory
-from graphs.model import ModelSpec
-from graphs.pages import copy_pages, read_pages, write_pages
-from graphs.prefill import prefill_chunk
-from graphs.rope import rope_tables
-from graphs.rows import Pool, Rows, Tables, make_rows, make_tables, pack_rows, unpack_samples
-from scheduler import BlockCopy, Chunk, Slot, Swap
 from tests.conftest import TINY, tiny_checkpoint
-from xla_engine.backends import choose_attention
-from xla_engine.prefill_call import make_lanes
-from xla_engine.programs import COPY_PAGES, READ_PAGES, WRITE_PAGES
-from xla_engine.row_settings import HostTables, RowSettings
+from xla_engine.graphs.attention.backend import Attention
+from xla_engine.graphs.attention.gpu import GpuAttention
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.config import FULL, SLIDING
+from xla_engine.graphs.inventory import Inventory
+from xla_engine.graphs.kv_cache.block_io import copy_pages, read_pages, write_pages
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.rows import (
+    Pool,
+    Rows,
+    Tables,
+    make_rows,
+    make_tables,
+    pack_rows,
+    unpack_samples,
+)
+from xla_engine.graphs.steps.decode import decode_step
+from xla_engine.graphs.steps.prefill import prefill_chunk
+from xla_engine.runner.backends import choose_attention
+from xla_engine.runner.kv_moves import PageMoves, Parked, State
+from xla_engine.runner.prefill_inputs import make_lanes
+from xla_engine.runner.programs import COPY_PAGES, READ_PAGES, WRITE_PAGES
+from xla_engine.runner.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from xla_engine.slot_moves import PageMoves, Parked, State
+from xla_engine.scheduler import BlockCopy, Chunk, Slot, Swap
 
 MODEL = replace(TINY, layer_types=(SLIDING, FULL), sliding_window=50, qk_norm="head")
 ROWS, LENGTH, CHUNK, BLOCK = 8, 256, 64, 32

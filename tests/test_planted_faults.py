@@ -16,21 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs import decode, prefill, sampling
-from graphs.rows import SamplingRows
-from graphs.sums import sum_last
-from scheduler import Chunk, Request, SchedulerConfig
-from scheduler.prefilling import Prefilling
-from scheduler.state import RequestState
 from tests.conftest import TINY_ENGINE
 from tests.fake_runner import Loop, PlanError
 from tests.test_equivalence import FAULTY, attend_decode, attend_prefill, poison_free_slots
 from tests.test_scheduler_laws import credit_goes_to_the_slot
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.equivalence.verify import verify
 from xla_engine.errors import EngineClosedError
-from xla_engine.reference import Reference
-from xla_engine.schedule import draw_cases, run_alone
-from xla_engine.verify import verify
+from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.steps import decode, prefill
+from xla_engine.scheduler import Chunk, Request, SchedulerConfig
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.steps.prefill import Prefilling
 
 MakeEngine = Callable[..., XlaBatchEngine]
 UNCHECKED = replace(FAULTY, self_check=False)
@@ -76,8 +77,8 @@ def test_an_honest_engine_is_close_to_the_reference(make_engine: MakeEngine) -> 
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("graphs.attention_xla.XlaAttention.attend_decode", own_key_unseen),
-        ("xla_engine.programs.prefill_chunk", rotates_one_further_after_a_chunk),
+        ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", own_key_unseen),
+        ("xla_engine.runner.programs.prefill_chunk", rotates_one_further_after_a_chunk),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -100,7 +101,9 @@ def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_ver
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """By verify as well, since the position left out shows the key of the slot's previous owner."""
-    monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_prefill", writes_one_further_after_a_chunk)
+    monkeypatch.setattr(
+        "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill", writes_one_further_after_a_chunk
+    )
     engine = make_engine(UNCHECKED, dtype="float32")
     assert gap_to_reference(engine) > 1e-2
     assert not verify(engine, requests=20, schedules=1, seed=11).ok
@@ -123,8 +126,8 @@ def noise_keyed_by_step(logits: Any, rows: SamplingRows, position: Any, *rest: A
 def test_noise_keyed_by_the_step_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    monkeypatch.setattr("xla_engine.programs.decode_step", decode_counts_steps)
-    monkeypatch.setattr("graphs.decode.sample", noise_keyed_by_step)
+    monkeypatch.setattr("xla_engine.runner.programs.decode_step", decode_counts_steps)
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", noise_keyed_by_step)
     report = verify(make_engine(replace(UNCHECKED, max_num_seqs=4)), requests=40, schedules=1, seed=12)
     assert report.differing_tokens > 0
 
@@ -142,7 +145,7 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """Parts of fixed number instead of fixed size, as a split-KV kernel may have them."""
-    monkeypatch.setattr("graphs.attention_xla.sum_last", in_sixteen_parts)
+    monkeypatch.setattr("xla_engine.graphs.attention.xla.sum_last", in_sixteen_parts)
     engine = make_engine(replace(TINY_ENGINE, attention_backend="xla", prefill_lanes=(2,)), dtype="float32")
     check = engine.self_check
     assert check is not None and check.row_invariant and not check.bucket_invariant
@@ -179,7 +182,7 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """Where the cut changes bits. Honest cuts, a function of the prompt alone, keep the law even there."""
-    monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_prefill", chunk_length_shows)
+    monkeypatch.setattr("xla_engine.graphs.attention.xla.XlaAttention.attend_prefill", chunk_length_shows)
     engine = make_engine(UNCHECKED)
     assert verify(engine, requests=40, schedules=1, seed=14).ok
     monkeypatch.setattr(Prefilling, "_cut", cut_shorter_under_load(Prefilling._cut))
@@ -230,6 +233,6 @@ def test_values_left_in_a_slot_are_caught_by_stale_nan(
 
     assert not notices()
     monkeypatch.setattr(
-        "graphs.attention_xla.XlaAttention.clear_values", lambda self, layer, slot, fresh: layer
+        "xla_engine.graphs.attention.xla.XlaAttention.clear_values", lambda self, layer, slot, fresh: layer
     )
     assert notices()

@@ -11,12 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import FinishReason, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult, policy
 from tests.fake_runner import PREEMPTED, VOCABULARY, Loop
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.schedule import draw_cases, draw_schedule, run_alone, run_schedule
 from xla_engine.errors import ConfigError
-from xla_engine.schedule import draw_cases, draw_schedule, run_alone, run_schedule
+from xla_engine.scheduler import (
+    FinishReason,
+    Plan,
+    Request,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+    policy,
+)
 
 
 class PolicyLoop(Loop):

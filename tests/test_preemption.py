@@ -11,12 +11,12 @@ import pytest
 
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.schedule import PREEMPTS
+from xla_engine.equivalence.verify import verify
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import PREEMPTS
-from xla_engine.verify import verify
 
 MakeEngine = Callable[..., XlaBatchEngine]
 DRAW = random.Random(5)

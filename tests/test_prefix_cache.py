@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 

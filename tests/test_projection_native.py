@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.projection import WEIGHT_LEFT, Activation, Norm, Products
-from graphs.projection_native import NativeProducts
-from graphs.quantized import Quantized, quantize_weight
 from tests.conftest import TINY
-from xla_engine.backends import choose_products
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
+from xla_engine.runner.backends import choose_products
 
 VOCABULARY = 199  # the head ends within a tile
 PLAIN = 2  # of the products of `layer`, the one without norm, bias and residual; those behind it add to it

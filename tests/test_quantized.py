@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.config import ModelConfig, RoutedExperts
-from graphs.projection import ROWS_LEFT, WEIGHT_LEFT, FeatureMajor, Norm
-from graphs.quantized import Quantized, quantize_rows, quantize_weight
 from tests.conftest import TINY, TINY_ENGINE
-from xla_engine.backends import choose_products, make_spec
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.verify import verify
+from xla_engine.graphs.config import ModelConfig, RoutedExperts
+from xla_engine.graphs.linear.int8 import Quantized, quantize_rows, quantize_weight
+from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, FeatureMajor, Norm
+from xla_engine.runner.backends import choose_products, make_spec
 
 DRAW = np.random.default_rng(0)
 

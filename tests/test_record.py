@@ -14,16 +14,13 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler import Events, Plan
 from xla_engine import cli
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError
-from xla_engine.record import Record, RecordError, Trace
-from xla_engine.record_json import from_json, read_record, to_json, write_record
-from xla_engine.recording import record_schedule
-from xla_engine.replay import RecordMismatchError, engine_config, replay
-from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import (
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.record import Record, RecordError, Trace
+from xla_engine.equivalence.record_file import from_json, read_record, to_json, write_record
+from xla_engine.equivalence.recorder import record_schedule
+from xla_engine.equivalence.replay import RecordMismatchError, engine_config, replay
+from xla_engine.equivalence.schedule import (
     Action,
     Case,
     Schedule,
@@ -33,6 +30,9 @@ from xla_engine.schedule import (
     run_alone,
     run_schedule,
 )
+from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import Events, Plan
 from xla_engine.structured_outputs import StructuredOutputsParams
 
 Alter = Callable[[dict[str, Any]], None]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from scheduler import (
+from tests.test_simulator import COST
+from xla_engine.scheduler import (
     NO_CHOICE,
     Decoded,
     FinishReason,
@@ -19,10 +20,9 @@ from scheduler import (
     SchedulerConfig,
     StepResult,
 )
-from tests.test_simulator import COST
 from xla_engine.simulator.compare import compare
-from xla_engine.step_log import read_step_log
-from xla_engine.step_log_writer import StepLogWriter
+from xla_engine.tracing.step_log import read_step_log
+from xla_engine.tracing.step_log_writer import StepLogWriter
 
 VOCABULARY = 199
 

@@ -14,12 +14,12 @@ import pytest
 
 from tests.kill_points import FastDisk
 from tests.test_batch import STAMP, FakeEngine, by_line, line_of, prompts
-from xla_engine import result_files
-from xla_engine.batch import BatchRun
-from xla_engine.batch_lines import Line, LineReader, read_lines
-from xla_engine.output_file import Mode, OutputError, OutputFile
-from xla_engine.progress import Tally
-from xla_engine.result_files import Disk, DoneLines, ResumeError
+from xla_engine.batch import resume as result_files
+from xla_engine.batch.lines import Line, LineReader, read_lines
+from xla_engine.batch.output_file import Mode, OutputError, OutputFile
+from xla_engine.batch.resume import Disk, DoneLines, ResumeError
+from xla_engine.batch.run import BatchRun
+from xla_engine.utils.progress import Tally
 
 ROOT = Path(__file__).parent.parent
 

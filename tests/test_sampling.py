@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import sampling, thresholds, vocabulary
-from graphs.logprobs import token_logprob
-from graphs.projection import feature_major
-from graphs.ranks import largest_by_rank
-from graphs.rows import NO_CHOICE, SamplingRows, make_sampling_rows
+from xla_engine.graphs.linear.products import feature_major
+from xla_engine.graphs.ops import reductions as vocabulary
+from xla_engine.graphs.ops.top_k import largest_by_rank
+from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows
+from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.sampling import truncation as thresholds
+from xla_engine.graphs.sampling.logprobs import token_logprob
 
 ROWS = 8
 

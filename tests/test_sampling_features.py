@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler import QueueFullError
 from tests.conftest import TINY, TINY_ENGINE
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.reference import Reference
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.reference import Reference
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import QueueFullError
 
 VOCABULARY = TINY.vocab_size
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import scheduler
-from scheduler import (
+import xla_engine
+from xla_engine.scheduler import (
     NO_TOKEN,
     Decoded,
     FinishReason,
@@ -623,12 +623,12 @@ def test_limit_below_one_is_refused(name: str) -> None:
 
 
 def test_importing_the_scheduler_needs_the_standard_library_only() -> None:
-    root = Path(scheduler.__file__).parent.parent
+    root = Path(xla_engine.__file__).parent.parent
     code = (
-        "import sys; before = set(sys.modules); import scheduler; "
+        "import sys; before = set(sys.modules); import xla_engine.scheduler; "
         "print(*{name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=60
     )
-    assert shown.stdout.split() == ["scheduler"]
+    assert shown.stdout.split() == ["xla_engine"]

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler import (
+from tests.fake_runner import VOCABULARY, Loop, expected
+from xla_engine.scheduler import (
     Events,
     FinishReason,
     Plan,
@@ -26,13 +27,12 @@ from scheduler import (
     Slots,
     StepResult,
     WaitingQueue,
-    crediting,
     policy,
 )
-from scheduler.crediting import Crediting
-from scheduler.decoding import Decoding
-from scheduler.state import RequestState
-from tests.fake_runner import VOCABULARY, Loop, expected
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.steps import commit as crediting
+from xla_engine.scheduler.steps.commit import Crediting
+from xla_engine.scheduler.steps.decode import Decoding
 
 QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs import sampling
-from graphs.rows import SamplingRows
 from tests.conftest import TINY, TINY_ENGINE
 from tests.test_equivalence import attend_decode, attend_prefill, top_k_of_the_batch
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.schedule import draw_cases, run_alone
-from xla_engine.self_check import SelfCheck, run_self_check
-from xla_engine.verify import verify
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.equivalence.verify import verify
+from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.runner.self_check import SelfCheck, run_self_check
 
 MakeEngine = Callable[..., XlaBatchEngine]
 
@@ -94,15 +94,19 @@ def slot_changes_logits(logits: Any, rows: SamplingRows, *rest: Any, **named: An
 @pytest.mark.parametrize(
     ("target", "fault", "flag"),
     [
-        ("graphs.attention_xla.XlaAttention.attend_decode", bucket_changes_decode, "bucket_invariant"),
+        (
+            "xla_engine.graphs.attention.xla.XlaAttention.attend_decode",
+            bucket_changes_decode,
+            "bucket_invariant",
+        ),
         pytest.param(
-            "graphs.attention_xla.XlaAttention.attend_prefill",
+            "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill",
             bucket_changes_prefill,
             "bucket_invariant",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "graphs.attention_xla.XlaAttention.attend_prefill",
+            "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill",
             lane_count_changes_prefill,
             "lane_invariant",
             marks=pytest.mark.slow,
@@ -125,7 +129,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
     assert flags == {name: name != flag for name in flags}
     assert not check.ok and "largest graphs only" in check.promise
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("xla_engine.self_check", logging.WARNING)
+    assert (record.name, record.levelno) == ("xla_engine.runner.self_check", logging.WARNING)
     assert check.differences[0] in record.getMessage()
     buckets = engine.config.buckets(engine.max_model_len)
     assert engine.runner.lane_choices == ((8,) if flag == "lane_invariant" else (2, 8))
@@ -141,7 +145,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
 def test_rows_that_differ_are_beyond_help_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make_engine: MakeEngine, fault: Any
 ) -> None:
-    monkeypatch.setattr("graphs.decode.sample", fault)
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", fault)
     engine = make_engine(replace(TINY_ENGINE, prefill_lanes=(2,)))
     check = first_check(engine)
     assert not check.row_invariant and check.lane_invariant and check.bucket_invariant
@@ -163,7 +167,9 @@ def test_each_bucket_is_probed_with_keys_that_need_it(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     """Only rows of more than one block notice, and only in a bucket that is neither the first nor the last."""
-    monkeypatch.setattr("graphs.attention_xla.XlaAttention.attend_decode", middle_bucket_changes_long_rows)
+    monkeypatch.setattr(
+        "xla_engine.graphs.attention.xla.XlaAttention.attend_decode", middle_bucket_changes_long_rows
+    )
     model = replace(TINY, max_position_embeddings=600)
     config = replace(
         TINY_ENGINE, attention_backend="xla", max_model_len=600, prefill_lanes=(4,), key_buckets=(256, 512)

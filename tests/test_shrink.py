@@ -21,14 +21,14 @@ from tests.test_equivalence import (
     top_k_of_the_batch,
 )
 from xla_engine import cli
-from xla_engine.describe import describe
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.record import Record
-from xla_engine.record_json import from_json, read_record, to_json, write_record
-from xla_engine.recording import RecordKeeper
-from xla_engine.replay import replay
-from xla_engine.shrink import Trials, ddmin, shrink
-from xla_engine.verify import verify
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.describe import describe
+from xla_engine.equivalence.record import Record
+from xla_engine.equivalence.record_file import from_json, read_record, to_json, write_record
+from xla_engine.equivalence.recorder import RecordKeeper
+from xla_engine.equivalence.replay import replay
+from xla_engine.equivalence.shrink import Trials, ddmin, shrink
+from xla_engine.equivalence.verify import verify
 
 # -- ddmin -----------------------------------------------------------------------------------------------------
 
@@ -93,10 +93,10 @@ def failing_record(engine: XlaBatchEngine) -> Record:
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("graphs.attention_xla.XlaAttention.attend_decode", attend_one_key_too_far),
-        ("graphs.decode.sample", noise_keyed_by_slot),
-        ("graphs.decode.sample", top_k_of_the_batch),
-        ("graphs.attention_xla.XlaAttention.attend_decode", attend_everything_writes),
+        ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_one_key_too_far),
+        ("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot),
+        ("xla_engine.graphs.steps.decode.sample", top_k_of_the_batch),
+        ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_everything_writes),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -137,7 +137,7 @@ def test_what_does_not_fail_is_not_shrunk(tiny: XlaBatchEngine) -> None:
 
 
 def test_a_spent_budget_leaves_a_failing_record(faulty: Callable[[str, Any], XlaBatchEngine]) -> None:
-    engine = faulty("graphs.decode.sample", noise_keyed_by_slot)
+    engine = faulty("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot)
     record = failing_record(engine)
     sizes = []
     for max_runs in (1, 4, 12, 1000):
@@ -155,7 +155,7 @@ def test_command_line(
     faulty: Callable[[str, Any], XlaBatchEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = faulty("graphs.decode.sample", noise_keyed_by_slot)
+    engine = faulty("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot)
     served = [engine]
 
     @contextlib.contextmanager

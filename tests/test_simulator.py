@@ -15,21 +15,21 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import Scheduler, SchedulerConfig
 from xla_engine import SamplingParams
 from xla_engine.cli import main
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import RecordError
+from xla_engine.scheduler import Scheduler, SchedulerConfig
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import compare
 from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work, least_squares
 from xla_engine.simulator.fit import fit
-from xla_engine.simulator.quantiles import WIDTH, Quantiles
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import Arrival, heavy_tailed, read_csv
-from xla_engine.step_log import read_step_log
-from xla_engine.step_log_writer import StepLogWriter, logging_steps
+from xla_engine.tracing.step_log import read_step_log
+from xla_engine.tracing.step_log_writer import StepLogWriter, logging_steps
+from xla_engine.utils.quantiles import WIDTH, Quantiles
 
 COST = CostModel(
     call={2: 8e-4, 8: 2e-3},

@@ -13,19 +13,19 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.cache import make_cache
-from graphs.footprint import block_bytes
-from graphs.model import ModelSpec
-from graphs.rows import Pool, make_rows, make_tables, pack_rows
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
-from xla_engine import memory
-from xla_engine.backends import choose_attention
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.footprint import block_bytes
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables, pack_rows
+from xla_engine.runner import memory
+from xla_engine.runner.backends import choose_attention
+from xla_engine.runner.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, sized
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
-from xla_engine.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, sized
 
 SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla"), None)
 AUTO = replace(TINY_ENGINE, max_num_seqs="auto")
@@ -73,7 +73,7 @@ def test_number_that_does_not_fit_the_share_fails_with_the_arithmetic() -> None:
 
 
 def test_engine_runs_with_what_auto_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xla_engine.sizing.MOST_ROWS", {"cpu": 8})
+    monkeypatch.setattr("xla_engine.runner.sizing.MOST_ROWS", {"cpu": 8})
     assert MOST_ROWS["cpu"] > 8
     with XlaBatchEngine(tiny_checkpoint(), None, AUTO) as engine:
         assert engine.max_num_seqs == engine.config.max_num_seqs == engine.scheduler.config.max_num_seqs == 8

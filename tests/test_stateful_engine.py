@@ -21,18 +21,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from graphs.config import ModelConfig
-from scheduler import StepResult
-from xla_engine.checkpoint import Checkpoint, random_weights
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.faults import FAULTS_IN_A_ROW
+from xla_engine.equivalence.schedule import Case, run_alone
 from xla_engine.errors import InvalidRequestError
-from xla_engine.faults import FAULTS_IN_A_ROW
-from xla_engine.in_flight import InFlight
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
 from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.schedule import Case, run_alone
-from xla_engine.tokenizer import Tokenizer
+from xla_engine.scheduler import StepResult
+from xla_engine.text.tokenizer import Tokenizer
 
 MODEL = ModelConfig(
     vocab_size=61,

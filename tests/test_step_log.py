@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from scheduler import Scheduler
 from xla_engine import SamplingParams
 from xla_engine.cli import main
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.record import RecordError
+from xla_engine.equivalence.record_file import write_record
+from xla_engine.equivalence.recorder import record_schedule
+from xla_engine.equivalence.schedule import draw_cases, draw_schedule
 from xla_engine.errors import ConfigError
-from xla_engine.record import RecordError
-from xla_engine.record_json import write_record
-from xla_engine.recording import record_schedule
-from xla_engine.schedule import draw_cases, draw_schedule
-from xla_engine.step_log import Moment, StepLog, read_step_log
-from xla_engine.step_log_writer import SHORTEST, _Prefixes, logging_steps
+from xla_engine.scheduler import Scheduler
 from xla_engine.timeline import Timeline, read_timeline, write_timeline
 from xla_engine.timeline.model import Segment, of_step_log
 from xla_engine.timeline.trace_events import trace_events
+from xla_engine.tracing.step_log import Moment, StepLog, read_step_log
+from xla_engine.tracing.step_log_writer import SHORTEST, _Prefixes, logging_steps
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_what_any_two_prompts_have_in_common_is_told(monkeypatch: pytest.MonkeyP
         assert common([*told[one]], [*told[two]]) == (
             real if real >= SHORTEST or prompts[one] == prompts[two] else 0
         )
-    monkeypatch.setattr("xla_engine.step_log_writer.REMEMBERED", 100)
+    monkeypatch.setattr("xla_engine.tracing.step_log_writer.REMEMBERED", 100)
     for number in range(50):
         prefixes.add(number, [number] * 20)
     assert len(prefixes._sorted) == len(prefixes._by_age) == 5 and prefixes._tokens == 100

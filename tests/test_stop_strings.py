@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import FinishReason, Sample
-from xla_engine.detokenizer import IncrementalDetokenizer
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.inbox import Inbox
-from xla_engine.ledger import Ledger
-from xla_engine.live import LiveRequest
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.output_collector import Inbox
+from xla_engine.engine.sequence import LiveRequest
+from xla_engine.engine.token_buffer import Ledger
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.stop_strings import GeneratedText, StopStrings
+from xla_engine.scheduler import FinishReason, Sample
+from xla_engine.text.detokenizer import IncrementalDetokenizer
+from xla_engine.text.stop_strings import GeneratedText, StopStrings
 
 FEW = st.text("ab", max_size=40)  # two letters, so that strings overlap each other and themselves
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6).map(tuple)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.test_sampling_features import comparable
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import Grammars, StructuredOutputsParams
-from xla_engine.token_mask import TokenMask, pack_bits
+from xla_engine.text.token_mask import TokenMask, pack_bits
 
 pytest.importorskip("llguidance")
 

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import TINY_ENGINE, tiny_checkpoint
-from xla_engine import sweep
+from xla_engine.bench import sweep
 from xla_engine.bench.figures import Spread
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 
 
 def point(slots: int, rate: float, step: float) -> sweep.Point:

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_batch import FakeEngine
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.batch.event_stream import TaggedStream
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.outputs import RequestOutput
-from xla_engine.progress import Tally
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.tagged_stream import TaggedStream
+from xla_engine.utils.progress import Tally
 
 Event = dict[str, Any]
 HOT: dict[str, Any] = {"temperature": 3.0, "ignore_eos": True}  # bytes of half characters come, too

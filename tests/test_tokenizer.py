@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from xla_engine.detokenizer import IncrementalDetokenizer, _byte_alphabet
 from xla_engine.errors import CheckpointError, InvalidRequestError
-from xla_engine.tokenizer import Tokenizer
+from xla_engine.text.detokenizer import IncrementalDetokenizer, _byte_alphabet
+from xla_engine.text.tokenizer import Tokenizer
 
 TEXTS = [
     "def push(self, item):\n    self.items.append(item)\n",

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.test_stop_strings import by_definition
-from xla_engine.gguf_tokenizer import _WORDS
-from xla_engine.stop_strings import GeneratedText
-from xla_engine.tokenizer import Tokenizer
+from xla_engine.model_loader.gguf.tokenizer import _WORDS
+from xla_engine.text.stop_strings import GeneratedText
+from xla_engine.text.tokenizer import Tokenizer
 
 TEXTS = [
     "def push(self, item):\n    self.items.append(item)\n",

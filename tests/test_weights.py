@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-import xla_engine.progress as progress
-import xla_engine.tensor_files as tensor_files
+import xla_engine.model_loader.tensor_files as tensor_files
+import xla_engine.utils.progress as progress
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench.models import write_checkpoint
-from xla_engine.checkpoint import load_checkpoint, random_weights
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointWarning
-from xla_engine.weights import all_finite
+from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
+from xla_engine.model_loader.weights import all_finite
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from graphs.rows import Rows, make_rows, pack_rows, unpack_rows
-from graphs.words import pack, unpack
 from tests.conftest import TINY_ENGINE
-from xla_engine.prefill_call import make_lanes
+from xla_engine.graphs.row_state.packing import pack, unpack
+from xla_engine.graphs.row_state.rows import Rows, make_rows, pack_rows, unpack_rows
+from xla_engine.runner.prefill_inputs import make_lanes
 
 
 def noise(leaf: Any) -> np.ndarray:

@@ -1,14 +1,18 @@
-"""xla-engine: a JAX/XLA compiled batch engine for language models."""
+"""xla-engine: a JAX/XLA compiled batch engine for language models.
+
+`xla_engine.graphs` and `xla_engine.scheduler` are the folders `graphs` and `scheduler` of the repository.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xla_engine.async_llm import AsyncLLM as AsyncLLM
     from xla_engine.config import EngineConfig as EngineConfig
-    from xla_engine.engine import XlaBatchEngine as XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine as XlaBatchEngine
     from xla_engine.errors import XlaEngineError as XlaEngineError
     from xla_engine.llm import LLM as LLM
     from xla_engine.outputs import CompletionOutput as CompletionOutput
@@ -17,10 +21,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+if not (Path(__file__).parent / "graphs").is_dir():  # a checkout: both folders lie beside this one
+    __path__.append(str(Path(__file__).parent.parent))
+
 _HOME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "XlaBatchEngine": "engine",
+    "XlaBatchEngine": "engine.batch_engine",
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
     "RequestOutput": "outputs",

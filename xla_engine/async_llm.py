@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scheduler import StepResult
-from xla_engine.chat import Message
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.output_collector import Inbox
 from xla_engine.errors import EngineClosedError
-from xla_engine.inbox import Inbox
 from xla_engine.llm import LLM, Prompt
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import StepResult
+from xla_engine.text.chat_template import Message
 
 
 class AsyncLLM:

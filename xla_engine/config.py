@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from graphs.attention import whole_blocks
-from scheduler.policy import POLICIES
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.attention.backend import whole_blocks
+from xla_engine.scheduler.policy import POLICIES
 
 AUTO: Final = "auto"
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked

@@ -10,23 +10,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from graphs.config import ModelConfig
-from graphs.model import ModelSpec, parameter_shapes
-from xla_engine import memory
-from xla_engine.backends import make_spec, serving_device
-from xla_engine.chat import ChatTemplate
-from xla_engine.checkpoint import load_checkpoint
-from xla_engine.checkpoint_config import config_fields, read_model, read_special_tokens
 from xla_engine.config import AUTO, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError, XlaEngineError
-from xla_engine.gguf_file import is_gguf, open_gguf
-from xla_engine.memory import size
-from xla_engine.model_path import model_path
-from xla_engine.safetensors_index import open_weight_files
-from xla_engine.sizing import sized
-from xla_engine.tensor_files import TensorInfo
-from xla_engine.tokenizer import Tokenizer
-from xla_engine.weights import DTYPES
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.config_json import config_fields, read_model, read_special_tokens
+from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
+from xla_engine.model_loader.model_files import model_path
+from xla_engine.model_loader.safetensors_files import open_weight_files
+from xla_engine.model_loader.tensor_files import TensorInfo
+from xla_engine.model_loader.weights import DTYPES
+from xla_engine.runner import memory
+from xla_engine.runner.backends import make_spec, serving_device
+from xla_engine.runner.memory import size
+from xla_engine.runner.sizing import sized
+from xla_engine.text.chat_template import ChatTemplate
+from xla_engine.text.tokenizer import Tokenizer
 
 _LENGTHS = tuple(1 << power for power in range(9, 21, 2))
 _SLOTS = (8, 16, 32, 64, 128, 256)

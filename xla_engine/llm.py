@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from xla_engine.chat import Message
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.output_collector import Inbox
 from xla_engine.errors import InvalidRequestError
-from xla_engine.inbox import Inbox
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.tokenizer import Tokenizer
+from xla_engine.text.chat_template import Message
+from xla_engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from graphs.widths import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.errors import InvalidRequestError
+from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.structured_outputs import StructuredOutputsParams
 
 MAX_N = 128

@@ -16,7 +16,7 @@ from xla_engine.errors import InvalidRequestError
 if TYPE_CHECKING:
     import numpy as np
 
-    from xla_engine.tokenizer import Tokenizer
+    from xla_engine.text.tokenizer import Tokenizer
 
 MAX_CONSTRAINT_CHARACTERS = 1 << 18  # of a schema, an expression or a grammar, written out
 MAX_CHOICES = 1024

@@ -14,9 +14,9 @@ from xla_engine.bench.measure import Options, measure
 from xla_engine.bench.models import SHAPES, find_model
 from xla_engine.bench.peers import PEERS, PeerFailed, parse_peers
 from xla_engine.bench.workloads import WORKLOADS
-from xla_engine.checkpoint_config import read_config
 from xla_engine.config import cache_directory
 from xla_engine.errors import XlaEngineError
+from xla_engine.model_loader.config_json import read_config
 
 NOT_STARTED = 2
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphs.config import ModelConfig
+from xla_engine.graphs.config import ModelConfig
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.config import ModelConfig
 from xla_engine.bench import limits
 from xla_engine.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, PeerFailed, Process
 from xla_engine.bench.results import results
 from xla_engine.bench.rounds import STOP_SLACK, Side, judge_turns, take_turns
 from xla_engine.bench.workloads import WORKLOADS, Sizes, make_workload
+from xla_engine.graphs.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from graphs.config import ModelConfig, RopeScaling
-from xla_engine.checkpoint import random_weights
 from xla_engine.config import embedded_model_directory
 from xla_engine.errors import ConfigError
-from xla_engine.families import LLAMA, QWEN3, Family, tensor_sources
+from xla_engine.graphs.config import ModelConfig, RopeScaling
+from xla_engine.model_loader.checkpoint import random_weights
+from xla_engine.model_loader.families import LLAMA, QWEN3, Family, tensor_sources
 
 SMOLLM2_135M = ModelConfig(
     vocab_size=49152,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.config import ModelConfig
 from xla_engine.bench import limits
 from xla_engine.bench.figures import Spread, ratios, spread_of
 from xla_engine.bench.peers import EIGHT_BITS, OURS, STOPS
 from xla_engine.bench.rounds import Turns
 from xla_engine.bench.workloads import Workload
+from xla_engine.graphs.config import ModelConfig
 
 _RATIO_OF = {
     "uniform": ("decode_tok_s", "tok_s"),

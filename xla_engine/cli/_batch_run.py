@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from xla_engine.batch import BatchRun
-from xla_engine.batch_lines import count_lines, read_lines
-from xla_engine.batch_results import Stamp
+from xla_engine.batch.lines import count_lines, read_lines
+from xla_engine.batch.output_file import Mode, OutputError, OutputFile, same_file
+from xla_engine.batch.results import Stamp
+from xla_engine.batch.resume import DoneLines
+from xla_engine.batch.run import BatchRun
 from xla_engine.cli import _common, _files, _signals
+from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import XlaEngineError
-from xla_engine.fingerprint import EngineIdentity
-from xla_engine.output_file import Mode, OutputError, OutputFile, same_file
-from xla_engine.progress import Progress, Tally, summary_lines
-from xla_engine.result_files import DoneLines
-from xla_engine.status_file import StatusFile
-from xla_engine.step_log_writer import logging_steps
+from xla_engine.tracing.status_file import StatusFile
+from xla_engine.tracing.step_log_writer import logging_steps
+from xla_engine.utils.progress import Progress, Tally, summary_lines
 
 if TYPE_CHECKING:
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
 
 _imported_at = time.monotonic()
 

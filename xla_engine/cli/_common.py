@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.policy import POLICIES
 from xla_engine.errors import XlaEngineError
-from xla_engine.progress import counting, loading
+from xla_engine.scheduler.policy import POLICIES
+from xla_engine.utils.progress import counting, loading
 
 if TYPE_CHECKING:
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
 
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses beside 0
 
@@ -174,7 +174,7 @@ def starting() -> Iterator[None]:
 @contextlib.contextmanager
 def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
     from xla_engine.config import EngineConfig
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
 
     fields = {name: value for name, value in options.items() if name != "model"}
     screen = sys.stderr if show else io.StringIO()

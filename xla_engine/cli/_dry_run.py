@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
-from xla_engine.batch_format import LineError
-from xla_engine.batch_lines import read_lines
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.requests import LineError
 from xla_engine.cli import _common, _files
 
 
 def dry_run(source: str, defaults: dict[str, Any], max_line_bytes: int, options: dict[str, Any]) -> None:
     """Print line-numbered codes and a token estimate; exit with the command's status."""
     with _common.starting():
+        from xla_engine.batch.dry_run import DryRun
         from xla_engine.config import EngineConfig, embedded_model_directory
-        from xla_engine.dry_run import DryRun
 
         fields = {name: value for name, value in options.items() if name != "model"}
         checks = DryRun(options["model"] or embedded_model_directory(), EngineConfig(**fields))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
-from xla_engine.result_files import is_packed
+from xla_engine.batch.resume import is_packed
 
 
 @contextlib.contextmanager

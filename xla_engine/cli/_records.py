@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from xla_engine.cli import _common
 
 if TYPE_CHECKING:
-    from xla_engine.engine import XlaBatchEngine
-    from xla_engine.record import Record
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.equivalence.record import Record
 
 
 def load_record(
@@ -18,8 +18,8 @@ def load_record(
     """A record, and an engine with its options on its model, or on `model`."""
     from dataclasses import asdict
 
-    from xla_engine.record_json import read_record
-    from xla_engine.replay import engine_config
+    from xla_engine.equivalence.record_file import read_record
+    from xla_engine.equivalence.replay import engine_config
 
     record = read_record(path)
     config = asdict(engine_config(record, force=force))

@@ -9,11 +9,11 @@ from typing import Any, BinaryIO
 
 import click
 
+from xla_engine.batch.event_stream import TaggedStream
 from xla_engine.cli import _common, _files, _signals
 from xla_engine.cli._batch_run import explain_failure, run_state
-from xla_engine.status_file import StatusFile
-from xla_engine.step_log_writer import logging_steps
-from xla_engine.tagged_stream import TaggedStream
+from xla_engine.tracing.status_file import StatusFile
+from xla_engine.tracing.step_log_writer import logging_steps
 
 
 def _own_stdin() -> BinaryIO:

@@ -30,7 +30,7 @@ def replay(record_path: str, model: str | None, force: bool) -> None:
     """
     with contextlib.ExitStack() as stack, _common.starting():
         record, engine = _records.load_record(stack, record_path, model, force=force)
-        from xla_engine import replay as again
+        from xla_engine.equivalence import replay as again
 
         report = again.replay(engine, record, force=force)
     click.echo("\n".join(report.lines()))

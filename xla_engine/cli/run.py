@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from xla_engine.batch_lines import MAX_LINE_BYTES
+from xla_engine.batch.lines import MAX_LINE_BYTES
+from xla_engine.batch.output_file import Mode
 from xla_engine.cli import _batch_run, _common
-from xla_engine.output_file import Mode
 from xla_engine.sampling_params import SamplingParams
 
 
@@ -125,7 +125,7 @@ def run(
     with _common.starting():
         if options["generation_config"] == "model":
             from xla_engine.config import embedded_model_directory
-            from xla_engine.generation_config import sampling_defaults
+            from xla_engine.model_loader.generation_config import sampling_defaults
 
             defaults = sampling_defaults(options["model"] or embedded_model_directory()) | defaults
         SamplingParams.from_mapping(defaults)

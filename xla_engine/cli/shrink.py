@@ -8,7 +8,7 @@ import sys
 import click
 
 from xla_engine.cli import _common, _records
-from xla_engine.progress import counting
+from xla_engine.utils.progress import counting
 
 
 @click.command(short_help="Reduce a failing record to a small one.", context_settings={"show_default": True})
@@ -34,9 +34,9 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
     with contextlib.ExitStack() as stack:
         with _common.starting():
             record, engine = _records.load_record(stack, record_path, model, force=force)
-            from xla_engine import shrink as smaller
-            from xla_engine.record_json import write_record
-            from xla_engine.replay import check_identity
+            from xla_engine.equivalence import shrink as smaller
+            from xla_engine.equivalence.record_file import write_record
+            from xla_engine.equivalence.replay import check_identity
 
             if not force:
                 check_identity(engine, record)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.policy import POLICIES, PREEMPTIVE
 from xla_engine.cli import _common
+from xla_engine.scheduler.policy import POLICIES, PREEMPTIVE
 
 if TYPE_CHECKING:
-    from scheduler import SchedulerConfig
+    from xla_engine.scheduler import SchedulerConfig
     from xla_engine.simulator.report import Report
     from xla_engine.simulator.trace import Arrival
-    from xla_engine.step_log import StepLog
+    from xla_engine.tracing.step_log import StepLog
 
 
 @click.command(short_help="Run a trace through the scheduler alone.", context_settings={"show_default": True})
@@ -106,7 +106,7 @@ def simulate(
     """
     from xla_engine.simulator.fit import fit
     from xla_engine.simulator.report import plot, table, to_json
-    from xla_engine.step_log import is_step_log, read_step_log
+    from xla_engine.tracing.step_log import is_step_log, read_step_log
 
     made = _made(trace)
     with _common.starting():
@@ -192,7 +192,7 @@ def _configs(
     num_blocks: int | None,
 ) -> dict[str, SchedulerConfig]:
     """What to simulate, by the name it has in the table."""
-    from scheduler import SchedulerConfig
+    from xla_engine.scheduler import SchedulerConfig
 
     recorded = SchedulerConfig(**source.scheduler)
     spare = recorded.max_num_batched_tokens - recorded.max_num_seqs
@@ -238,7 +238,7 @@ def _simulate(
     from xla_engine.simulator.clock import Clock
     from xla_engine.simulator.cost import machine_of
     from xla_engine.simulator.simulate import Simulation
-    from xla_engine.step_log_writer import StepLogWriter
+    from xla_engine.tracing.step_log_writer import StepLogWriter
 
     with contextlib.ExitStack() as stack:
         log = None

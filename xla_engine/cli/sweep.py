@@ -13,7 +13,7 @@ from xla_engine.cli import _common
 
 if TYPE_CHECKING:
     from xla_engine.config import EngineConfig
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
 
 
 def _widths(context: click.Context, option: click.Parameter, value: str) -> list[int]:
@@ -50,7 +50,7 @@ def sweep(
       xla-engine sweep --widths 8,16,32,64 --plot sweep.png
     """
     with _common.starting():
-        from xla_engine import sweep as measure
+        from xla_engine.bench import sweep as measure
         from xla_engine.config import EngineConfig
 
         fields = {name: value for name, value in options.items() if name != "model"}
@@ -76,7 +76,7 @@ def sweep(
 
 
 def _maker(model: str | None) -> Any:
-    from xla_engine.engine import XlaBatchEngine
+    from xla_engine.engine.batch_engine import XlaBatchEngine
 
     def make(config: EngineConfig) -> XlaBatchEngine:
         return XlaBatchEngine.from_pretrained(model, config)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from xla_engine.cli import _common
-from xla_engine.progress import counting
+from xla_engine.utils.progress import counting
 
 
 @click.command(short_help="Check that batching changes no bit.", context_settings={"show_default": True})
@@ -74,10 +74,10 @@ def verify(
     with contextlib.ExitStack() as stack:
         with _common.starting():
             engine = stack.enter_context(_common.load_engine(options, show=True))
-            from xla_engine import levels
-            from xla_engine import verify as law
-            from xla_engine.record_json import write_record
-            from xla_engine.recording import RecordKeeper
+            from xla_engine.equivalence import across_configurations as levels
+            from xla_engine.equivalence import verify as law
+            from xla_engine.equivalence.record_file import write_record
+            from xla_engine.equivalence.recorder import RecordKeeper
 
             if record_path is not None:
                 open(record_path, "ab").close()  # a path that cannot be written is told before the work

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler import Plan, SchedulerConfig
+from xla_engine.scheduler import Plan, SchedulerConfig
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import CostModel, HostWork, Work, machine_of
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import of_step_log
-from xla_engine.step_log import StepLog
+from xla_engine.tracing.step_log import StepLog
 
 
 class RecordedClock(Clock):

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from xla_engine.step_log import StepLog
+from xla_engine.tracing.step_log import StepLog
 
 
 class Work(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xla_engine.errors import RecordError
 from xla_engine.simulator.cost import CostModel, HostWork, Work, least_squares, machine_of
-from xla_engine.step_log import StepLog
+from xla_engine.tracing.step_log import StepLog
 
 NOISES = 1021  # a prime, so that no period of a schedule meets the same ones again and again
 FEWEST = 20  # samples; fewer say nothing

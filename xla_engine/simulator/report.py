@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scheduler import SchedulerConfig
 from xla_engine.errors import ConfigError
-from xla_engine.simulator.quantiles import Quantiles
+from xla_engine.scheduler import SchedulerConfig
+from xla_engine.utils.quantiles import Quantiles
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
 REFUSED = "refused"  # among the ends of requests: it needs more pages than there are

@@ -11,22 +11,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from scheduler import (
-    Events,
-    FinishReason,
-    Plan,
-    Request,
-    Row,
-    Scheduler,
-    SchedulerConfig,
-)
+from xla_engine.scheduler import Events, FinishReason, Plan, Request, Row, Scheduler, SchedulerConfig
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import HostWork, Machine, Work
 from xla_engine.simulator.report import REFUSED, Report
 from xla_engine.simulator.stops import STOPS, StopTokens
 from xla_engine.simulator.trace import Arrival, distinct
-from xla_engine.step_log import Moment
-from xla_engine.step_log_writer import StepLogWriter
+from xla_engine.tracing.step_log import Moment
+from xla_engine.tracing.step_log_writer import StepLogWriter
 
 PREEMPTED = ("park", "recompute", "replay")
 

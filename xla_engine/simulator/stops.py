@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler import NO_CHOICE, Decoded, Plan, Sample, StepResult
+from xla_engine.scheduler import NO_CHOICE, Decoded, Plan, Sample, StepResult
 from xla_engine.simulator.trace import Arrival
 
 TOKEN, STOP, NONE = Sample(0), Sample(1), Sample(NO_CHOICE)

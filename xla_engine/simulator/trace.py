@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from xla_engine.errors import RecordError
-from xla_engine.step_log import Moment, StepLog
+from xla_engine.tracing.step_log import Moment, StepLog
 
 SPREAD = 1 << 24  # token ids of one prompt
 

@@ -9,10 +9,10 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from xla_engine.step_log import StepLog, is_step_log, read_step_log
+from xla_engine.tracing.step_log import StepLog, is_step_log, read_step_log
 
 if TYPE_CHECKING:
-    from xla_engine.record import Record
+    from xla_engine.equivalence.record import Record
 
 KINDS = ("prefill", "decode", "held", "cached", "parked")  # idle is where there is no segment
 
@@ -157,7 +157,7 @@ def read_timeline(path: Path | str) -> Timeline:
     """The timeline of a step log, or of a record of `verify`. Raises RecordError and OSError."""
     if is_step_log(path):
         return of_step_log(read_step_log(path))
-    from xla_engine.record_json import read_record
+    from xla_engine.equivalence.record_file import read_record
 
     return of_record(read_record(path))
 

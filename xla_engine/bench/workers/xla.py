@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graphs.attention import whole_blocks
-from scheduler import Events, Plan, Request, Scheduler
 from xla_engine import __version__
-from xla_engine.checkpoint import load_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.engine import XlaBatchEngine
-from xla_engine.reference import Reference
-from xla_engine.row_settings import RowSettings
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.verify import verify
+from xla_engine.graphs.attention.backend import whole_blocks
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.verify import verify
+from xla_engine.scheduler import Events, Plan, Request, Scheduler
 
 Ids = list[list[int]]
 SLOTS_OF_PAGES = 4  # for one slot of its own

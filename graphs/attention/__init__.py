@@ -1,0 +1,1 @@
+"""Attention over the KV cache: one contract, a backend for each platform."""

@@ -1,0 +1,208 @@
+"""What an attention backend is: rotation, cache layout, KV write and attention, owned together.
+
+A graph hands it projected heads and never looks into a cache. All backends share one capacity: whole blocks of
+`KEY_BLOCK` keys. Law 1 rests on them: what a row gets is a function of its own q, k, v, length and cache, bit for
+bit, whatever the other rows, the `key_length` and the values behind its own keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.delta_net.layer import DeltaState
+
+KEY_BLOCK = 256  # cache lengths and key buckets are multiples of it (findings/007)
+
+
+class LayerCache(NamedTuple):
+    """Keys and values for all slots, of one layer or of those that share a store, in the layout of the backend that
+    made them."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+KVCache = list[LayerCache | DeltaState]
+
+
+class AttentionWeights(NamedTuple):
+    """Parameters of attention itself, all float32, None where a model has none.
+
+    q_norm, k_norm `[Dh]`: RMS norm of every query and key head, before rotation. sinks `[H]`: one more logit per query
+    head in the softmax's denominator, which carries no value (gpt-oss).
+    """
+
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+class Attention(Protocol):
+    """An attention backend. Instances are frozen and hashable: a graph is compiled for one.
+
+    name: what `attention_backend` calls it.
+    bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
+        serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
+    shares_stores: layers that keep as much of a slot share one store, whose leading axis they are; `place` says
+        which of them is meant. Elsewhere a store is one layer's, and `place` 0. A call pays for every buffer it is
+        given and gives back (findings/033).
+
+    Arguments are float32: `qkv [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated;
+    `rope [..., 2, Dh/2]` holds cosines and sines; `form` and `weights` are the layer's. Results are
+    `[N, H Dh]` in float32 or `compute_dtype`.
+    A write that must not happen (row not live, padding of a chunk) changes no byte.
+
+    `block_tables i32 [B, max_blocks]` puts position p of slot b at position `p % block_size` of page
+    `block_tables[b, p // block_size]` of the layer, which is then a pool; None: slots are contiguous. Entries behind a
+    slot's last page may hold anything. The bits of a result are the same either way, but
+    for a soft cap in float32 under `xla`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bounded_by_length(self) -> bool: ...
+
+    @property
+    def shares_stores(self) -> bool: ...
+
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
+        """A zeroed store for `layers` of a model that computes in `dtype`: `rows` slots of `length` positions, whole
+        blocks.
+
+        A layer with a window may be a ring (`kept_positions`): position p lies at `p % capacity`, and what a slot held
+        before its window is gone.
+        A pool of pages is a store as well, of `rows` pages of `length` positions: 16, 32, 64, 128 or 256. ValueError
+        where a backend's tiles need longer pages.
+        """
+        ...
+
+    def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
+        """Make stale values, which may be NaN, harmless in `slot [P]` where `fresh [P]`: it has a new owner. In all
+        layers of a store.
+
+        Pages need none of it: nobody reads what lies in them behind a row's own positions.
+        """
+        ...
+
+    def attend_decode(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        rope: jax.Array,
+        length: jax.Array,
+        live: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
+        place: int = 0,
+    ) -> tuple[LayerCache, jax.Array]:
+        """Write one position per live row, then attend to the row's own keys.
+
+        N = B, `rope [B, 2, Dh/2]`; `length [B]` is the write index, below `key_length` where `live [B]`. Rows that
+        are not live get anything.
+        """
+        ...
+
+    def attend_prefill(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        rope: jax.Array,
+        slot: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
+        place: int = 0,
+    ) -> tuple[LayerCache, jax.Array]:
+        """Write up to T positions of each lane into its slot, then attend causally to all keys the slot holds.
+
+        N = P T, `rope [P, T, 2, Dh/2]`; `slot`, `start`, `count` `[P]`: lane p holds positions
+        `start[p] .. start[p] + count[p]` of slot `slot[p]`, at most `key_length`. Consecutive lanes may hold
+        consecutive chunks of one prompt: every lane's keys are written before any lane reads.
+        """
+        ...
+
+    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are, of all layers of a store; `slot`,
+        `block` i32 scalars.
+
+        Of a ring what lies in their place. All blocks of a slot, written again in order, are the slot again. A page is
+        a slot of one block, which may be shorter.
+        """
+        ...
+
+    def write_block(
+        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+    ) -> LayerCache:
+        """Put what `read_block` gave into any slot. The slot's positions from `length` on are nobody's: afterwards
+        stale NaN must be harmless in those of this block."""
+        ...
+
+    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout."""
+        ...
+
+    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
+        """The inverse of `to_host`, bit for bit: a store of one layer."""
+        ...
+
+
+def whole_blocks(length: int) -> int:
+    """`length` rounded up to whole key blocks."""
+    return -(-length // KEY_BLOCK) * KEY_BLOCK
+
+
+def kept_positions(form: AttentionForm, length: int, call_positions: int | None) -> int:
+    """Positions that a layer keeps of slots of `length`: whole blocks with room for the window of a call's first query
+    beside all that the call writes, `call_positions` at most to one slot. None: keep all."""
+    if form.window is None or call_positions is None:
+        return length
+    return min(length, whole_blocks(form.window + call_positions))
+
+
+def check_length(length: int, least: int = 16) -> None:
+    """Slots are whole key blocks; pages divide one and hold at least `least` positions. Raises ValueError."""
+    if length != whole_blocks(length) and (KEY_BLOCK % length or length < least):
+        sizes = [str(KEY_BLOCK >> shift) for shift in range(5) if KEY_BLOCK >> shift >= least]
+        raise ValueError(f"block_size must be one of {', '.join(reversed(sizes))} here, not {length}")
+
+
+def read_positions(
+    leaf: jax.Array, slot: jax.Array, start: jax.Array, count: int, axis: int = 0
+) -> jax.Array:
+    """`[KV, count, ...]` of a leaf `[B, KV, positions, ...]`, positions in whatever unit the layout has. `axis`: of B,
+    where others lead."""
+    begin, sizes = _begin(leaf, slot, start, axis), list(leaf.shape)
+    sizes[axis], sizes[axis + 2] = 1, count
+    return jax.lax.dynamic_slice(leaf, begin, sizes).squeeze(axis)
+
+
+def write_positions(
+    leaf: jax.Array, slot: jax.Array, start: jax.Array, moved: jax.Array, axis: int = 0
+) -> jax.Array:
+    """The inverse of `read_positions`."""
+    return jax.lax.dynamic_update_slice(leaf, jnp.expand_dims(moved, axis), _begin(leaf, slot, start, axis))
+
+
+def _begin(leaf: jax.Array, slot: jax.Array, start: jax.Array, axis: int) -> list[jax.Array | int]:
+    begin: list[jax.Array | int] = [0] * leaf.ndim
+    begin[axis], begin[axis + 2] = slot, start
+    return begin

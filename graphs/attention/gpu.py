@@ -1,0 +1,250 @@
+"""Attention backend `gpu`: Pallas kernels for CUDA, lowered through Triton.
+
+One K and one V buffer per layer, `[B, KV, S, Dh]`, donated and written in place. Decode is three kernels: rotate and
+write; partial softmax over splits of `KEY_BLOCK` keys, one program per (row, key/value head, split); combine. It is
+flash-decoding (Dao et al. 2023) with a split of fixed size instead of a fixed number of splits. Prefill is one
+program per (lane, head, block of queries), an online softmax over tiles of keys (FlashAttention-2, Dao 2023).
+
+The kernels are in `attention_gpu_kernels.py`.
+
+Law 1 by construction: a program reads one row, tiles have one size, and tiles and splits are taken in order up to the
+row's own length, so that neither the other rows nor the cache's length can change a bit. Keys a query must not see
+are neither scored nor, if values, loaded: stale NaN is harmless without being cleared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from xla_engine.graphs.attention.backend import (
+    KEY_BLOCK,
+    AttentionWeights,
+    LayerCache,
+    check_length,
+    read_positions,
+    write_positions,
+)
+from xla_engine.graphs.attention.gpu_kernels import (
+    combine_kernel,
+    prefill_kernel,
+    split_kernel,
+    whole_tile,
+    write_kernel,
+)
+from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
+
+QUERY_TILE = 64  # queries per program in prefill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAttention:
+    """See `graphs.attention.Attention`. `interpret` runs the kernels as plain JAX, anywhere and slowly."""
+
+    interpret: bool = False
+    name = "gpu"
+    bounded_by_length = True
+    shares_stores = False
+
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
+        check_length(length)
+        (_,) = layers
+        shape = (rows, config.num_key_value_heads, length, config.head_dim)
+        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
+        return layer
+
+    def attend_decode(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        rope: jax.Array,
+        length: jax.Array,
+        live: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
+        place: int = 0,
+    ) -> tuple[LayerCache, jax.Array]:
+        position = jnp.where(live, length, -1).astype(jnp.int32)
+        by_head = qkv.reshape(len(qkv), -1, layer.keys.shape[3])
+        layer, q = self._write(layer, by_head, rope, position, form, weights, block_tables)
+        parts = self._partial(layer, q, position, form, block_tables)
+        out = self._combine(*parts, position, form, weights.sinks, compute_dtype)
+        return layer, out.reshape(len(qkv), -1)
+
+    def attend_prefill(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        rope: jax.Array,
+        slot: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
+        place: int = 0,
+    ) -> tuple[LayerCache, jax.Array]:
+        lanes, width = rope.shape[:2]
+        rows, kv_heads, size, head_dim = layer.keys.shape
+        by_row = split_heads(qkv, kv_heads, head_dim)
+        q, k, v = (x.reshape(lanes, width, -1, head_dim) for x in by_row)
+        offset = jnp.arange(width, dtype=jnp.int32)
+        q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
+        position = start[:, None] + offset
+        row = slot[:, None] if block_tables is None else block_tables[slot[:, None], position // size]
+        # Padding goes out of bounds; indices stay unique as the scatter promises.
+        lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
+        row = jnp.where(offset < count[:, None], row, rows + lane * width + offset)
+        at = (row, slice(None), position % size)
+        layer = LayerCache(
+            *(
+                cache.at[at].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+                for cache, new in zip(layer, (apply_rope(k, rope), v), strict=True)
+            )
+        )
+        tile = min(QUERY_TILE, whole_tile(width))
+        out = self._call(
+            functools.partial(prefill_kernel, tile=tile, form=form),
+            grid=(lanes, q.shape[2], -(-width // tile)),
+            out_shape=jax.ShapeDtypeStruct(q.shape, compute_dtype),
+            warps=4,
+        )(
+            slot,
+            start,
+            count,
+            apply_rope(q, rope).astype(layer.keys.dtype),
+            *layer,
+            block_tables,
+            weights.sinks,
+        )
+        return layer, out.reshape(lanes * width, -1)
+
+    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        size = min(KEY_BLOCK, layer.keys.shape[2])
+        return LayerCache(*(read_positions(leaf, slot, block * size, size) for leaf in layer))
+
+    def write_block(
+        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+    ) -> LayerCache:
+        return LayerCache(
+            *(
+                write_positions(leaf, slot, block * new.shape[1], new)
+                for leaf, new in zip(layer, moved, strict=True)
+            )
+        )
+
+    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(layer.keys), np.asarray(layer.values)
+
+    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
+        return LayerCache(jax.device_put(keys), jax.device_put(values))
+
+    # -- the kernels of a decode step -------------------------------------------------------------------------
+
+    def _write(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        rope: jax.Array,
+        position: jax.Array,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        block_tables: jax.Array | None,
+    ) -> tuple[LayerCache, jax.Array]:
+        """Write k normed and rotated and v of `qkv [B, H + 2 KV, Dh]` at `position [B]`, unless negative.
+
+        Returns the cache and q normed and rotated, `[B, KV, G, Dh]` in the cache's dtype.
+        """
+        rows, (_, kv_heads, _, head_dim) = len(qkv), layer.keys.shape
+        groups = qkv.shape[1] // kv_heads - 2
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in layer]
+        keys, values, q = self._call(
+            functools.partial(write_kernel, eps=form.norm_eps),
+            grid=(rows,),
+            out_shape=(
+                *shapes,
+                jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), layer.keys.dtype),
+            ),
+            aliases={3: 0, 4: 1},
+            warps=4,
+        )(position, qkv, rope, *layer, block_tables, weights.q_norm, weights.k_norm)
+        return LayerCache(keys, values), q
+
+    def _partial(
+        self,
+        layer: LayerCache,
+        q: jax.Array,
+        position: jax.Array,
+        form: AttentionForm,
+        block_tables: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Per split of keys the weighted values `[B, KV, J, G, Dh]`, the largest score and the sum of weights
+        `[B, KV, J, G]`; splits without a key that the row sees are left as they were."""
+        rows, kv_heads, groups, head_dim = q.shape
+        pages = 1 if block_tables is None else block_tables.shape[1]
+        splits = -(-pages * layer.keys.shape[2] // KEY_BLOCK)
+        state = jax.ShapeDtypeStruct((rows, kv_heads, splits, groups), jnp.float32)
+        return self._call(
+            functools.partial(split_kernel, form=form),
+            grid=(rows, kv_heads, splits),
+            out_shape=(jax.ShapeDtypeStruct((*state.shape, head_dim), jnp.float32), state, state),
+            warps=4,
+        )(position, q, *layer, block_tables)
+
+    def _combine(
+        self,
+        parts: jax.Array,
+        peak: jax.Array,
+        total: jax.Array,
+        position: jax.Array,
+        form: AttentionForm,
+        sinks: jax.Array | None,
+        dtype: jnp.dtype,
+    ) -> jax.Array:
+        """Splits from the first to the last that the row sees: `[B, KV, G, Dh]`."""
+        rows, kv_heads, _, groups, head_dim = parts.shape
+        return self._call(
+            functools.partial(combine_kernel, window=form.window),
+            grid=(rows, kv_heads),
+            out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), dtype),
+            warps=4,
+        )(position, parts, peak, total, sinks)
+
+    def _call(
+        self,
+        kernel: Callable[..., None],
+        *,
+        grid: tuple[int, ...],
+        out_shape: Any,
+        warps: int,
+        aliases: dict[int, int] | None = None,
+    ) -> Callable[..., Any]:
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            out_shape=out_shape,
+            input_output_aliases=aliases or {},
+            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=3),
+            interpret=self.interpret,
+            name=getattr(kernel, "func", kernel).__name__,
+        )

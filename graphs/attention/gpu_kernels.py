@@ -1,0 +1,323 @@
+"""The kernels of the backend `gpu`, in Pallas for Triton, and their pieces.
+
+Triton knows sizes that are powers of two only: what a head, a group or a tile does not fill is masked. A reference
+that a model has no use for is None.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from xla_engine.graphs.attention.backend import KEY_BLOCK
+from xla_engine.graphs.config import AttentionForm
+
+KEY_TILE = 64  # keys per step of a program; divides KEY_BLOCK
+_SPLITS = 8  # that are loaded together: each load waits for memory once
+_LEAST_ROWS = 16  # of a tensor core product
+
+Ref = Any  # a Pallas reference: an array in device memory inside a kernel
+
+
+def write_kernel(
+    position_ref: Ref,  # [B]
+    qkv_ref: Ref,  # [B, H + 2 KV, Dh] float32
+    rope_ref: Ref,  # [B, 2, Dh/2]
+    _keys_in: Ref,  # the outputs' own memory
+    _values_in: Ref,
+    tables_ref: Ref | None,  # [B, pages]
+    q_norm_ref: Ref | None,  # [Dh]
+    k_norm_ref: Ref | None,
+    keys_ref: Ref,  # [B, KV, S, Dh]
+    values_ref: Ref,
+    q_ref: Ref,  # [B, KV, G, Dh]
+    *,
+    eps: float,
+) -> None:
+    """Norm and rotate q and k of a row, and write its k and v."""
+    row = pl.program_id(0)
+    kv_heads, groups = q_ref.shape[1:3]
+    heads, half = kv_heads * groups, qkv_ref.shape[2] // 2
+    position = position_ref[row]
+    column = jnp.arange(_power_of_two(half))[None]
+    cos = _load(rope_ref, (row, 0, column), column < half)
+    sin = _load(rope_ref, (row, 1, column), column < half)
+
+    def halves(first_head: int, head: jax.Array, inside: jax.Array) -> list[jax.Array]:
+        return [_load(qkv_ref, (row, first_head + head, part * half + column), inside) for part in range(2)]
+
+    def normed(norm_ref: Ref | None, parts: list[jax.Array]) -> list[jax.Array]:
+        if norm_ref is None:
+            return parts
+        square = sum(jnp.sum(part * part, axis=1, keepdims=True) for part in parts)
+        scale = lax.rsqrt(square / (2 * half) + eps)
+        weights = [_load(norm_ref, (part * half + column,), column < half) for part in range(2)]
+        return [part * scale * weight for part, weight in zip(parts, weights, strict=True)]
+
+    def rotate(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return first * cos - second * sin, second * cos + first * sin
+
+    head = jnp.arange(_power_of_two(heads))[:, None]
+    inside = (head < heads) & (column < half)
+    for part, values in enumerate(rotate(*normed(q_norm_ref, halves(0, head, inside)))):
+        _store(q_ref, (row, head // groups, head % groups, part * half + column), values, inside)
+
+    @pl.when(position >= 0)
+    def _() -> None:
+        head = jnp.arange(_power_of_two(kv_heads))[:, None]
+        inside = (head < kv_heads) & (column < half)
+        new_keys = rotate(*normed(k_norm_ref, halves(heads, head, inside)))
+        new_values = halves(heads + kv_heads, head, inside)
+        page, offset = _place(tables_ref, row, position, keys_ref.shape[2])
+        for part in range(2):
+            at = (page, head, offset, part * half + column)
+            _store(keys_ref, at, new_keys[part], inside)
+            _store(values_ref, at, new_values[part], inside)
+
+
+def split_kernel(
+    position_ref: Ref,  # [B]
+    q_ref: Ref,  # [B, KV, G, Dh]
+    keys_ref: Ref,  # [B, KV, S, Dh]
+    values_ref: Ref,
+    tables_ref: Ref | None,  # [B, pages]
+    parts_ref: Ref,  # [B, KV, J, G, Dh] float32
+    peak_ref: Ref,  # [B, KV, J, G] float32
+    total_ref: Ref,
+    *,
+    form: AttentionForm,
+) -> None:
+    """Partial softmax of one row and key/value head over one split of its keys."""
+    row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    groups, head_dim = q_ref.shape[2:]
+    position = position_ref[row]
+    first = split * KEY_BLOCK
+    lowest = _lowest(position, form.window)
+
+    @pl.when((first <= position) & (lowest < first + KEY_BLOCK))
+    def _() -> None:
+        group, column = jnp.arange(whole_tile(groups)), jnp.arange(_power_of_two(head_dim))
+        inside = (group[:, None] < groups) & (column[None] < head_dim)
+        q = _load(q_ref, (row, kv_head, group[:, None], column[None]), inside)
+        peak, total, weighted = _attend(
+            q,
+            functools.partial(_load_tile, keys_ref, tables_ref, row, kv_head),
+            functools.partial(_load_tile, values_ref, tables_ref, row, kv_head),
+            form=form,
+            position=jnp.broadcast_to(position, group.shape),
+            tiles=(
+                jnp.maximum(lowest, first) // KEY_TILE,
+                pl.cdiv(jnp.minimum(position + 1, first + KEY_BLOCK), KEY_TILE),
+            ),
+        )
+        _store(parts_ref, (row, kv_head, split, group[:, None], column[None]), weighted, inside)
+        _store(peak_ref, (row, kv_head, split, group), peak, group < groups)
+        _store(total_ref, (row, kv_head, split, group), total, group < groups)
+
+
+def combine_kernel(
+    position_ref: Ref,  # [B]
+    parts_ref: Ref,  # [B, KV, J, G, Dh]
+    peak_ref: Ref,  # [B, KV, J, G]
+    total_ref: Ref,
+    sinks_ref: Ref | None,  # [H]
+    out_ref: Ref,  # [B, KV, G, Dh]
+    *,
+    window: int | None,
+) -> None:
+    """Put the splits of a row and key/value head together, `_SPLITS` at a time, first to last."""
+    row, kv_head = pl.program_id(0), pl.program_id(1)
+    groups, head_dim = out_ref.shape[2:]
+    group, column = jnp.arange(_power_of_two(groups)), jnp.arange(_power_of_two(head_dim))
+    inside = (group[:, None] < groups) & (column[None] < head_dim)
+    position = position_ref[row]
+    first, end = _lowest(position, window) // KEY_BLOCK, pl.cdiv(position + 1, KEY_BLOCK)
+
+    def add(step: jax.Array, state: State) -> State:
+        peak, total, weighted = state
+        split = step * _SPLITS + jnp.arange(_SPLITS)[:, None]
+        seen = (split >= first) & (split < end)  # [J, 1]; zeros in place of the others change no sum
+        at, mine = (row, kv_head, split, group[None]), seen & (group < groups)[None]
+        peaks = jnp.where(seen, _load(peak_ref, at, mine), -jnp.inf)  # [J, G]
+        totals = _load(total_ref, at, mine)
+        each = (row, kv_head, split[..., None], group[None, :, None], column[None, None])
+        parts = _load(parts_ref, each, seen[..., None] & inside[None])  # [J, G, Dh]
+        highest = jnp.maximum(peak, jnp.max(peaks, axis=0))
+        before, now = jnp.exp(peak - highest), jnp.exp(peaks - highest[None])
+        return (
+            highest,
+            total * before + jnp.sum(totals * now, axis=0),
+            weighted * before[:, None] + jnp.sum(parts * now[..., None], axis=0),
+        )
+
+    steps = first // _SPLITS, pl.cdiv(end, _SPLITS)
+    state = lax.fori_loop(*steps, add, _nothing(len(group), len(column)))
+    if sinks_ref is not None:
+        state = _with_sink(state, _load(sinks_ref, (kv_head * groups + group,), group < groups))
+    _store(out_ref, (row, kv_head, group[:, None], column[None]), _divide(state), inside)
+
+
+def prefill_kernel(
+    slot_ref: Ref,  # [P]
+    start_ref: Ref,
+    count_ref: Ref,
+    q_ref: Ref,  # [P, T, H, Dh]
+    keys_ref: Ref,  # [B, KV, S, Dh]
+    values_ref: Ref,
+    tables_ref: Ref | None,  # [B, pages]
+    sinks_ref: Ref | None,  # [H]
+    out_ref: Ref,  # [P, T, H, Dh]
+    *,
+    tile: int,
+    form: AttentionForm,
+) -> None:
+    """One head of a block of a lane's queries over all keys they see."""
+    lane, head, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    _, width, heads, head_dim = q_ref.shape
+    kv_head = head // (heads // keys_ref.shape[1])
+    slot, start, count = slot_ref[lane], start_ref[lane], count_ref[lane]
+    query, column = block * tile + jnp.arange(tile), jnp.arange(_power_of_two(head_dim))
+    inside = (query[:, None] < count) & (column[None] < head_dim)
+    at = (lane, query[:, None], head, column[None])
+    longest = jnp.where(block * tile < count, start + jnp.minimum((block + 1) * tile, count), 0)
+    state = _attend(
+        _load(q_ref, at, inside),
+        functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
+        functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
+        form=form,
+        position=start + query,
+        tiles=(_lowest(start + block * tile, form.window) // KEY_TILE, pl.cdiv(longest, KEY_TILE)),
+    )
+    if sinks_ref is not None:
+        state = _with_sink(state, jnp.full((tile,), sinks_ref[head]))
+    _store(out_ref, at, _divide(state), (query[:, None] < width) & (column[None] < head_dim))
+
+
+# -- pieces of kernels ------------------------------------------------------------------------------------------
+
+State = tuple[
+    jax.Array, jax.Array, jax.Array
+]  # largest score [R], sum of weights [R], weighted values [R, Dh]
+
+
+def _attend(
+    q: jax.Array,
+    load_keys: Callable[[jax.Array, jax.Array], jax.Array],
+    load_values: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    form: AttentionForm,
+    position: jax.Array,
+    tiles: tuple[Any, Any],
+) -> State:
+    """Online softmax of `q [R, Dh]` at `position [R]` over tiles of keys from `tiles[0]` up to `tiles[1]`, in order.
+
+    The loaders take key indices `[tile]` and which of them to load.
+    """
+
+    def add(tile: jax.Array, state: State) -> State:
+        peak, total, weighted = state
+        key = tile * KEY_TILE + jnp.arange(KEY_TILE)
+        visible = key[None] <= position[:, None]  # [R, tile]
+        if form.window is not None:
+            visible &= key[None] > position[:, None] - form.window
+        any_query = key <= jnp.max(position)
+        scores = _product(q, load_keys(key, any_query).T) * form.scale
+        if form.softcap is not None:
+            scores = form.softcap * jnp.tanh(scores / form.softcap)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        highest = jnp.maximum(peak, jnp.max(scores, axis=1))
+        base = highest  # without a window the first tile holds a key that every query sees
+        if form.window is not None:
+            base = jnp.where(highest > -jnp.inf, highest, 0.0)
+        before, weights = jnp.exp(peak - base), jnp.exp(scores - base[:, None])
+        values = load_values(key, any_query)
+        return (
+            highest,
+            total * before + jnp.sum(weights, axis=1),
+            weighted * before[:, None] + _product(weights.astype(values.dtype), values),
+        )
+
+    return lax.fori_loop(*tiles, add, _nothing(*q.shape))
+
+
+def _lowest(position: jax.Array, window: int | None) -> Any:
+    """The first key that a query at `position` sees."""
+    return 0 if window is None else jnp.maximum(position + 1 - window, 0)
+
+
+def _with_sink(state: State, sink: jax.Array) -> State:
+    """One more logit per row, without a value: `sink [R]`."""
+    peak, total, weighted = state
+    highest = jnp.maximum(peak, sink)
+    scale = jnp.exp(peak - highest)
+    return highest, total * scale + jnp.exp(sink - highest), weighted * scale[:, None]
+
+
+def _nothing(rows: int, columns: int) -> State:
+    return (
+        jnp.full((rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, columns), jnp.float32),
+    )
+
+
+def _divide(state: State) -> jax.Array:
+    """Weighted mean `[R, Dh]`; zero where nothing was attended to."""
+    _, total, weighted = state
+    return weighted / jnp.where(total > 0, total, 1.0)[:, None]
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return jnp.dot(left, right, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _load_tile(
+    ref: Ref, tables_ref: Ref | None, slot: jax.Array, kv_head: jax.Array, key: jax.Array, wanted: jax.Array
+) -> jax.Array:
+    """Keys or values `[tile, Dh]` of a cache `[B, KV, S, Dh]`, zero where not wanted."""
+    size, head_dim = ref.shape[2:]
+    column = jnp.arange(_power_of_two(head_dim))[None]
+    inside = wanted[:, None] & (column < head_dim)
+    page, offset = _place(tables_ref, slot, key[:, None], size, wanted[:, None])
+    return _load(ref, (page, kv_head, offset, column), inside)
+
+
+def _place(
+    tables_ref: Ref | None, slot: jax.Array, position: jax.Array, size: int, wanted: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Page, and position in it, of a position of a slot. Without tables a slot is a page of its own."""
+    if tables_ref is None:
+        return slot, position
+    if wanted is None:
+        return tables_ref[slot, position // size], position % size
+    return _load_index(tables_ref, (slot, position // size), wanted), position % size
+
+
+def _load_index(ref: Ref, at: tuple[Any, ...], mask: jax.Array) -> jax.Array:
+    return plgpu.load(ref.at[at], mask=mask, other=0)
+
+
+def _load(ref: Ref, at: tuple[Any, ...], mask: jax.Array) -> jax.Array:
+    return plgpu.load(ref.at[at], mask=mask, other=0.0)
+
+
+def _store(ref: Ref, at: tuple[Any, ...], values: jax.Array, mask: jax.Array) -> None:
+    plgpu.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that holds `size`: Triton knows no other sizes."""
+    return 1 << (size - 1).bit_length()
+
+
+def whole_tile(size: int) -> int:
+    """Rows of a product that holds `size` rows."""
+    return max(_LEAST_ROWS, _power_of_two(size))

@@ -1,0 +1,188 @@
+"""Attention backend `native`: one C++ call per layer on XLA:CPU (`attention.cc`).
+
+It rotates, writes and attends in place and reads each row's own keys and nothing behind them. There are no key buckets
+and no masks, and prefill and decode run the same code for a query: their bits agree by construction.
+
+The library is built and registered outside (`xla_engine.native`); a graph only names its target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_engine.graphs.attention.backend import (
+    KEY_BLOCK,
+    AttentionWeights,
+    LayerCache,
+    check_length,
+    kept_positions,
+    read_positions,
+    write_positions,
+)
+from xla_engine.graphs.config import AttentionForm, ModelConfig
+
+TARGET = "xla_engine_attend"
+_LANES = 16  # keys, and dimensions, side by side in a tile
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAttention:
+    """See `graphs.attention.Attention`; the layout of the cache is described in `attention_cache.h`.
+
+    call_positions: see `kept_positions`.
+    """
+
+    target: str = TARGET
+    call_positions: int | None = None
+    name = "native"
+    bounded_by_length = True
+    shares_stores = True
+
+    def make_store(
+        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
+    ) -> LayerCache:
+        pack, width = _pack(dtype), _width(config.head_dim, dtype)
+        check_length(length, least=_LANES * pack)
+        heads = (len(layers), rows, config.num_key_value_heads)
+        kept = kept_positions(config.attention(layers[0]), length, self.call_positions)
+        keys = (*heads, kept // _LANES, width // pack, _LANES, pack)
+        values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
+        return LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+
+    def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
+        return layer  # stale values are never read
+
+    def attend_decode(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        rope: jax.Array,
+        length: jax.Array,
+        live: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
+        place: int = 0,
+    ) -> tuple[LayerCache, jax.Array]:
+        slot = jnp.arange(length.shape[0], dtype=jnp.int32)
+        attend = self._call(form, weights, block_tables, place)
+        return attend(layer, qkv, rope, slot, length, live.astype(jnp.int32))
+
+    def attend_prefill(
+        self,
+        layer: LayerCache,
+        qkv: jax.Array,
+        *,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        rope: jax.Array,
+        slot: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+        key_length: int,
+        compute_dtype: jnp.dtype,
+        block_tables: jax.Array | None = None,
+        place: int = 0,
+    ) -> tuple[LayerCache, jax.Array]:
+        attend = self._call(form, weights, block_tables, place)
+        return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
+
+    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        keys, values, own = self._tiles(layer, block)
+        return LayerCache(
+            read_positions(layer.keys, slot, own * keys, keys, axis=1),
+            read_positions(layer.values, slot, own * values, values, axis=1),
+        )
+
+    def write_block(
+        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+    ) -> LayerCache:
+        keys, values, own = self._tiles(layer, block)
+        return LayerCache(
+            write_positions(layer.keys, slot, own * keys, moved.keys, axis=1),
+            write_positions(layer.values, slot, own * values, moved.values, axis=1),
+        )
+
+    def _tiles(self, layer: LayerCache, block: jax.Array) -> tuple[int, int, jax.Array]:
+        """Tiles of keys and of values in a block, and where a block lies: rings go round."""
+        tiles = layer.keys.shape[3]
+        keys = min(KEY_BLOCK // _LANES, tiles)
+        return keys, keys // _pack(layer.keys.dtype), block % (tiles // keys)
+
+    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = np.asarray(layer.keys)[place], np.asarray(layer.values)[place]
+        rows, heads = keys.shape[:2]
+        # [B, KV, block, D / W, 16, W] and [B, KV, tile, D / 16, word, 16, W], positions before dimensions
+        by_key = keys.transpose(0, 1, 2, 4, 3, 5)
+        by_value = values.transpose(0, 1, 2, 4, 6, 3, 5)
+        whole = (rows, heads, keys.shape[2] * _LANES, -1)
+        return by_key.reshape(whole)[..., :head_dim], by_value.reshape(whole)[..., :head_dim]
+
+    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
+        rows, heads, positions, head_dim = keys.shape
+        pack, width = _pack(keys.dtype), _width(head_dim, keys.dtype)
+        keys, values = (np.pad(x, ((0, 0),) * 3 + ((0, width - head_dim),)) for x in (keys, values))
+        by_key = keys.reshape(rows, heads, positions // _LANES, _LANES, width // pack, pack)
+        by_value = values.reshape(rows, heads, -1, _LANES, pack, width // _LANES, _LANES)
+        layer = by_key.transpose(0, 1, 2, 4, 3, 5), by_value.transpose(0, 1, 2, 5, 3, 6, 4)
+        return LayerCache(*(jax.device_put(np.ascontiguousarray(array[None])) for array in layer))
+
+    def _call(
+        self,
+        form: AttentionForm,
+        weights: AttentionWeights,
+        block_tables: jax.Array | None,
+        place: int,
+    ) -> Callable[..., tuple[LayerCache, jax.Array]]:
+        """The operation on a layer, `qkv [N, (H + 2 KV) Dh]`, `rope [N, 2, Dh/2]`, slot, start and count."""
+
+        def attend(layer: LayerCache, qkv: jax.Array, rope: jax.Array, *lanes: jax.Array) -> Any:
+            slots, kv_heads, head_dim = *layer.keys.shape[1:3], 2 * rope.shape[-1]
+            features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
+            rows = np.arange(slots, dtype=np.int32)
+            tables = rows[:, None] if block_tables is None else block_tables  # a slot is a page of its own
+            call = jax.ffi.ffi_call(
+                self.target,
+                (
+                    jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
+                    *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
+                ),
+                input_output_aliases={9: 1, 10: 2},
+            )
+            given = (np.zeros(0, np.float32) if each is None else each for each in weights)
+            out, keys, values = call(
+                qkv,
+                rope,
+                *lanes,
+                tables,
+                *given,
+                *layer,
+                layer=np.int64(place),
+                window=np.int64(form.window or 0),
+                scale=np.float32(form.scale),
+                softcap=np.float32(form.softcap or 0),
+                eps=np.float32(form.norm_eps),
+            )
+            return LayerCache(keys, values), out
+
+        return attend
+
+
+def _pack(dtype: jnp.dtype) -> int:
+    """Elements in 32 bits."""
+    return 4 // jnp.dtype(dtype).itemsize
+
+
+def _width(head_dim: int, dtype: jnp.dtype) -> int:
+    """Head dimension padded to whole tiles."""
+    whole = _LANES * _pack(dtype)
+    return -(-head_dim // whole) * whole

@@ -1,0 +1,1 @@
+"""Gated DeltaNet layers: recurrent state in place of keys and values."""

@@ -1,0 +1,156 @@
+"""Gated DeltaNet layers (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464): linear attention with a state per slot.
+
+A slot keeps, whatever its length, one matrix per value head (`graphs.delta_rule`) and the last inputs of a short
+convolution. All of it is float32 and row-wise. State is written like keys and values: a row that is not live and a
+lane that is empty change no byte, and what a slot's last owner left is never read, as position 0 starts from zeros.
+
+`native` runs the rule in C++, where the library is registered (`xla_engine.native`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.config import DeltaForm
+from xla_engine.graphs.delta_net.rule import Heads, lane_rule, step_rule
+from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.ops.norms import flatly, rms_norm
+
+_NORM_EPS = 1e-6  # of the unit norm of queries and keys
+
+
+class DeltaWeights(NamedTuple):
+    """Parameters between the two products, all float32.
+
+    convolution: `[mixed features, kernel]`, oldest position first.   norm: `[Dv]`.
+    decay, step_bias: `[Hv]`, the checkpoint's A_log and dt_bias.
+    """
+
+    convolution: jax.Array
+    decay: jax.Array
+    step_bias: jax.Array
+    norm: jax.Array
+
+
+class DeltaState(NamedTuple):
+    """What a layer keeps of every slot, float32.
+
+    inputs: `[B, kernel - 1, mixed features]`, of the last positions.   memory: `[B, Hv, Dk, Dv]`.
+    """
+
+    inputs: jax.Array
+    memory: jax.Array
+
+
+def make_state(form: DeltaForm, rows: int) -> DeltaState:
+    """State of `rows` slots, zero."""
+    return DeltaState(
+        jnp.zeros((rows, form.kernel - 1, form.mixed_features), jnp.float32),
+        jnp.zeros((rows, form.value_heads, form.key_dim, form.value_dim), jnp.float32),
+    )
+
+
+def delta_decode(
+    form: DeltaForm,
+    weights: DeltaWeights,
+    state: DeltaState,
+    projected: jax.Array,
+    *,
+    live: jax.Array,
+    native: bool = False,
+) -> tuple[DeltaState, jax.Array]:
+    """One position of every live row: `projected [B, projected features]` -> `[B, inner features]`, float32."""
+    mixed, gates, rate, step = _split(form, projected)
+    window = jnp.concatenate([state.inputs, mixed[:, None]], axis=1)  # [B, kernel, features]
+    heads = _heads(form, weights, _convolve(window, weights.convolution)[:, 0], rate, step)
+    memory, out = step_rule(state.memory, heads, live=live, native=native)
+    inputs = jnp.where(live[:, None, None], window[:, 1:], state.inputs)
+    return DeltaState(inputs, memory), _gated(form, weights, out, gates)
+
+
+def delta_prefill(
+    form: DeltaForm,
+    weights: DeltaWeights,
+    state: DeltaState,
+    projected: jax.Array,
+    *,
+    slot: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    native: bool = False,
+) -> tuple[DeltaState, jax.Array]:
+    """Up to T positions of each lane: `projected [P T, projected features]` -> `[P T, inner features]`, float32.
+
+    `slot`, `start`, `count` `[P]` as in `graphs.attention.Attention.attend_prefill`: consecutive lanes may hold
+    consecutive chunks of one prompt. A lane that starts at 0 starts from zeros.
+    """
+    lanes, width = slot.shape[0], projected.shape[0] // slot.shape[0]
+    mixed, gates, rate, step = _split(form, projected)
+    inputs, window = _windows(state.inputs, mixed.reshape(lanes, width, -1), slot, start, count)
+    convolved = _convolve(window, weights.convolution).reshape(lanes * width, -1)
+    heads = _heads(form, weights, convolved, rate, step)
+    memory, out = lane_rule(state.memory, heads, slot=slot, start=start, count=count, native=native)
+    return DeltaState(inputs, memory), _gated(form, weights, out, gates)
+
+
+def _split(form: DeltaForm, projected: jax.Array) -> list[jax.Array]:
+    """The parts of a projection: what is convolved, gates, rates, decay steps."""
+    ends = (form.mixed_features, form.mixed_features + form.inner_features)
+    return jnp.split(projected, [*ends, ends[1] + form.value_heads], axis=-1)
+
+
+def _convolve(window: jax.Array, weight: jax.Array) -> jax.Array:
+    """Causal convolution of each feature, then SiLU: `[N, kernel - 1 + T, C]`, `[C, kernel]` -> `[N, T, C]`."""
+    kernel = weight.shape[1]
+    width = window.shape[1] - kernel + 1
+    total = window[:, :width] * weight[:, 0]
+    for index in range(1, kernel):
+        total = total + window[:, index : index + width] * weight[:, index]
+    return jax.nn.silu(total)
+
+
+def _windows(
+    kept: jax.Array, mixed: jax.Array, slot: jax.Array, start: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Inputs `mixed [P, T, C]` behind those that came before them, `[P, kernel - 1 + T, C]`, and what slots keep then.
+
+    Lane after lane, as a lane may go on where the one before it ended.
+    """
+
+    def one(kept: jax.Array, lane: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        mixed, slot, start, count = lane
+        before = jnp.where(start == 0, 0, kept[slot])
+        window = jnp.concatenate([before, mixed])
+        behind = lax.dynamic_slice_in_dim(window, count, len(before))
+        return kept.at[slot].set(jnp.where(count > 0, behind, kept[slot])), window
+
+    return lax.scan(one, kept, (mixed, slot, start, count))
+
+
+def _heads(
+    form: DeltaForm, weights: DeltaWeights, convolved: jax.Array, rate: jax.Array, step: jax.Array
+) -> Heads:
+    """Heads of `convolved [N, mixed features]`, `rate` and `step` `[N, Hv]`."""
+    keys = form.key_heads * form.key_dim
+    q, k, v = jnp.split(convolved, [keys, 2 * keys], axis=-1)
+    q, k = (_unit(x.reshape(-1, form.key_heads, form.key_dim)) for x in (q, k))
+    return Heads(
+        q * form.key_dim**-0.5,
+        k,
+        v.reshape(-1, form.value_heads, form.value_dim),
+        flatly(jax.nn.sigmoid, rate),
+        -jnp.exp(weights.decay) * flatly(jax.nn.softplus, step + weights.step_bias),
+    )
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(sum_last(x * x) + _NORM_EPS)
+
+
+def _gated(form: DeltaForm, weights: DeltaWeights, out: jax.Array, gates: jax.Array) -> jax.Array:
+    """Each head of `out [N, Hv, Dv]` normalised and gated: `[N, inner features]`."""
+    return rms_norm(out, weights.norm, form.norm_eps).reshape(gates.shape) * jax.nn.silu(gates)

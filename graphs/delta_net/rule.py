@@ -1,0 +1,146 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): a memory per head that corrects what it recalls.
+
+With key k, value v, decay a and rate b of a position the memory S `[Dk, Dv]` becomes `a S + k b (v - a S^T k)^T`; the
+output is `S^T q`. Decode does that for one position. Prefill in pure JAX takes `SEGMENT` positions at once in the WY
+form of the paper (section 3.3): what positions of a segment do to each other is a small triangular system, and only
+whole segments follow one another. Segments begin at multiples of `SEGMENT` from the start of a lane: where chunks are
+its multiples, a prompt is cut at the same positions however it falls into lanes and calls. The C++ form walks through
+positions one by one in either case, so that prefill gives the bits of decode.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.delta_net.native import native_rule
+from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.ops.norms import flatly
+from xla_engine.graphs.ops.reductions import cumulative
+
+SEGMENT = 16  # positions that prefill takes at once
+
+
+class Heads(NamedTuple):
+    """Positions, float32: q, k `[N, Hk, Dk]` of unit length, q scaled; v `[N, Hv, Dv]`; rate in (0, 1) and
+    log_decay <= 0 `[N, Hv]`. Each key head serves consecutive value heads."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    rate: jax.Array
+    log_decay: jax.Array
+
+
+def step_rule(
+    memory: jax.Array, heads: Heads, *, live: jax.Array, native: bool
+) -> tuple[jax.Array, jax.Array]:
+    """One position of every live row: the memory `[B, Hv, Dk, Dv]` behind it, and the outputs `[B, Hv, Dv]`."""
+    if native:
+        every = jnp.arange(len(live), dtype=jnp.int32)
+        going = {"start": jnp.ones_like(every), "count": live.astype(jnp.int32)}
+        return _natively(memory, heads, slot=every, **going)
+    q, k, v, rate, log_decay = _repeated(heads)
+    recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, jnp.stack([k, q], axis=-1)), -1, 0)
+    decay = jnp.exp(log_decay)[..., None]
+    change = (v - decay * recalled) * rate[..., None]
+    out = decay * read + sum_last(k * q) * change
+    after = decay[..., None] * memory + k[..., None] * change[..., None, :]
+    return jnp.where(live[:, None, None, None], after, memory), out
+
+
+def lane_rule(
+    memory: jax.Array, heads: Heads, *, slot: jax.Array, start: jax.Array, count: jax.Array, native: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Up to T positions of each lane, N = P T: the memory behind them, and the outputs `[N, Hv, Dv]`."""
+    if native:
+        return _natively(memory, heads, slot=slot, start=start, count=count)
+    lanes, width = slot.shape[0], heads.v.shape[0] // slot.shape[0]
+    used = jnp.arange(width, dtype=jnp.int32) < count[:, None]  # [P, T]
+
+    def segments(x: jax.Array) -> jax.Array:
+        """`[P T, Hv, ...]`, zero where unused, as `[G, Hv, SEGMENT, ...]`."""
+        x = x.reshape(lanes, width, *x.shape[1:])
+        x = jnp.where(used.reshape(lanes, width, *(1,) * (x.ndim - 2)), x, 0)
+        x = jnp.pad(x, ((0, 0), (0, -width % SEGMENT), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(-1, SEGMENT, *x.shape[2:]).swapaxes(1, 2)
+
+    per_lane = -(-width // SEGMENT)
+    first = jnp.arange(per_lane, dtype=jnp.int32) * SEGMENT
+    memory, out = _follow(
+        memory,
+        Heads(*(segments(x) for x in _repeated(heads))),
+        slot=jnp.repeat(slot, per_lane),
+        fresh=((start == 0)[:, None] & (first == 0)).reshape(-1),
+        used=(count[:, None] > first).reshape(-1),
+    )  # [G, Hv, SEGMENT, Dv]
+    by_lane = out.swapaxes(1, 2).reshape(lanes, per_lane * SEGMENT, *out.shape[1::2])
+    return memory, by_lane[:, :width].reshape(lanes * width, *out.shape[1::2])
+
+
+def _natively(memory: jax.Array, heads: Heads, **lanes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k, v, rate, log_decay = heads
+    return native_rule(memory, q, k, v, flatly(jnp.exp, log_decay), rate, **lanes)
+
+
+def _repeated(heads: Heads) -> Heads:
+    """With a key head of its own for each value head."""
+    times = heads.v.shape[1] // heads.k.shape[1]
+    q, k = (jnp.repeat(x, times, axis=1) for x in (heads.q, heads.k))
+    return heads._replace(q=q, k=k)
+
+
+def _follow(
+    memory: jax.Array, heads: Heads, *, slot: jax.Array, fresh: jax.Array, used: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Run segments `[G, Hv, SEGMENT, ...]` one after the other on the memory of their slots.
+
+    With decays summed up inside a segment to c, the changes X of its positions solve `(I + A) X = b (v - e^c k S)`,
+    where `A[i, j] = b[i] e^(c[i] - c[j]) k[i] k[j]` below the diagonal and S is the memory before the segment.
+    Returns the memory and the outputs `[G, Hv, SEGMENT, Dv]`.
+    """
+    q, k, v, rate, log_decay = heads
+    flat = jnp.moveaxis(log_decay, -1, 0).reshape(SEGMENT, -1)
+    total = jnp.moveaxis(cumulative(flat).reshape(SEGMENT, *log_decay.shape[:-1]), 0, -1)  # [G, Hv, SEGMENT]
+    earlier = jnp.tril(jnp.ones((SEGMENT, SEGMENT), bool))
+    pair = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
+    system = rate[..., None] * _product("ghik,ghjk->ghij", k, k) * pair
+    inverse = _unit_lower_inverse(system)
+    since = jnp.exp(total)[..., None]
+    wanted = _product("ghij,ghjv->ghiv", inverse, rate[..., None] * v)
+    recall = _product("ghij,ghjk->ghik", inverse, rate[..., None] * k * since)
+    within = _product("ghik,ghjk->ghij", q, k) * pair
+    left = k * jnp.exp(total[..., -1:] - total)[..., None]  # keys as the segment's end sees them
+
+    def one(memory: jax.Array, segment: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        asked, wanted, within, left, end, slot, fresh, used = segment
+        kept = memory[slot]
+        before = jnp.where(fresh, 0, kept)
+        recalled, read = jnp.split(_product("hik,hkv->hiv", asked, before), 2, axis=1)
+        change = wanted - recalled
+        out = read + _product("hij,hjv->hiv", within, change)
+        after = end[:, None, None] * before + _product("hik,hiv->hkv", left, change)
+        return memory.at[slot].set(jnp.where(used, after, kept)), out
+
+    asked = jnp.concatenate([recall, q * since], axis=2)  # [G, Hv, 2 SEGMENT, Dk]
+    return lax.scan(one, memory, (asked, wanted, within, left, jnp.exp(total[..., -1]), slot, fresh, used))
+
+
+def _unit_lower_inverse(system: jax.Array) -> jax.Array:
+    """Inverse of I plus the part of `system [..., C, C]` below the diagonal, by forward substitution, row by row."""
+    size = system.shape[-1]
+    identity = jnp.eye(size, dtype=system.dtype)
+    rows = [jnp.broadcast_to(identity[0], system.shape[:-1])]
+    for index in range(1, size):
+        total = identity[index]
+        for earlier in range(index):
+            total = total - system[..., index, earlier, None] * rows[earlier]
+        rows.append(lax.optimization_barrier(total))  # else each row is computed again for every later one
+    return jnp.stack(rows, axis=-2)
+
+
+def _product(terms: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(terms, left, right, precision=lax.Precision.HIGHEST)

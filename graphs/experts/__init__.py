@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: routing and products."""

@@ -1,0 +1,182 @@
+"""Routed experts on CUDA, in Pallas for Triton: a program for each block of rows of one expert and tile of features.
+
+What `graphs.moe.blocked_experts` does, without its loop of as many turns as there are blocks, before each of which
+the host would wait for the device (findings/016). Blocks that hold nobody end at once, so that an expert whom nobody
+takes is not read. Law 1: the place of a row in a block changes no bit of it, and features are summed up in tiles of
+one size in one order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, gate
+
+_TILE = 64  # features of a program, and features that it adds up at once
+
+Ref = Any  # a Pallas reference: an array in device memory inside a kernel
+
+
+def gpu_experts(
+    experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """`residual [N, D]` plus the weighted sum of each row's experts of `x [N, D]`, float32."""
+    gate_up, down, gate_up_bias, down_bias, limit = experts
+    count, per_row = routed.expert.shape
+    blocks = _blocks(routed.expert.reshape(-1), len(gate_up))
+    most, inner, width = len(blocks.expert), down.shape[2], down.shape[1]
+
+    def call(kernel: Any, features: int, shape: tuple[int, int], dtype: Any, **static: Any) -> Any:
+        return pl.pallas_call(
+            functools.partial(kernel, **static),
+            grid=(pl.cdiv(features, _TILE), most),
+            out_shape=jax.ShapeDtypeStruct(shape, dtype),
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+            interpret=interpret,
+            name=kernel.__name__,
+        )
+
+    rows = x.astype(gate_up.dtype)
+    hidden = call(gated_kernel, inner, (most * BLOCK_ROWS, inner), down.dtype, per_row=per_row, limit=limit)(
+        *blocks, rows, gate_up, gate_up_bias
+    )
+    out = call(down_kernel, width, (count * per_row, width), jnp.float32)(*blocks, hidden, down, down_bias)
+    written = routed.expert[..., None] < len(gate_up)
+    out = jnp.where(written, out.reshape(count, per_row, width), 0.0)
+    total = residual
+    for index in range(per_row):
+        total = total + routed.weight[:, index, None] * out[:, index]
+    return total
+
+
+class _Blocks(NamedTuple):
+    """expert: i32 `[M]`.   assignment: i32 `[M, R]`, places in the flat list of assignments, A where empty.
+    used: i32 `[1]`, blocks that hold any."""
+
+    expert: jax.Array
+    assignment: jax.Array
+    used: jax.Array
+
+
+def _blocks(expert: jax.Array, experts: int) -> _Blocks:
+    """Assignments `expert [A]` brought together by expert, `BLOCK_ROWS` at a time; `experts` is nobody.
+
+    By comparing all with all: an assignment's place is the number of earlier ones of its expert.
+    """
+    total = len(expert)
+    index, every = jnp.arange(total, dtype=jnp.int32), jnp.arange(experts, dtype=jnp.int32)
+    earlier = (expert[:, None] == expert) & (index[:, None] < index)
+    rank = jnp.sum(earlier, axis=0, dtype=jnp.int32)
+    members = jnp.sum(expert[:, None] == every, axis=0, dtype=jnp.int32)
+    blocks = (members + BLOCK_ROWS - 1) // BLOCK_ROWS
+    last = jnp.sum(jnp.where(every[:, None] <= every, blocks[:, None], 0), axis=0)
+    some = min(experts, total)
+    most = some + (total - some) // BLOCK_ROWS
+    number = jnp.arange(most, dtype=jnp.int32)
+    owner = jnp.sum(last[:, None] <= number, axis=0, dtype=jnp.int32)
+    first = jnp.append(last - blocks, most)[expert]
+    block = jnp.where(expert < experts, first + rank // BLOCK_ROWS, most + index)
+    empty = jnp.full((most, BLOCK_ROWS), total, jnp.int32)
+    assignment = empty.at[block, rank % BLOCK_ROWS].set(index, mode="drop", unique_indices=True)
+    return _Blocks(jnp.minimum(owner, experts - 1), assignment, last[-1:])
+
+
+def gated_kernel(
+    expert_ref: Ref,  # [M]
+    assignment_ref: Ref,  # [M, R]
+    used_ref: Ref,  # [1]
+    rows_ref: Ref,  # [N, D]
+    gate_up_ref: Ref,  # [E, 2 F, D]
+    bias_ref: Ref | None,  # [E, 2 F]
+    hidden_ref: Ref,  # [M R, F]
+    *,
+    per_row: int,
+    limit: float | None,
+) -> None:
+    """Gated features of a block's rows."""
+    first, block = pl.program_id(0) * _TILE, pl.program_id(1)
+    inner, (count, width) = hidden_ref.shape[1], rows_ref.shape
+
+    @pl.when(block < used_ref[0])
+    def _() -> None:
+        expert, assignment = expert_ref[block], _members(assignment_ref, block)
+        feature = first + jnp.arange(_TILE)
+        taken = assignment < count * per_row
+        row = jnp.where(taken, assignment // per_row, 0)
+
+        def product(part: int, x: jax.Array, column: jax.Array) -> jax.Array:
+            at = (expert, (part * inner + feature)[:, None], column[None])
+            inside = (feature < inner)[:, None] & (column < width)[None]
+            return _product(x, _load(gate_up_ref, at, inside))
+
+        def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            column = step * _TILE + jnp.arange(_TILE)
+            x = _load(rows_ref, (row[:, None], column[None]), taken[:, None] & (column < width)[None])
+            return sums[0] + product(0, x, column), sums[1] + product(1, x, column)
+
+        nothing = jnp.zeros((BLOCK_ROWS, _TILE), jnp.float32)
+        gates, ups = lax.fori_loop(0, pl.cdiv(width, _TILE), add, (nothing, nothing))
+        if bias_ref is not None:
+            gates += _load(bias_ref, (expert, feature), feature < inner)[None]
+            ups += _load(bias_ref, (expert, inner + feature), feature < inner)[None]
+        at = (block * BLOCK_ROWS + jnp.arange(BLOCK_ROWS)[:, None], feature[None])
+        _store(hidden_ref, at, gate(gates, ups, limit), (feature < inner)[None] & taken[:, None])
+
+
+def down_kernel(
+    expert_ref: Ref,  # [M]
+    assignment_ref: Ref,  # [M, R]
+    used_ref: Ref,  # [1]
+    hidden_ref: Ref,  # [M R, F]
+    down_ref: Ref,  # [E, D, F]
+    bias_ref: Ref | None,  # [E, D]
+    out_ref: Ref,  # [A, D]
+) -> None:
+    """What an expert returns for a block's rows, each at the place of its assignment."""
+    first, block = pl.program_id(0) * _TILE, pl.program_id(1)
+    inner, (total, width) = hidden_ref.shape[1], out_ref.shape
+
+    @pl.when(block < used_ref[0])
+    def _() -> None:
+        expert, assignment = expert_ref[block], _members(assignment_ref, block)
+        feature = first + jnp.arange(_TILE)
+        taken, place = assignment < total, block * BLOCK_ROWS + jnp.arange(BLOCK_ROWS)
+
+        def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+            column = step * _TILE + jnp.arange(_TILE)
+            inside = (column < inner)[None]
+            hidden = _load(hidden_ref, (place[:, None], column[None]), taken[:, None] & inside)
+            at = (expert, feature[:, None], column[None])
+            return sums + _product(hidden, _load(down_ref, at, (feature < width)[:, None] & inside))
+
+        nothing = jnp.zeros((BLOCK_ROWS, _TILE), jnp.float32)
+        sums = lax.fori_loop(0, pl.cdiv(inner, _TILE), add, nothing)
+        if bias_ref is not None:
+            sums += _load(bias_ref, (expert, feature), feature < width)[None]
+        inside = taken[:, None] & (feature < width)[None]
+        _store(out_ref, (assignment[:, None], feature[None]), sums, inside)
+
+
+def _members(assignment_ref: Ref, block: jax.Array) -> jax.Array:
+    return plgpu.load(assignment_ref.at[block, jnp.arange(BLOCK_ROWS)])
+
+
+def _load(ref: Ref, at: tuple[Any, ...], mask: jax.Array) -> jax.Array:
+    return plgpu.load(ref.at[at], mask=mask, other=0.0)
+
+
+def _store(ref: Ref, at: tuple[Any, ...], values: jax.Array, mask: jax.Array) -> None:
+    plgpu.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+
+
+def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """`rows [R, K]` times `weight [F, K]` transposed, float32."""
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    return jnp.dot(rows, weight.T, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,48 @@
+"""What a model and its slots take on a device, by shape alone: nothing is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from xla_engine.graphs.attention.backend import whole_blocks
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import Pool, make_rows, pack_rows
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, abstract or not."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
+    """Bytes of the cache of `rows` slots of `length` positions, as the spec's attention lays it out."""
+    return tree_bytes(jax.eval_shape(lambda: make_cache(spec, rows, whole_blocks(length))))
+
+
+def block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """Bytes of one page: keys, values and tokens."""
+    page = jax.eval_shape(lambda: make_cache(spec, 1, block_size, num_blocks=1))
+    return tree_bytes(page) + 4 * block_size
+
+
+def keeps_every_position(spec: ModelSpec, length: int) -> bool:
+    """Whether every layer keeps keys and values of all positions of a slot, so that any prefix of one can be reused.
+
+    A window or a recurrent state forgets: it takes no more memory for twice the positions.
+    """
+
+    def stores(positions: int) -> list[int]:
+        cache = jax.eval_shape(lambda: make_cache(spec, 1, positions))
+        return [tree_bytes(store) for store in cache]
+
+    once = whole_blocks(length)
+    return [2 * size for size in stores(once)] == stores(2 * once)
+
+
+def rows_bytes(rows: int, stop_width: int, length: int, block_size: int | None = None) -> int:
+    """Bytes of the row state of `rows` slots, without what lies in pages if they have such."""
+    pool = None if block_size is None else Pool(0, block_size, whole_blocks(length) // block_size)
+    return tree_bytes(jax.eval_shape(lambda: pack_rows(make_rows(rows, stop_width, length, pool))))

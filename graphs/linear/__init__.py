@@ -1,0 +1,1 @@
+"""Linear layers: the one home of every product with weights."""

@@ -1,0 +1,233 @@
+"""Linear projections: the one place that knows which operand order is fast.
+
+Weights stay `[F, D]` as in the checkpoint. XLA:CPU re-packs the right operand of a product on every call and
+keeps the left one, so with few rows the weight must be the left operand; with many rows the activations are.
+Both operands have the weight's dtype and the result is float32: a mixed product is upcast as a whole on CPU.
+
+The order is chosen per graph, never per call: the two need not agree in the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_engine.graphs.experts.routing import Experts, Route, blocked_experts
+from xla_engine.graphs.linear.int8 import Quantized, quantize_rows
+from xla_engine.graphs.ops.norms import rms_norm
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class Norm(NamedTuple):
+    """The RMS norm that stands before a product: its weight `[D]` float32, and what is added to the mean square."""
+
+    weight: jax.Array
+    eps: float
+
+
+Weight = jax.Array | Quantized
+
+
+class FeatureMajor(NamedTuple):
+    """Rows as `[F, N]`, between two products with the weights on the left.
+
+    Turned to `[N, F]` they would be copied, and XLA:CPU would take another product, with other bits for other N.
+    """
+
+    values: jax.Array
+
+
+class Products(Protocol):
+    """The products of a decoder with what stands before and behind them.
+
+    x is `[N, D]`, float32 or the weight's dtype, or what `gated` returned. What a row becomes is a function of that
+    row, to the bit: law 1 rests on it.
+    """
+
+    @property
+    def live(self) -> jax.Array | None:
+        """The rows that anybody reads, bool `[N]`; None: all."""
+        ...
+
+    def among(self, live: jax.Array) -> Self:
+        """The same products where only the rows `live [N]` are read; what others become is finite."""
+        ...
+
+    def linear(
+        self,
+        weight: Weight,
+        x: jax.Array | FeatureMajor,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """`weight [F, D]` times x, normalised before, plus `bias [F]`, plus `residual [N, F]`: float32 `[N, F]`."""
+        ...
+
+    def gated(
+        self,
+        weight: Weight,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        activation: Activation = "silu",
+    ) -> jax.Array | FeatureMajor:
+        """`activation(gate) * up`, both linear in x, for a product of the weight's dtype: `[N, F]` (Shazeer 2020).
+
+        `weight [2 F, D]` and `bias [2 F]` hold the gates first.
+        """
+        ...
+
+    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+        """`residual` plus the weighted sum of what each row's experts make of `x [N, D]`: float32 `[N, D]`."""
+        ...
+
+    def pack(self, weight: np.ndarray) -> np.ndarray:
+        """A layer's weight `[F, D]` as `linear` and `gated` want it, in an array of the same shape."""
+        ...
+
+    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
+        """`weight [V, D]`, not packed, times the norm of x, vocabulary-major: float32 `[V, N]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class XlaProducts:
+    """Products by XLA, in one operand order for a whole graph. `weight_left`: the weights are the left operands.
+
+    All rows are multiplied: only experts know which are live.
+    """
+
+    weight_left: bool
+    live: jax.Array | None = None
+
+    def among(self, live: jax.Array) -> Self:
+        return replace(self, live=live)
+
+    def linear(
+        self,
+        weight: Weight,
+        x: jax.Array | FeatureMajor,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        out = self._product(weight, x if isinstance(x, FeatureMajor) else normed(x, norm))
+        # Without the barrier XLA swaps the operands to get rid of the transpose (findings/002).
+        out = lax.optimization_barrier(out).T if self.weight_left else out
+        return finished(out, bias, residual)
+
+    def gated(
+        self,
+        weight: Weight,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: jax.Array | None = None,
+        activation: Activation = "silu",
+    ) -> jax.Array | FeatureMajor:
+        both = self._product(weight, normed(x, norm))
+        if not self.weight_left:
+            return activated(both if bias is None else both + bias, activation).astype(kept_dtype(weight))
+        # Features stay in front until the next product: nothing of size F is transposed. Gates and ups are flat: an
+        # exponential over rows of no more than 8 entries is rounded otherwise (findings/011).
+        both = both if bias is None else both + bias[:, None]
+        flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
+        hidden = (activate(flat[0], activation) * flat[1]).astype(kept_dtype(weight))
+        return FeatureMajor(lax.optimization_barrier(hidden).reshape(-1, len(x)))
+
+    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+        return lax.platform_dependent(
+            cuda=lambda: _gpu_experts(experts, x, routed, residual),
+            default=lambda: blocked_experts(experts, x, routed, residual),
+        )
+
+    def pack(self, weight: np.ndarray) -> np.ndarray:
+        return weight
+
+    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
+        return feature_major(weight, normed(x, norm))
+
+    def _product(self, weight: Weight, x: jax.Array | FeatureMajor) -> jax.Array:
+        """`[F, N]` where weights are the left operands, else `[N, F]`."""
+        if self.weight_left or isinstance(x, FeatureMajor):
+            return feature_major(weight, x)
+        return rows_first(weight, x)
+
+
+WEIGHT_LEFT = XlaProducts(weight_left=True)  # decode: as fast as weights can be read, to some 64 rows
+ROWS_LEFT = XlaProducts(weight_left=False)  # prefill: faster from some 128 rows on
+
+
+def feature_major(weight: Weight, x: jax.Array | FeatureMajor) -> jax.Array:
+    """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields."""
+    rows, axis = (x.values, 0) if isinstance(x, FeatureMajor) else (x, 1)
+    if not isinstance(weight, Quantized):
+        return _contract(weight, rows.astype(weight.dtype), axis)
+    values, scale = quantize_rows(rows, axis)
+    return _contract(weight.values, values, axis) * weight.scale[:, None] * scale
+
+
+def rows_first(weight: Weight, x: jax.Array) -> jax.Array:
+    """`x [N, D]` times `weight [F, D]`: float32 `[N, F]`."""
+    if not isinstance(weight, Quantized):
+        return _contract(x.astype(weight.dtype), weight)
+    values, scale = quantize_rows(x, 1)
+    return _contract(values, weight.values) * weight.scale * scale[:, None]
+
+
+def _gpu_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+    from xla_engine.graphs.experts.gpu import gpu_experts  # Pallas takes a while to import
+
+    return gpu_experts(experts, x, routed, residual)
+
+
+def kept_dtype(weight: Weight) -> jnp.dtype:
+    """What the hidden features of a gated product are handed on in: int8 products round by themselves."""
+    return jnp.dtype(jnp.float32) if isinstance(weight, Quantized) else weight.dtype
+
+
+def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
+    """x, or its norm."""
+    return x if norm is None else rms_norm(x, *norm)
+
+
+def finished(out: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """A product `[N, F]` with what is added to it."""
+    out = out if bias is None else out + bias
+    return out if residual is None else residual + out
+
+
+def activate(gate: jax.Array, activation: Activation) -> jax.Array:
+    """SiLU, or GELU approximated by tanh (Hendrycks and Gimpel 2016)."""
+    return jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+
+
+def activated(both: jax.Array, activation: Activation) -> jax.Array:
+    """Gates and ups side by side `[N, 2 F]` become `activation(gate) * up [N, F]`."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    return activate(gate, activation) * up
+
+
+def _contract(left: jax.Array, right: jax.Array, right_axis: int = 1) -> jax.Array:
+    """Contract left's last axis with `right_axis` of right: `[M, K] x [N, K] -> [M, N]` in float32."""
+    exact = left.dtype == jnp.int8  # sums in int32
+    # HIGHEST only matters for float32 operands: it forbids TF32 on GPUs.
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    sums = lax.dot_general(
+        left,
+        right,
+        (((1,), (right_axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.int32 if exact else jnp.float32,
+    )
+    return sums.astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""The decoder: layers, weights and one forward pass."""

@@ -1,0 +1,278 @@
+"""The decoder: weights and what one row of it computes. It knows no cache, batch or request.
+
+flax.nnx describes the parameters; a graph receives them as a flat list of leaves and merges inside its trace
+(`merge`), because a Module or State that crosses a jit boundary costs milliseconds per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from xla_engine.graphs.attention.backend import Attention, AttentionWeights
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.delta_net.layer import DeltaWeights
+from xla_engine.graphs.delta_net.native import fits
+from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
+from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, Weight
+from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, ones, zeros
+from xla_engine.graphs.ops.norms import centred, rms_norm
+
+# (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
+# of a linear layer: (index, [N, projected features], its own weights) -> [N, inner features]
+Attend = Callable[[int, jax.Array, AttentionWeights | DeltaWeights], jax.Array]
+
+# What layers call the weights of `Products.linear` and `Products.gated`, where these are matrices.
+LINEAR = ("qkv", "output", "gate_up", "down", "router", "shared_gate_up", "shared_down", "projected")
+_XLA_ATTENTION = XlaAttention()
+
+
+class Layer(nnx.Module):
+    """Parameters of one transformer layer, as many as the configuration asks for; linear weights are `[out, in]`."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype) -> None:
+        c = self.config = config
+        d = c.hidden_size
+        if c.pre_norm:
+            self.input_norm = ones(d)
+        if c.is_linear(index):
+            assert c.delta is not None
+            self.delta = DeltaNet(c.delta, d, dtype)
+        else:
+            self._init_attention(c, dtype)
+        if c.post_norm:
+            self.post_attention_norm = ones(d)
+        if c.pre_norm and not c.use_parallel_residual:
+            self.pre_feedforward_norm = ones(d)
+        experts = c.experts_of(index)
+        if experts is not None:
+            self.experts = RoutedMlp(experts, d, dtype)
+        else:
+            matrix(self, "gate_up", (2 * c.intermediate_size, d), dtype)
+            matrix(self, "down", (d, c.intermediate_size), dtype)
+            if c.mlp_bias:
+                self.gate_up_bias = zeros((2 * c.intermediate_size,))
+                self.down_bias = zeros((d,))
+        if c.post_norm:
+            self.post_feedforward_norm = ones(d)
+
+    def _init_attention(self, c: ModelConfig, dtype: jnp.dtype) -> None:
+        d, heads = c.hidden_size, c.num_attention_heads * c.head_dim
+        matrix(self, "qkv", (c.qkv_features, d), dtype)
+        if c.qkv_bias:
+            self.qkv_bias = zeros((c.qkv_features,))
+        if c.qk_norm is not None:
+            whole = c.qk_norm == "all"
+            self.q_norm = ones(heads if whole else c.head_dim)
+            self.k_norm = ones(c.num_key_value_heads * c.head_dim if whole else c.head_dim)
+        if c.attention_sinks:
+            self.sinks = zeros((c.num_attention_heads,))
+        matrix(self, "output", (d, heads), dtype)
+        if c.output_bias:
+            self.output_bias = zeros((d,))
+
+    def __call__(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        """The residual stream `[N, D]` behind this layer."""
+        c = self.config
+        if c.is_linear(index):
+            behind = self.delta(index, x, self._norm("input_norm"), attend, products)
+        else:
+            behind = self._attended(index, x, attend, products)
+        source, norm = x, self._norm("input_norm")
+        if not c.use_parallel_residual:
+            source, norm = behind, self._norm("pre_feedforward_norm")
+        source = centred(source) if c.layer_norm else source
+        if c.experts_of(index) is not None:
+            return self.experts(source, behind, norm, products)
+        hidden = products.gated(
+            weight_of(self, "gate_up"),
+            source,
+            norm=norm,
+            activation=c.hidden_act,
+            bias=self._own("gate_up_bias"),
+        )
+        return self._added("down", hidden, behind, "post_feedforward_norm", products)
+
+    def _attended(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        c = self.config
+        source = centred(x) if c.layer_norm else x
+        qkv = products.linear(
+            weight_of(self, "qkv"), source, norm=self._norm("input_norm"), bias=self._own("qkv_bias")
+        )
+        gate = None
+        if c.attn_output_gate:
+            qkv, gate = jnp.split(qkv, [qkv.shape[1] - c.num_attention_heads * c.head_dim], axis=1)
+        own = AttentionWeights(sinks=self._own("sinks"))
+        if c.qk_norm == "head":
+            own = own._replace(q_norm=self._own("q_norm"), k_norm=self._own("k_norm"))
+        elif c.qk_norm == "all":
+            qkv = self._normed_whole(qkv)
+        attended = attend(index, qkv, own)
+        if gate is not None:
+            attended = attended * jax.nn.sigmoid(gate)
+        return self._added("output", attended, x, "post_attention_norm", products)
+
+    def _added(
+        self, name: str, x: jax.Array | FeatureMajor, residual: jax.Array, norm: str, products: Products
+    ) -> jax.Array:
+        """`residual` plus the product of the weight `name` with x, normed and scaled where the model does so."""
+        weight, bias, post = weight_of(self, name), self._own(f"{name}_bias"), self._norm(norm)
+        if post is None and self.config.residual_multiplier == 1:
+            return products.linear(weight, x, bias=bias, residual=residual)
+        out = products.linear(weight, x, bias=bias)
+        out = out if post is None else rms_norm(out, *post)
+        return residual + self.config.residual_multiplier * out
+
+    def _normed_whole(self, qkv: jax.Array) -> jax.Array:
+        """Queries of all heads normalised together, and keys (OLMo 2)."""
+        q_norm, k_norm, eps = self.q_norm[...], self.k_norm[...], self.config.rms_norm_eps
+        q, k, v = jnp.split(qkv, [len(q_norm), len(q_norm) + len(k_norm)], axis=1)
+        return jnp.concatenate([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], axis=1)
+
+    def _own(self, name: str) -> jax.Array | None:
+        """The parameter `name` if this model has it."""
+        parameter = getattr(self, name, None)
+        return None if parameter is None else parameter[...]
+
+    def _norm(self, name: str) -> Norm | None:
+        weight = self._own(name)
+        return None if weight is None else Norm(weight, self.config.rms_norm_eps)
+
+
+class Decoder(nnx.Module):
+    """A decoder. Residual stream and norms are float32; products run in the weights' dtype."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, quantized: bool = False) -> None:
+        self.config, self.dtype = config, dtype
+        kept = jnp.dtype(jnp.int8) if quantized else dtype
+        matrix(self, "embed", (config.vocab_size, config.hidden_size), kept)
+        self.layers = nnx.List([Layer(config, index, kept) for index in range(config.num_hidden_layers)])
+        self.final_norm = ones(config.hidden_size)
+        if not config.tie_word_embeddings:
+            matrix(self, "head", (config.vocab_size, config.hidden_size), kept)
+
+    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        """Residual stream behind the last layer of `tokens [N]`: float32 `[N, D]`; anything where not `products.live`.
+
+        `attend` knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and
+        returns the attention output.
+        `products` is the form that suits the graph.
+        """
+        embed = weight_of(self, "embed")
+        if isinstance(embed, Quantized):
+            x = embed.values[tokens].astype(jnp.float32) * embed.scale[tokens][:, None]
+        else:
+            x = embed[tokens].astype(jnp.float32)  # [N, D]
+        if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
+            x = x * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, attend, products)
+        return x
+
+    def logits(self, x: jax.Array, products: Products) -> jax.Array:
+        """Vocabulary-major logits of the residual stream `[N, D]`: float32 `[V, N]`."""
+        c = self.config
+        head = weight_of(self, "embed" if c.tie_word_embeddings else "head")
+        x = centred(x) if c.layer_norm else x
+        logits = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x)
+        if c.logit_scale != 1:
+            logits = logits * c.logit_scale
+        if c.final_logit_softcapping is not None:
+            flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
+            capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
+            logits = capped.reshape(logits.shape)
+        return logits
+
+
+def matrix(module: nnx.Module, name: str, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Give `module` the weight `name`, and scales of its rows where it is int8."""
+    setattr(module, name, zeros(shape, dtype))
+    if dtype == jnp.int8:
+        setattr(module, name + SUFFIX, zeros(shape[:1]))
+
+
+def weight_of(module: nnx.Module, name: str) -> Weight:
+    """The weight `name` of `module` as products take it."""
+    values, scale = getattr(module, name)[...], getattr(module, name + SUFFIX, None)
+    return values if scale is None else Quantized(values, scale[...])
+
+
+class ModelSpec:
+    """What is static of a model: how to name, order and merge the flat leaves a graph receives, and how it attends."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        attention: Attention = _XLA_ATTENTION,
+        products: Products | None = None,
+        *,
+        quantized: bool = False,
+    ) -> None:
+        """`products`: None takes XLA's, in the operand order that suits each graph. `quantized`: matrices in int8."""
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.attention = attention
+        self.products = products
+        self.quantized = quantized
+        abstract = nnx.eval_shape(lambda: Decoder(config, dtype, quantized=quantized))
+        self._graph, state = nnx.split(abstract)
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
+        self.names = tuple(_leaf_name(path) for path, _ in paths)
+        self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in paths)
+
+    @property
+    def native_state(self) -> bool:
+        """Whether linear layers run in C++: where attention does, and their heads are whole vectors."""
+        delta = self.config.delta
+        return delta is not None and self.attention.name == "native" and fits(delta)
+
+    def flatten(self, weights: Mapping[str, Any]) -> list[Any]:
+        """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""
+        self.check_names(weights)
+        return [weights[name] for name in self.names]
+
+    def stored(self, name: str, leaf: np.ndarray) -> dict[str, np.ndarray]:
+        """What this model keeps of the leaf `name` of a checkpoint, in the order in which its products read it."""
+        if name + SUFFIX in self.names:
+            values, scale = quantize_weight(leaf)
+            return {name: self._packed(name, values), name + SUFFIX: scale}
+        return {name: self._packed(name, leaf)}
+
+    def _packed(self, name: str, leaf: np.ndarray) -> np.ndarray:
+        if self.products is None or leaf.ndim != 2 or name.rsplit(".", 1)[-1] not in LINEAR:
+            return leaf
+        return self.products.pack(leaf)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The leaves that a checkpoint has to have."""
+        return tuple(name for name in self.names if not name.endswith(SUFFIX))
+
+    def check_names(self, weights: Mapping[str, Any]) -> None:
+        """Raise KeyError unless `weights` has exactly the names of this model's leaves."""
+        if set(weights) != set(self.sources):
+            raise KeyError(f"weights do not match the model: {sorted(set(weights) ^ set(self.sources))}")
+
+    def merge(self, leaves: list[jax.Array]) -> Decoder:
+        """Rebuild the decoder around traced leaves; call inside a graph only."""
+        return nnx.merge(self._graph, jax.tree_util.tree_unflatten(self._tree, leaves))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Leaf name to shape, in the order graphs receive them."""
+    spec = ModelSpec(config, jnp.dtype(jnp.bfloat16))
+    return {name: leaf.shape for name, leaf in zip(spec.names, spec.leaves, strict=True)}
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    parts = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+    return ".".join(part for part in parts if part != "value")

@@ -1,0 +1,1 @@
+"""Row-wise operations that layers and sampler share."""

@@ -1,0 +1,51 @@
+"""Row-wise pieces of a decoder layer. Everything here treats each row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.ops.fixed_order_sums import sum_last
+
+
+def flatly(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
+    """`function` of each of few values, computed over one flat row.
+
+    XLA:CPU rounds exponentials over rows of no more than 8 entries otherwise than over longer ones (findings/011).
+    """
+    flat = function(jax.lax.optimization_barrier(values.reshape(-1)))
+    return jax.lax.optimization_barrier(flat).reshape(values.shape)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square normalisation of `x [..., D]` in float32 (Zhang and Sennrich 2019)."""
+    scale = jax.lax.rsqrt(sum_last(x * x) / x.shape[-1] + eps)  # [..., 1]
+    return x * scale * weight
+
+
+def norm_heads(heads: jax.Array, form: AttentionForm, weight: jax.Array | None) -> jax.Array:
+    """Every head of `heads [..., Dh]` normalised, where the model does so."""
+    return heads if weight is None else rms_norm(heads, weight, form.norm_eps)
+
+
+def centred(x: jax.Array) -> jax.Array:
+    """`x [N, D]` less its mean: what LayerNorm (Ba et al. 2016) does before `rms_norm`."""
+    return x - sum_last(x) / x.shape[-1]
+
+
+def split_heads(qkv: jax.Array, kv_heads: int, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split a fused projection `[N, (H + 2 KV) Dh]` into q `[N, H, Dh]`, k and v `[N, KV, Dh]`."""
+    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    queries = heads.shape[1] - 2 * kv_heads
+    q, k, v = jnp.split(heads, [queries, queries + kv_heads], axis=1)
+    return q, k, v
+
+
+def apply_rope(x: jax.Array, rope: jax.Array) -> jax.Array:
+    """Rotate `x [..., heads, Dh]` by `rope [..., 2, Dh/2]` (cosines, sines); half-split pairs as in Hugging Face."""
+    cos, sin = rope[..., None, 0, :], rope[..., None, 1, :]  # [..., 1, Dh/2]
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,0 +1,114 @@
+"""Reads over the vocabulary axis of `[V, N]`, per column, in two levels: blocks of entries, then the entries of one.
+
+XLA:CPU fuses what runs over blocks of 64 into one pass (findings/004). Sums are written out in one order, so that a
+column's bits do not depend on the number of columns (`graphs.sums`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.ops.fixed_order_sums import sum_first
+from xla_engine.graphs.ops.top_k import largest_by_rank
+
+BLOCK = 64  # vocabulary entries per block
+
+
+def blocks(values: jax.Array, fill: float) -> jax.Array:
+    """`[V, N] -> [ceil(V / block), block, N]`, padded with `fill`."""
+    count, columns = values.shape
+    if missing := -count % BLOCK:
+        values = jnp.pad(values, ((0, missing), (0, 0)), constant_values=fill)
+    return values.reshape(-1, BLOCK, columns)
+
+
+def take_block(grouped: jax.Array, index: jax.Array) -> jax.Array:
+    """Block `index [N]` of each column of `grouped [M, block, N]`: `[block, N]`."""
+    return jnp.take_along_axis(grouped, index[None, None, :], axis=0)[0]
+
+
+def argmax(values: jax.Array) -> jax.Array:
+    """Index of the largest of `values [V, N]` per column, lowest index on ties, i32 `[N]`.
+
+    Maxima of blocks, then the winning block. One argmax over V carries indices through the whole reduction and is
+    many times slower on CPU.
+    """
+    grouped = blocks(values, -jnp.inf)
+    winner = jnp.argmax(jnp.max(grouped, axis=1), axis=0).astype(jnp.int32)  # [N]
+    return winner * BLOCK + jnp.argmax(take_block(grouped, winner), axis=0).astype(jnp.int32)
+
+
+def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of `values [V, N]` per column, descending, lowest index first on ties.
+
+    Returns values and indices i32, both `[count, N]`; count is at most V.
+    """
+    return lax.platform_dependent(
+        values,
+        cpu=functools.partial(_largest_by_sort, count=count),
+        default=functools.partial(largest_by_rank, count=count),
+    )
+
+
+def _largest_by_sort(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """They all lie in the `count` blocks of largest maxima, so only these are sorted."""
+    grouped = blocks(values, -jnp.inf)
+    if count >= grouped.shape[0]:
+        best, index = lax.top_k(values.T, count)
+        return best.T, index.T
+    _, winners = lax.top_k(jnp.max(grouped, axis=1).T, count)
+    winners = jnp.sort(winners, axis=1)  # in order of the vocabulary, for the ties
+    columns = grouped.shape[2]
+    inside = grouped.transpose(2, 0, 1)[jnp.arange(columns)[:, None], winners]  # [N, count, block]
+    best, place = lax.top_k(inside.reshape(columns, -1), count)
+    index = jnp.take_along_axis(winners, place // BLOCK, axis=1) * BLOCK + place % BLOCK
+    return best.T, index.T
+
+
+def flat(values: jax.Array) -> jax.Array:
+    """`values [V, N]` as rows of a whole block, `[ceil(V / block), block * N]`, for exponentials.
+
+    XLA:CPU unrolls an inner loop of up to 8 and then rounds the multiply-adds of its exponential differently, so that
+    8 columns would get other bits than 16 (findings/011). What is computed here ends in `columns`.
+    """
+    grouped = blocks(values, 0.0)
+    return grouped.reshape(len(grouped), -1)
+
+
+def along(each: jax.Array) -> jax.Array:
+    """One value per column, `each [N]`, as `flat` has them: `[block * N]`."""
+    return lax.optimization_barrier(jnp.tile(each, BLOCK))  # read along a row, not by index arithmetic
+
+
+def columns(flattened: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Inverse of `flat` for values of `shape [V, N]`."""
+    return lax.optimization_barrier(flattened).reshape(-1, shape[1])[: shape[0]]
+
+
+def relative(values: jax.Array, peak: jax.Array) -> jax.Array:
+    """`exp(values - peak)` of `values [V, N]`, `peak [N]`."""
+    return columns(jnp.exp(flat(values) - along(peak)), values.shape)
+
+
+def total(values: jax.Array) -> jax.Array:
+    """Sum of non-negative `values [V, N]` per column, f32 `[N]`: over the blocks, then inside."""
+    return sum_first(sum_first(blocks(values, 0.0)))
+
+
+def cumulative(values: jax.Array) -> jax.Array:
+    """Inclusive cumulative sums down the columns of `values [M, N]`.
+
+    Each sum is added to the sum that ends 1, 2, 4 ... entries above it (Hillis and Steele 1986), in every graph in
+    this order.
+    """
+    count = values.shape[0]
+    step = 1
+    while step < count:
+        shifted = jnp.pad(values[:-step], ((step, 0), (0, 0)))
+        values = lax.optimization_barrier(values + shifted)
+        step *= 2
+    return values

@@ -1,0 +1,1 @@
+"""What each row of the batch carries on the device."""

@@ -1,0 +1,207 @@
+"""Device state of the rows: everything a decode step needs to know about a request, one entry per slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
+from xla_engine.graphs.row_state.packing import pack, unpack
+
+NO_CHOICE = -2  # in place of a sampled token: the row's logits were no numbers, or excluded every token
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """Sampling parameters, one entry per row; N is B for the decode state and P for prefill lanes.
+
+    temperature: f32 `[N]`, 0 is greedy.
+    top_k: i32 `[N]`, 0 keeps all.   top_p: f32 `[N]`, 1 keeps all.   min_p: f32 `[N]`, 0 keeps all.
+    repetition_penalty: f32 `[N]`, 1 changes nothing.
+    frequency_penalty, presence_penalty: f32 `[N]`, 0 changes nothing.
+    has_bias, has_mask: bool `[N]`, the slot's entries in the `Tables` apply.
+    seed: u32 `[N, 2]`, the 64-bit seed as (high, low).
+    num_logprobs: i32 `[N]`, -1 none, 0 the chosen token's, n > 0 also those of the n most likely tokens.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    frequency_penalty: jax.Array
+    presence_penalty: jax.Array
+    has_bias: jax.Array
+    has_mask: jax.Array
+    seed: jax.Array
+    num_logprobs: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Wide data that few requests bring, one entry per slot. The host replaces the record when a slot's entry changes.
+
+    A graph reads it only in steps where a live row has it, so the entries of other slots may be stale.
+
+    bias_ids: i32 `[B, MAX_LOGIT_BIAS]`, padded with the vocabulary's size.   bias: f32, the same shape.
+    mask: u32 `[B, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set where token t is allowed.
+    block_changes: i32 `[3, U]`, entries of `Rows.block_tables` to set before all else: (slot, index, page), slot B for
+        none. None where slots are contiguous.
+    """
+
+    bias_ids: jax.Array
+    bias: jax.Array
+    mask: jax.Array
+    block_changes: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The engine's device state besides the cache.
+
+    token: i32 `[B]`, the last sampled token, input of the next step.
+    length: i32 `[B]`, valid KV entries; also the index at which `token`'s KV will be written.
+    remaining: i32 `[B]`, tokens the row may still sample; 0 means the row is done.
+    min_remaining: i32 `[B]`, tokens the row must still sample before it may sample a stop id.
+    stop_ids: i32 `[B, E]`, ids that end the row, padded with -1.
+    prompt_length: i32 `[B]`, tokens of the prompt.
+    history: i32 `[B, S]`, the tokens themselves by position, written as their KV is: valid up to `length`. Where slots
+        have pages, `[num_blocks, block_size]`: a page's tokens lie with its keys and values.
+    sampling: the request's sampling parameters.
+    block_tables: i32 `[B, max_blocks]`, the pages of each slot, see `graphs.attention`; None: contiguous.
+
+    A row is active while `remaining > 0`; sampling a stop id sets it to 0 on the device, so that a step
+    dispatched before the host has seen the token is already right.
+    """
+
+    token: jax.Array
+    length: jax.Array
+    remaining: jax.Array
+    min_remaining: jax.Array
+    stop_ids: jax.Array
+    prompt_length: jax.Array
+    history: jax.Array
+    sampling: SamplingRows
+    block_tables: jax.Array | None = None
+
+    def with_tables(self, tables: Tables) -> Rows:
+        """The rows once what `tables` says of pages is done; twice is the same as once."""
+        if self.block_tables is None:
+            return self
+        assert tables.block_changes is not None
+        slot, index, page = tables.block_changes
+        return replace(self, block_tables=self.block_tables.at[slot, index].set(page, mode="drop"))
+
+    def remember(
+        self, slot: jax.Array, position: jax.Array, token: jax.Array, wanted: jax.Array
+    ) -> jax.Array:
+        """The history with `token` at `position` of `slot` where wanted; all of one shape."""
+        row, place = slot, position
+        if self.block_tables is not None:
+            size = self.history.shape[1]
+            row, place = self.block_tables[slot, position // size], position % size
+        # What is not wanted aims at distinct rows out of bounds, so that indices stay unique.
+        beyond = len(self.history) + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
+        at = self.history.at[jnp.where(wanted, row, beyond), place]
+        return at.set(token, mode="drop", unique_indices=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowState:
+    """`Rows` as they lie between calls. words: u32 `[B, W]`, all that is small, side by side."""
+
+    words: jax.Array
+    history: jax.Array
+    block_tables: jax.Array | None
+
+
+def pack_rows(rows: Rows) -> RowState:
+    """Rows as they lie between calls."""
+    return RowState(words=pack(_small(rows)), history=rows.history, block_tables=rows.block_tables)
+
+
+def unpack_rows(state: RowState, like: Rows) -> Rows:
+    """The inverse of `pack_rows`. like: rows, perhaps abstract, of the same widths."""
+    small: Rows = unpack(state.words, _small(like))
+    return replace(small, history=state.history, block_tables=state.block_tables)
+
+
+def _small(rows: Rows) -> Rows:
+    every: Any = rows
+    return replace(every, history=None, block_tables=None)
+
+
+def make_sampling_rows(count: int) -> SamplingRows:
+    """Greedy rows that want nothing else, as host arrays."""
+    host: Any = np  # the records are declared for the arrays a graph sees
+    return SamplingRows(
+        temperature=host.zeros(count, np.float32),
+        top_k=host.zeros(count, np.int32),
+        top_p=host.ones(count, np.float32),
+        min_p=host.zeros(count, np.float32),
+        repetition_penalty=host.ones(count, np.float32),
+        frequency_penalty=host.zeros(count, np.float32),
+        presence_penalty=host.zeros(count, np.float32),
+        has_bias=host.zeros(count, np.bool_),
+        has_mask=host.zeros(count, np.bool_),
+        seed=host.zeros((count, 2), np.uint32),
+        num_logprobs=host.full(count, -1, np.int32),
+    )
+
+
+def make_tables(count: int, vocabulary: int, *, paged: bool = False) -> Tables:
+    """No bias, everything allowed, no change of pages (room for one a row), as host arrays."""
+    host: Any = np
+    return Tables(
+        bias_ids=host.full((count, MAX_LOGIT_BIAS), vocabulary, np.int32),
+        bias=host.zeros((count, MAX_LOGIT_BIAS), np.float32),
+        mask=host.full((count, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
+        block_changes=host.full((3, count), count, np.int32) if paged else None,
+    )
+
+
+class Pool(NamedTuple):
+    """`num_blocks` pages of `block_size` positions, of which a slot borrows `max_blocks` at most."""
+
+    num_blocks: int
+    block_size: int
+    max_blocks: int
+
+
+def make_rows(count: int, stop_width: int, positions: int, pool: Pool | None = None) -> Rows:
+    """All rows inactive. positions: S, as in the cache. pool: where slots have pages."""
+    return Rows(
+        token=jnp.zeros(count, jnp.int32),
+        length=jnp.zeros(count, jnp.int32),
+        remaining=jnp.zeros(count, jnp.int32),
+        min_remaining=jnp.zeros(count, jnp.int32),
+        stop_ids=jnp.full((count, stop_width), -1, jnp.int32),
+        prompt_length=jnp.zeros(count, jnp.int32),
+        history=jnp.zeros((count, positions) if pool is None else pool[:2], jnp.int32),
+        sampling=jax.tree.map(jnp.asarray, make_sampling_rows(count)),
+        block_tables=None if pool is None else jnp.zeros((count, pool.max_blocks), jnp.int32),
+    )
+
+
+def remaining_after(token: jax.Array, remaining: jax.Array, stop_ids: jax.Array) -> jax.Array:
+    """Tokens left after sampling `token [N]`: one fewer, or none after a stop id or NO_CHOICE."""
+    stopped = jnp.any(token[:, None] == stop_ids, axis=1) | (token == NO_CHOICE)
+    return jnp.where(stopped, 0, remaining - 1)
+
+
+def pack_samples(token: jax.Array, logprob: jax.Array) -> jax.Array:
+    """Tokens and logprobs as one i32 `[2, N]`: one small copy to the host instead of two."""
+    return jnp.stack([token, jax.lax.bitcast_convert_type(logprob, jnp.int32)])
+
+
+def unpack_samples(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Host side of `pack_samples`: token ids i32 `[N]` (-1: it did not run; or NO_CHOICE), logprobs f32 `[N]`."""
+    return packed[0], packed[1].view(np.float32)

@@ -1,0 +1,118 @@
+"""What shifts logits before a token is chosen: bias, penalties, tokens that may not be chosen.
+
+Order: bias, repetition penalty, frequency penalty, presence penalty, then min_tokens and the mask, which forbid. Each
+is skipped in steps where no live row has it, and leaves the logits of other rows as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.row_state.rows import SamplingRows, Tables
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the sampler reads of N rows beside their parameters; see `Rows` for what is not explained here.
+
+    live: bool `[N]`, the sample will be used.   slot: i32 `[N]`, the row's entry in `history` and `tables`.
+    length: i32 `[N]`, valid tokens in `history`.   history, block_tables: those of `Rows`.
+    """
+
+    live: jax.Array
+    slot: jax.Array
+    length: jax.Array
+    prompt_length: jax.Array
+    min_remaining: jax.Array
+    stop_ids: jax.Array
+    history: jax.Array
+    tables: Tables
+    block_tables: jax.Array | None = None
+
+    @property
+    def tokens(self) -> jax.Array:
+        """The rows' tokens by position, i32 `[N, S]`; those from `length` on are anybody's."""
+        if self.block_tables is None:
+            return self.history[self.slot]
+        pages = self.history.at[self.block_tables[self.slot]].get(mode="clip")
+        return pages.reshape(len(self.slot), -1)
+
+
+def wants_adjustment(rows: SamplingRows, context: Context) -> jax.Array:
+    """Whether `adjust` would change the row, bool `[N]`."""
+    return context.live & (rows.has_bias | rows.has_mask | _is_penalised(rows) | (context.min_remaining > 0))
+
+
+def adjust(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+    """Logits `[V, N]` as the row's request wants them shifted; forbidden tokens have -inf."""
+    live = context.live
+    for wanted, change in (
+        (rows.has_bias, _add_bias),
+        (_is_penalised(rows), _penalise),
+        (context.min_remaining > 0, _forbid_stops),
+        (rows.has_mask, _forbid_masked),
+    ):
+        logits = lax.cond(
+            jnp.any(live & wanted),
+            lambda x, wanted=wanted, change=change: change(x, rows, context, wanted),
+            lambda x: x,
+            logits,
+        )
+    return logits
+
+
+def _is_penalised(rows: SamplingRows) -> jax.Array:
+    return (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
+
+
+def _add_bias(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+    """Ids are distinct in a row, so that the order of additions does not matter."""
+    vocabulary, columns = logits.shape
+    ids = jnp.where(wanted[:, None], context.tables.bias_ids[context.slot], vocabulary)  # [N, K]
+    column = jnp.arange(columns)[:, None]
+    return logits.at[ids, column].add(context.tables.bias[context.slot], mode="drop")
+
+
+def _penalise(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+    """Repetition penalty (Keskar et al. 2019, section 4.1) for prompt and output, the others for output alone."""
+    output, seen = count_tokens(context, logits.shape[0])
+    repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
+    penalised = jnp.where(seen, repeated, logits)
+    penalised = penalised - rows.frequency_penalty * output.astype(jnp.float32)
+    penalised = penalised - jnp.where(output > 0, rows.presence_penalty, 0.0)
+    return jnp.where(wanted, penalised, logits)
+
+
+def count_tokens(context: Context, vocabulary: int) -> tuple[jax.Array, jax.Array]:
+    """Times each token was generated, i32 `[V, N]`, and whether it stands in prompt or output, bool `[V, N]`."""
+    tokens = context.tokens
+    position = jnp.arange(tokens.shape[1])
+    valid = position < context.length[:, None]
+    is_output = position >= context.prompt_length[:, None]
+    column = jnp.arange(tokens.shape[0])[:, None]
+
+    def count(which: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((vocabulary, tokens.shape[0]), jnp.int32)
+        return zeros.at[jnp.where(which, tokens, vocabulary), column].add(1, mode="drop")
+
+    output = count(valid & is_output)
+    return output, (count(valid & ~is_output) + output) > 0
+
+
+def _forbid_stops(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+    vocabulary, columns = logits.shape
+    forbidden = wanted[:, None] & (context.stop_ids >= 0)
+    ids = jnp.where(forbidden, context.stop_ids, vocabulary)  # [N, E]
+    return logits.at[ids, jnp.arange(columns)[:, None]].set(-jnp.inf, mode="drop")
+
+
+def _forbid_masked(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+    words = context.tables.mask[context.slot].T  # [ceil(V / 32), N]
+    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :, None]) & 1
+    allowed = bits.reshape(-1, logits.shape[1])[: logits.shape[0]] != 0
+    return jnp.where(allowed | ~wanted, logits, -jnp.inf)

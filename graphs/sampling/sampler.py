@@ -1,0 +1,159 @@
+"""From logits to one token per row. Logits are vocabulary-major: float32 `[V, N]`.
+
+Order: adjustments (`graphs.adjust`), temperature, min-p, top-k, top-p, draw. Each row is a function of its own logits,
+parameters, history, seed and position; `lax.cond` only decides whether work that no row wants is skipped, never
+what a row gets.
+
+The draw inverts the cumulative distribution in vocabulary order with one uniform number per row, keyed by (seed,
+position): a quarter of the cost of Gumbel noise over the whole vocabulary (findings/004).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.ops.reductions import (
+    BLOCK,
+    along,
+    argmax,
+    blocks,
+    columns,
+    cumulative,
+    flat,
+    take_block,
+)
+from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows
+from xla_engine.graphs.sampling.logits_processors import Context, adjust, wants_adjustment
+from xla_engine.graphs.sampling.logprobs import logprobs
+from xla_engine.graphs.sampling.truncation import threshold
+
+
+class Sampled(NamedTuple):
+    """One token per row. token: i32 `[N]`. logprob: f32 `[N]`. top: see `graphs.logprobs.logprobs`."""
+
+    token: jax.Array
+    logprob: jax.Array
+    top: jax.Array
+
+
+def sample(
+    logits: jax.Array,
+    rows: SamplingRows,
+    position: jax.Array,
+    context: Context | None = None,
+    *,
+    processed_logprobs: bool = False,
+) -> Sampled:
+    """Sample one token per row, or NO_CHOICE where logits are not finite or no token is allowed.
+
+    position `[N]`: index of the new token in its sequence; noise is keyed by (seed, position) only.
+    context: None where every row is live and no row wants an adjustment.
+    processed_logprobs (static): log-probabilities are those of the distribution drawn from, after adjustments,
+    temperature and truncation (a greedy row's: after adjustments); otherwise those of the logits as they came.
+    """
+    live = jnp.ones(position.shape, bool) if context is None else context.live
+    random = live & (rows.temperature > 0)
+    is_adjusted = jnp.zeros_like(live) if context is None else wants_adjustment(rows, context)
+
+    def adjusted() -> jax.Array:
+        if context is None:
+            return logits
+        return lax.cond(jnp.any(is_adjusted), lambda: adjust(logits, rows, context), lambda: logits)
+
+    def choose() -> jax.Array:
+        shifted = adjusted()
+        greedy = argmax(shifted)
+        token = lax.cond(
+            jnp.any(random),
+            lambda: jnp.where(random, _draw(shifted, rows, random, position), greedy),
+            lambda: greedy,
+        )
+        return _if_any(token, shifted, greedy)
+
+    def choose_greedily() -> jax.Array:
+        greedy = argmax(logits)
+        return _if_any(greedy, logits, greedy)
+
+    token = lax.cond(jnp.any(random | is_adjusted), choose, choose_greedily)
+    scored = _restricted(adjusted(), rows, random) if processed_logprobs else logits
+    return Sampled(token, *logprobs(scored, token, jnp.where(live, rows.num_logprobs, -1)))
+
+
+def _if_any(token: jax.Array, logits: jax.Array, best: jax.Array) -> jax.Array:
+    """`token [N]`, or NO_CHOICE where the largest logit, at `best [N]`, is no finite number.
+
+    That is where no token is allowed, and where the hidden state is not finite: then every logit is NaN or infinite,
+    so that one of them tells, whatever a maximum makes of NaN on this platform.
+    """
+    peak = jnp.take_along_axis(logits, best[None], axis=0)[0]
+    return jnp.where(jnp.isfinite(peak), token, NO_CHOICE)
+
+
+def _weights(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
+    """Probabilities relative to the most likely token's `[V, N]`; zero where a row may not draw the token.
+
+    Rows that do not draw have temperature 1 and no truncation but min-p. Over V in one pass, unless a row truncates.
+    """
+    temperature = jnp.where(random, rows.temperature, 1.0)
+    peak = jnp.max(logits, axis=0)
+    least = lax.cond(
+        jnp.any(random & ((rows.top_k > 0) | (rows.top_p < 1))),
+        lambda: threshold(logits, peak, temperature, rows, random),
+        lambda: jnp.full(peak.shape, -jnp.inf, jnp.float32),
+    )
+    values = flat(logits)
+    weight = jnp.exp((values - along(peak)) / along(temperature))  # the largest logit's is exactly 1
+    kept = (weight >= along(rows.min_p)) & (values >= along(least))
+    return columns(jnp.where(kept, weight, 0.0), logits.shape)
+
+
+def _draw(logits: jax.Array, rows: SamplingRows, random: jax.Array, position: jax.Array) -> jax.Array:
+    """Draw from the restricted distribution, i32 `[N]`."""
+    return _invert(_weights(logits, rows, random), _uniform(rows.seed, position))
+
+
+def _restricted(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
+    """Logits of the distribution drawn from `[V, N]`; those of rows that do not draw as they are."""
+    scaled = logits / jnp.where(random, rows.temperature, 1.0)
+    return jnp.where(random & (_weights(logits, rows, random) == 0), -jnp.inf, scaled)
+
+
+def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """One number in [0, 1) per row, a function of its (seed `[2]`, position) alone, f32 `[N]`."""
+
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, position), dtype=jnp.float32)
+
+    return jax.vmap(one)(seed, position)
+
+
+def _invert(weight: jax.Array, uniform: jax.Array) -> jax.Array:
+    """First index at which the cumulative `weight [V, N]` passes `uniform [N]` of the total; its weight is positive.
+
+    Two levels: the block whose cumulative sum passes, then the entry inside it.
+    """
+    grouped = blocks(weight, 0.0)
+    totals = jnp.sum(grouped, axis=1)
+    passing = cumulative(totals)  # [V / block, N]
+    target = uniform * passing[-1]
+    block = _first_passing(passing, totals, target)
+    before = jnp.take_along_axis(passing, jnp.maximum(block - 1, 0)[None], axis=0)[0]
+    inside = take_block(grouped, block)  # [block, N]
+    passed = jnp.where(block > 0, before, 0.0) + cumulative(inside)
+    return block * BLOCK + _first_passing(passed, inside, target)
+
+
+def _first_passing(passing: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+    """First index along axis 0 with positive weight whose cumulative sum `passing` passes `target [N]`, i32 `[N]`.
+
+    Where rounding leaves every sum short of the target, the last index with positive weight.
+    """
+    positive = weight > 0
+    passed = (passing > target) & positive
+    last = weight.shape[0] - 1 - jnp.argmax(jnp.flip(positive, axis=0), axis=0)
+    return jnp.where(jnp.any(passed, axis=0), jnp.argmax(passed, axis=0), last).astype(jnp.int32)

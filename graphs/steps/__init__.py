@@ -1,0 +1,1 @@
+"""The compiled steps: decode, prefill and prompt logprobs."""

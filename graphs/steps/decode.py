@@ -1,0 +1,99 @@
+"""The decode step: one token for every live row, one program for every load."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from xla_engine.graphs.attention.backend import AttentionWeights, KVCache
+from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_decode
+from xla_engine.graphs.kv_cache.cache import places
+from xla_engine.graphs.linear.products import WEIGHT_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import Rows, Tables, pack_samples, remaining_after
+from xla_engine.graphs.sampling.logits_processors import Context
+from xla_engine.graphs.sampling.sampler import sample
+
+
+def decode_step(
+    spec: ModelSpec,
+    key_length: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    scheduled: jax.Array,
+    tables: Tables,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
+    """Feed each live row its last token and sample the next one.
+
+    Static: `spec`; `key_length`, the bucket of keys attended to, every live row's length is below it;
+    `processed_logprobs`, see `sample`.
+    `rope [K, S, 2, Dh/2]`, see `graphs.rope`; `scheduled bool [B]`: rows the plan names. A row is live when it is
+    scheduled and still has tokens to sample; other rows write nothing and keep their state.
+    Returns cache, rows, the packed samples `[2, B]` (token -1 where the row was not live), and the most likely tokens
+    as `graphs.logprobs.logprobs` packs them.
+    """
+    rows = rows.with_tables(tables)
+    live = scheduled & (rows.remaining > 0)
+    model = spec.merge(weights)
+    angles = rope[:, rows.length]  # [K, B, 2, Dh/2]
+    updated, where = list(cache), places(spec)
+
+    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+        store, place = where[index]
+        layer = updated[store]
+        if isinstance(layer, DeltaState):
+            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
+            updated[store], out = delta_decode(
+                spec.config.delta, own, layer, projected, live=live, native=spec.native_state
+            )
+            return out
+        assert isinstance(own, AttentionWeights)
+        updated[store], out = spec.attention.attend_decode(
+            layer,
+            projected,
+            form=spec.config.attention(index),
+            weights=own,
+            rope=angles[spec.config.rope_index(index)],
+            length=rows.length,
+            live=live,
+            key_length=key_length,
+            compute_dtype=spec.dtype,
+            block_tables=rows.block_tables,
+            place=place,
+        )
+        return out
+
+    products = (spec.products or WEIGHT_LEFT).among(live)
+    logits = model.logits(model.hidden(rows.token, attend, products), products)  # [V, B]
+    every = jnp.arange(live.shape[0], dtype=jnp.int32)
+    history = rows.remember(every, rows.length, rows.token, live)
+    context = Context(
+        live=live,
+        slot=every,
+        length=rows.length + 1,
+        prompt_length=rows.prompt_length,
+        min_remaining=rows.min_remaining,
+        stop_ids=rows.stop_ids,
+        history=history,
+        tables=tables,
+        block_tables=rows.block_tables,
+    )
+    token, logprob, top = sample(
+        logits, rows.sampling, rows.length + 1, context, processed_logprobs=processed_logprobs
+    )
+    advanced = Rows(
+        token=jnp.where(live, token, rows.token),
+        length=jnp.where(live, rows.length + 1, rows.length),
+        remaining=jnp.where(live, remaining_after(token, rows.remaining, rows.stop_ids), rows.remaining),
+        min_remaining=jnp.where(live, jnp.maximum(rows.min_remaining - 1, 0), rows.min_remaining),
+        stop_ids=rows.stop_ids,
+        prompt_length=rows.prompt_length,
+        history=history,
+        sampling=rows.sampling,
+        block_tables=rows.block_tables,
+    )
+    return updated, advanced, pack_samples(jnp.where(live, token, -1), logprob), top

@@ -1,0 +1,169 @@
+"""The prefill chunk: P lanes of T prompt tokens, written straight into the slots of the donated cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from xla_engine.graphs.attention.backend import AttentionWeights, KVCache, LayerCache
+from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_prefill
+from xla_engine.graphs.kv_cache.cache import places
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
+from xla_engine.graphs.sampling.logits_processors import Context
+from xla_engine.graphs.sampling.sampler import sample
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """One prefill call. An unused lane has count 0 and is_last false.
+
+    tokens: i32 `[P, T]`, padded.
+    slot, start, count: i32 `[P]`: `tokens[p, :count]` are positions `start ..` of slot `slot`.
+    is_last: bool `[P]`, the chunk completes its prompt: sample the first token and activate the row.
+    prompt_length: i32 `[P]`, of the prompt itself: tokens from there on were generated and are prefilled again.
+    max_tokens, min_tokens: i32 `[P]`, tokens still to sample; stop_ids: i32 `[P, E]`, sampling: the request's. These
+        and prompt_length are read where is_last.
+    """
+
+    tokens: jax.Array
+    slot: jax.Array
+    start: jax.Array
+    count: jax.Array
+    is_last: jax.Array
+    prompt_length: jax.Array
+    max_tokens: jax.Array
+    min_tokens: jax.Array
+    stop_ids: jax.Array
+    sampling: SamplingRows
+
+
+def prefill_chunk(
+    spec: ModelSpec,
+    key_length: int,
+    head_rows: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    lanes: Lanes,
+    tables: Tables,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
+    """Run one chunk per lane; a lane that completes its prompt samples the first token and arms its row.
+
+    Static: `spec`; `key_length`, the bucket of keys attended to, every lane ends at or below it; `head_rows >= P`,
+    the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
+    `processed_logprobs`, see `sample`.
+    Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
+    as `graphs.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`.
+    """
+    count, width = lanes.tokens.shape
+    rows = rows.with_tables(tables)
+    model = spec.merge(weights)
+    where = places(spec)
+    position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
+    angles = rope[:, position]  # [K, P, T, 2, Dh/2]
+    fresh = (lanes.count > 0) & (lanes.start == 0)
+    updated: KVCache = [
+        spec.attention.clear_values(store, lanes.slot, fresh)
+        if isinstance(store, LayerCache) and rows.block_tables is None
+        else store
+        for store in cache
+    ]
+
+    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+        store, place = where[index]
+        layer, at = updated[store], {"slot": lanes.slot, "start": lanes.start, "count": lanes.count}
+        if isinstance(layer, DeltaState):
+            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
+            updated[store], out = delta_prefill(
+                spec.config.delta, own, layer, projected, **at, native=spec.native_state
+            )
+            return out
+        assert isinstance(own, AttentionWeights)
+        updated[store], out = spec.attention.attend_prefill(
+            layer,
+            projected,
+            form=spec.config.attention(index),
+            weights=own,
+            rope=angles[spec.config.rope_index(index)],
+            **at,
+            key_length=key_length,
+            compute_dtype=spec.dtype,
+            block_tables=rows.block_tables,
+            place=place,
+        )
+        return out
+
+    products = spec.products or ROWS_LEFT
+    used = (jnp.arange(width, dtype=jnp.int32) < lanes.count[:, None]).reshape(-1)
+    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products.among(used))  # [P * T, D]
+    final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
+    length = lanes.start + lanes.count
+    widen = functools.partial(_widen, head_rows)
+    logits = model.logits(widen(final), products.among(widen(lanes.is_last)))  # [V, head_rows]
+    rows = _remember(rows, lanes)
+    context = Context(
+        live=widen(lanes.is_last),
+        slot=widen(lanes.slot),
+        length=widen(length),
+        prompt_length=widen(lanes.prompt_length),
+        min_remaining=widen(lanes.min_tokens),
+        stop_ids=widen(lanes.stop_ids),
+        history=rows.history,
+        tables=tables,
+        block_tables=rows.block_tables,
+    )
+    sampled = sample(
+        logits,
+        jax.tree.map(widen, lanes.sampling),
+        widen(length),
+        context,
+        processed_logprobs=processed_logprobs,
+    )
+    token, logprob, top = sampled.token[:count], sampled.logprob[:count], sampled.top[:, :count]
+    armed = _arm(rows, lanes, token, length)
+    return updated, armed, pack_samples(jnp.where(lanes.is_last, token, -1), logprob), top, hidden
+
+
+def _widen(count: int, rows: jax.Array) -> jax.Array:
+    """Pad the leading axis with zeros up to `count`."""
+    return jnp.pad(rows, ((0, count - rows.shape[0]), *((0, 0),) * (rows.ndim - 1)))
+
+
+def _remember(rows: Rows, lanes: Lanes) -> Rows:
+    """Write the lanes' tokens into the history of their slots."""
+    offset = jnp.arange(lanes.tokens.shape[1], dtype=jnp.int32)
+    slot, position = lanes.slot[:, None], lanes.start[:, None] + offset
+    history = rows.remember(slot, position, lanes.tokens, offset < lanes.count[:, None])
+    return dataclasses.replace(rows, history=history)
+
+
+def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
+    """Set the row of every lane that completed its prompt; other rows keep their state."""
+    count = rows.token.shape[0]
+    # Lanes that arm nothing aim at distinct rows out of bounds, so that indices stay unique.
+    target = jnp.where(lanes.is_last, lanes.slot, count + jnp.arange(lanes.slot.shape[0], dtype=jnp.int32))
+
+    def put(row: jax.Array, new: jax.Array) -> jax.Array:
+        return row.at[target].set(new, mode="drop", unique_indices=True)
+
+    return Rows(
+        token=put(rows.token, token),
+        length=put(rows.length, length),
+        remaining=put(rows.remaining, remaining_after(token, lanes.max_tokens, lanes.stop_ids)),
+        min_remaining=put(rows.min_remaining, jnp.maximum(lanes.min_tokens - 1, 0)),
+        stop_ids=put(rows.stop_ids, lanes.stop_ids),
+        prompt_length=put(rows.prompt_length, lanes.prompt_length),
+        history=rows.history,
+        block_tables=rows.block_tables,
+        sampling=jax.tree.map(put, rows.sampling, lanes.sampling),
+    )

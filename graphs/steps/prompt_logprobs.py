@@ -1,0 +1,46 @@
+"""Log-probabilities of prompt tokens: a program of its own, run after a prefill call whose prompts asked for them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_engine.graphs.linear.products import WEIGHT_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
+from xla_engine.graphs.sampling.logprobs import TopLogprobs, logprobs, unpack_top_logprobs
+
+
+def prompt_logprobs(
+    spec: ModelSpec, head_rows: int, weights: list[jax.Array], hidden: jax.Array, target: jax.Array
+) -> jax.Array:
+    """Raw log-probability of `target i32 [N]` at every row of the residual stream `hidden [N, D]`, and the top tokens.
+
+    Static: `spec`; `head_rows`, as in `prefill_chunk`. A target of -1 asks for nothing. The output head runs over
+    `head_rows` positions at a time, so that no more logits exist at once than in a prefill step.
+    Returns i32 `[N, 2 + 2 * MAX_LOGPROBS]`: bits of the log-probability, then what `graphs.logprobs.logprobs` packs.
+    """
+    model = spec.merge(weights)
+    count = target.shape[0]
+    missing = -count % head_rows
+    hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, head_rows, hidden.shape[1])
+    target = jnp.pad(target, (0, missing), constant_values=-1).reshape(-1, head_rows)
+    nothing = jnp.zeros((head_rows, 2 + 2 * MAX_LOGPROBS), jnp.int32)
+
+    def compute(hidden: jax.Array, target: jax.Array) -> jax.Array:
+        asked = target >= 0
+        logits = model.logits(hidden, (spec.products or WEIGHT_LEFT).among(asked))
+        logprob, top = logprobs(logits, jnp.maximum(target, 0), jnp.where(asked, MAX_LOGPROBS, -1))
+        return jnp.concatenate([lax.bitcast_convert_type(logprob, jnp.int32)[None], top]).T
+
+    def group(each: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return lax.cond(jnp.any(each[1] >= 0), compute, lambda *_: nothing, *each)
+
+    return lax.map(group, (hidden, target)).reshape(-1, nothing.shape[1])[:count]
+
+
+def unpack_prompt_logprobs(packed: np.ndarray, wanted: int) -> tuple[float, TopLogprobs]:
+    """Host side of one row of `prompt_logprobs`: the target's log-probability, and the `wanted` most likely."""
+    return float(packed[:1].view(np.float32)[0]), unpack_top_logprobs(packed[1:], wanted)

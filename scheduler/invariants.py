@@ -1,0 +1,94 @@
+"""The invariants between the scheduler's parts; each part checks its own inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from xla_engine.scheduler.kv.slots import Slots
+from xla_engine.scheduler.queue.waiting import WaitingQueue
+from xla_engine.scheduler.request import Status
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.snapshot import Counters
+from xla_engine.scheduler.steps.decode import Decoding
+from xla_engine.scheduler.steps.host_gated import Lockstep
+from xla_engine.scheduler.steps.prefill import Prefilling
+
+
+def check(
+    *,
+    states: Mapping[str, RequestState],
+    slots: Slots,
+    waiting: WaitingQueue,
+    prefilling: Prefilling,
+    decoding: Decoding,
+    lockstep: Lockstep,
+    counters: Counters,
+    chunk_size: int,
+    parked_tokens: int,
+) -> None:
+    """Raise AssertionError, saying what is wrong, on any broken invariant."""
+    next_step, ended = counters.steps_planned, sum(counters.finished.values())
+    waiting.check()
+    decoding.check(next_step)
+    lockstep.check()
+    _require(counters.steps_committed <= next_step, "commits ran ahead of plans", counters)
+    _require(counters.submitted == len(states) + ended, "a request is lost", counters)
+    for request_id, state in states.items():
+        _require(state.request_id == request_id, f"filed as {request_id!r}", state)
+        _check_progress(state, next_step, chunk_size)
+
+    def same(part: Iterable[RequestState], status: Status) -> bool:
+        return set(map(id, part)) == {id(state) for state in states.values() if state.status is status}
+
+    holders = [state for state in states.values() if state.holds_slot]
+    running = [state for state in holders if state.status is Status.RUNNING]
+    _require(
+        set(map(id, waiting))
+        == {id(state) for state in states.values() if state.status in (Status.WAITING, Status.PARKED)},
+        "the queue is not the requests that wait",
+        states,
+    )
+    parked = sum(state.parked for state in states.values())
+    _require(parked == parked_tokens, f"{parked_tokens} tokens are counted as parked, not {parked}", states)
+    _require(same(prefilling, Status.PREFILLING), "the prompts are not the requests that prefill", states)
+    _require(
+        len(running) == len(decoding) + len(lockstep),
+        f"{len(decoding)} rows and {len(lockstep)} decode",
+        running,
+    )
+    _require(all(slots.holds(state.slot) for state in holders), "a tenancy is over", holders)
+    _require(len({state.slot.index for state in holders}) == len(holders), "a slot is shared", holders)
+    _require(
+        len(holders) + slots.num_free == len(slots), f"{slots.num_free} slots free, others held", holders
+    )
+
+
+def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> None:
+    """Raise unless the numbers of one request agree with each other and with its status."""
+    planned, cap = state.planned(next_step), state.request.max_tokens
+    whole_prompt = state.prefilled == state.context_tokens
+    parked = state.status is Status.PARKED
+    _require(parked == (state.parked > 0), "parked, or has state on the host, but not both", state)
+    _require(0 <= state.credited <= planned <= cap, "credited, planned and cap are out of order", state)
+    _require(state.credited < cap, "at its cap, but live", state)
+    match state.status:
+        case Status.WAITING:
+            _require(not state.holds_slot, "waits with a slot", state)
+            _require(state.last_step is None, "waits, but is in the calendar", state)
+        case Status.PARKED:
+            _require(not state.holds_slot and whole_prompt, "parked with a slot, or before its time", state)
+        case Status.PREFILLING:
+            _require(state.holds_slot and planned == state.base, "a prompt without a slot", state)
+            _require(not whole_prompt, "wholly planned, but still a prompt", state)
+            _require(state.prefilled % chunk_size == 0, "cut off the chunk grid", state)
+        case Status.RUNNING:
+            _require(whole_prompt and planned > 0, "runs without its prompt", state)
+            _require(state.holds_slot == (planned < cap), "a slot is kept or given up too early", state)
+        case Status.FINISHED:
+            _require(False, "finished, but live", state)
+
+
+def _require(holds: bool, broken: str, about: object) -> None:
+    # Not `assert`: a check that is called for runs under `python -O` too.
+    if not holds:
+        raise AssertionError(f"{broken}: {about}")

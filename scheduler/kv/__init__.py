@@ -1,0 +1,1 @@
+"""What requests hold on the device: slots, blocks and prefixes."""

@@ -1,0 +1,135 @@
+"""The queue of requests that have no slot: those that never had one, and those that lost it."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+from operator import itemgetter
+
+from xla_engine.scheduler import policy
+from xla_engine.scheduler.config import SchedulerConfig
+from xla_engine.scheduler.policy import Facts, Place
+from xla_engine.scheduler.request import Status
+from xla_engine.scheduler.request_state import RequestState
+
+
+class QueueFullError(RuntimeError):
+    """The waiting queue is at its bound; the request was not taken and nothing changed."""
+
+    code = "queue_full"
+
+
+class WaitingQueue:
+    """The order of one of `policy.POLICIES`, with push, pop and removal in logarithmic time.
+
+    Under a policy that bounds no wait by itself, the request that waits longest is the head after `priority_aging`
+    others were taken before it: one with k in the queue that came before it gets its turn within
+    (k + 1) * (priority_aging + 1) requests taken.
+
+    max_waiting: most requests to take at the back, None for no bound.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.max_waiting = config.max_waiting
+        self._place = policy.POLICIES[config.scheduling_policy]
+        self._aging = config.priority_aging
+        self._fixed = config.scheduling_policy in policy.PREEMPTIVE
+        self._unbounded = config.scheduling_policy in policy.UNBOUNDED
+        self._passed = 0  # requests taken since the one that waits longest is the one that waits longest
+        self._pushed = 0
+        self._heap: list[
+            tuple[Place, int, RequestState]
+        ] = []  # and of the past, in the order pushed where places tie
+        # Of those who wait, by request, the longest first. An OrderedDict, because finding the first key of a dict
+        # scans all that were deleted before it.
+        self._places: OrderedDict[str, tuple[Place, RequestState]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return (state for _, state in sorted(self._places.values(), key=itemgetter(0)))
+
+    def place(self, state: RequestState) -> Place:
+        """A request's place in line; the lowest goes first. It is the same whether the request waits or runs."""
+        request = state.request
+        return self._place(
+            Facts(state.turn, request.priority, state.prompt_tokens, request.deadline, self._aging)
+        )
+
+    def rank(self, state: RequestState) -> Place:
+        """Who keeps its pages when there are too few: the lowest. It does not change while the request runs."""
+        return self.place(state) if self._fixed else (state.arrival, state.arrival)
+
+    def _waits(self, entry: tuple[Place, int, RequestState]) -> bool:
+        place, _, state = entry
+        known = self._places.get(state.request_id)
+        return known is not None and known == (place, state)
+
+    @property
+    def first(self) -> RequestState:
+        """The request that waits longest. Raises StopIteration when empty."""
+        return next(iter(self._places.values()))[1]
+
+    def foremost(self, count: int) -> list[RequestState]:
+        """The `count` requests that wait longest, or all; only the first one if it has waited for others enough."""
+        count = 1 if self._overdue else count
+        return [state for _, state in islice(self._places.values(), count)]
+
+    @property
+    def _overdue(self) -> bool:
+        return self._unbounded and self._passed >= self._aging
+
+    @property
+    def head(self) -> RequestState:
+        """The request that goes next. Raises IndexError when empty."""
+        if self._overdue and self._places:
+            return self.first
+        while not self._waits(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def push(self, state: RequestState) -> None:
+        """Put a new request in its place. Raises QueueFullError."""
+        if self.max_waiting is not None and len(self) >= self.max_waiting:
+            raise QueueFullError(
+                f"request {state.request_id!r} was not taken: {len(self)} wait and max_waiting is "
+                f"{self.max_waiting}; submit it again after a step, abort one that waits, or raise the bound"
+            )
+        self.put_back(state, to_back=True)
+
+    def put_back(self, state: RequestState, *, to_back: bool) -> None:
+        """Put a request in its place, whatever the bound: it was taken once. to_back: as the latest to come."""
+        assert state.request_id not in self._places, f"request {state.request_id!r} waits already"
+        place = self.place(state)
+        self._places[state.request_id] = place, state
+        if not to_back:
+            self._places.move_to_end(state.request_id, last=False)
+        self._pushed += 1
+        heapq.heappush(self._heap, (place, self._pushed, state))
+
+    def take(self, state: RequestState) -> None:
+        """Take out a request that gets a slot. Raises KeyError when it does not wait."""
+        passes = state is not self.first
+        self.remove(state)
+        self._passed = self._passed + 1 if passes else 0
+
+    def remove(self, state: RequestState) -> None:
+        """Take a request out, wherever it stands. Raises KeyError when it does not wait."""
+        if state is self.first:
+            self._passed = 0
+        del self._places[state.request_id]
+        if len(self._heap) > 4 * len(self._places) + 64:
+            self._heap = [entry for entry in self._heap if self._waits(entry)]
+            heapq.heapify(self._heap)
+
+    def check(self) -> None:
+        """Raise AssertionError unless everything in here waits, in its place."""
+        waiting = {entry[2].request_id: entry[::2] for entry in self._heap if self._waits(entry)}
+        if waiting != self._places:
+            raise AssertionError(f"the heap has {waiting}, not {self._places}")
+        for state in self:
+            if state.status not in (Status.WAITING, Status.PARKED):
+                raise AssertionError(f"in the queue: {state}")

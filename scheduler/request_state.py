@@ -1,0 +1,121 @@
+"""One request's progress, from submit to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from xla_engine.scheduler.plan import Decision, Slot
+from xla_engine.scheduler.request import FinishReason, Request, Status
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """One life of a request id; a later request under the same id has another state.
+
+    arrival: how many requests were submitted before it. turn: its number in line, the arrival unless it was sent back.
+    tenancy: the slot the request was admitted to. It stays when the slot is handed over, because tokens
+        still in flight are credited by it.
+    holds_slot: whether the slot of `tenancy` is still this request's.
+    prefilled: tokens of its context planned by prefill, or taken from the prefix cache.
+    last_step: the plan that plans this request's last token; known while it decodes, and after. None in lockstep.
+    first_step: the first plan in which it decodes, where `last_step` is known.
+    planned_before: new tokens planned, of a request in lockstep or one that was preempted.
+    credited: tokens received by commits, as far as somebody counted; see `settle`.
+    generated: these tokens, where the scheduler has a use for them. base: how many of them belong to the context, as
+        they are prefilled again.
+    page_keys: of the context, made when first needed.
+    turn_ends: the step from which others may have its slot, under "round_robin" and while it runs.
+    blocks: its pages while it holds a slot, where slots have pages. settled: how many of the first of them are full
+        and will not change. ready: tokens of its context that they held when it got them. left: (index, page, times it
+        was taken) of the others, once it gave them up. reached: positions it had written when it lost its slot.
+    parked: KV entries of it that are on the host.
+    decision: the latest about it, None before the first.
+    """
+
+    request: Request
+    arrival: int
+    turn: int
+    status: Status = Status.WAITING
+    tenancy: Slot | None = None
+    holds_slot: bool = False
+    prefilled: int = 0
+    last_step: int | None = None
+    first_step: int = 0
+    planned_before: int = 0
+    credited: int = 0
+    generated: list[int] = field(default_factory=list)
+    base: int = 0
+    page_keys: tuple[bytes, ...] | None = None
+    turn_ends: int = 0
+    parked: int = 0
+    blocks: tuple[int, ...] = ()
+    settled: int = 0
+    ready: int = 0
+    reached: int = 0
+    left: tuple[tuple[int, int, int], ...] = ()
+    finish_reason: FinishReason | None = None
+    decision: Decision | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def context(self) -> Sequence[int]:
+        """What is prefilled: the prompt, and what the request had sampled when it was preempted and not parked."""
+        prompt = self.request.prompt_token_ids
+        return (*prompt, *self.generated[: self.base]) if self.base else prompt
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + self.base
+
+    @property
+    def slot(self) -> Slot:
+        """The tenancy of a request that was admitted."""
+        assert self.tenancy is not None, f"request {self.request_id!r} was never admitted"
+        return self.tenancy
+
+    def planned(self, next_step: int) -> int:
+        """New tokens planned by the plans before `next_step`, in flight or credited.
+
+        From the plan of the last chunk on, each plan adds one token (that one two: the first and a decoded
+        one), so the count follows from `last_step` and no step has to count.
+        """
+        if self.last_step is None:
+            return self.planned_before
+        return self.request.max_tokens - max(self.last_step + 1 - next_step, 0)
+
+    def settle(self, committed: int) -> None:
+        """Let `credited` say what the steps before `committed` brought.
+
+        A row gets a token from each step in which it decodes, so nobody counts while it does.
+        """
+        if self.last_step is not None and committed > self.first_step:
+            self.credited = self.planned(committed)
+
+    def position(self, next_step: int) -> int:
+        """KV entries written by the plans before `next_step`, which is the row's next write index."""
+        return self.prefilled + max(self.planned(next_step) - self.base - 1, 0)
+
+    def begin_prefill(self) -> None:
+        """It got a slot: its context is all it has, prompt and tokens."""
+        self.prefilled = 0
+        if self.base != self.credited:
+            self.base, self.page_keys = self.credited, None
+
+    def start_over(self) -> None:
+        """Forget its tokens, which it will sample again; those in flight are nobody's."""
+        self.tenancy, self.page_keys = None, None
+        self.planned_before = self.credited = self.base = 0
+        self.generated.clear()
+
+    def decide(self, action: str, reason: str) -> Decision:
+        """Record a decision about this request, and return it."""
+        self.decision = Decision(request_id=self.request_id, action=action, reason=reason)
+        return self.decision

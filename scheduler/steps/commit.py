@@ -1,0 +1,260 @@
+"""Whose the tokens of a step are, and who ends by them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import call, itemgetter
+
+from xla_engine.scheduler.plan import (
+    NO_CHOICE,
+    NO_TOKEN,
+    Chunk,
+    Decoded,
+    Plan,
+    ResultMismatchError,
+    Row,
+    Sample,
+    StepResult,
+    TokenEvent,
+)
+from xla_engine.scheduler.request import FinishReason
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.steps.decode import Batch, Decoding
+
+
+class Events:
+    """The tokens that a step brought: first ones in lane order, then decoded ones in row order.
+
+    Of the decoded ones only those that end a request are objects; the others are made when somebody iterates.
+
+    first: the first tokens. ended: the decoded ones that end their request.
+    """
+
+    def __init__(
+        self,
+        first: Sequence[TokenEvent] = (),
+        rows: Sequence[Row] = (),
+        decoded: Decoded | None = None,
+        *,
+        dropped: Collection[int] = (),
+        ended: Mapping[int, TokenEvent] | None = None,
+    ) -> None:
+        """dropped: slots whose sample is nobody's. ended: by slot, in row order."""
+        self.first = first
+        self._rows = rows
+        self._decoded = decoded or Decoded()
+        self._dropped = dropped
+        self._ended = ended or {}
+
+    @property
+    def ended(self) -> Collection[TokenEvent]:
+        return self._ended.values()
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self._rows) - len(self._dropped)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        yield from self.first
+        for row in self._rows:
+            slot = row.slot.index
+            if slot in self._ended:
+                yield self._ended[slot]
+            elif slot not in self._dropped:
+                yield TokenEvent(row.request_id, self._decoded.sample(slot), None)
+
+
+class Crediting:
+    """Credits the samples of steps, in the order of the plans, to the tenancies of the plan.
+
+    Every row is its request's still, but for those known to be over, and reaches its cap in the step that was
+    foreseen. So what is done for every row of a batch runs inside C calls, and only what comes and goes costs more.
+
+    live: every live request by id, as it stands. end: called with each request that ends.
+    steps: credited so far. credited, dropped: tokens.
+    """
+
+    def __init__(
+        self,
+        live: Mapping[str, RequestState],
+        decoding: Decoding,
+        end: Callable[[RequestState, FinishReason], None],
+        *,
+        keeps_tokens: bool = False,
+    ) -> None:
+        self._live = live
+        self._decoding = decoding
+        self._end = end
+        self._keeps_tokens = keeps_tokens
+        self.steps = 0
+        self.credited = 0
+        self.dropped = 0
+        # Tokens that end a row, each with how many rows, until all is read.
+        self._stops = Counter({NO_CHOICE: 1})
+        # Of steps that were planned and are not credited yet:
+        self._ending: dict[int, list[RequestState]] = {}  # step -> who has its last token in it
+        self._gone: list[tuple[int, int, int]] = []  # rows that are over: slot, first and last step
+        self._unlike = 0  # steps before this one have rows that are not as others
+
+    # -- what was planned -------------------------------------------------------------------------------------
+
+    def joined(self, state: RequestState) -> None:
+        """A request decodes from now on."""
+        if _decodes(state):
+            self._stops.update(state.request.stop_token_ids)
+
+    def handed_over(self, state: RequestState) -> None:
+        """The last token of a request that joined is planned."""
+        if _decodes(state) and state.last_step is not None:
+            self._ending.setdefault(state.last_step, []).append(state)
+
+    def taken_away(self, state: RequestState, next_step: int) -> None:
+        """A request that joined was preempted: steps before `next_step` are credited row by row."""
+        self._forget(state)
+        self.differ(next_step)
+
+    def over(self, state: RequestState, next_step: int) -> None:
+        """A request that joined has ended: what is not credited yet is nobody's."""
+        assert state.last_step is not None
+        self._forget(state)
+        first, last = max(state.first_step, self.steps), min(state.last_step, next_step - 1)
+        if first <= last:
+            self._gone.append((state.slot.index, first, last))
+
+    def differ(self, next_step: int) -> None:
+        """Steps before `next_step` are credited row by row: they have rows that are not as the others."""
+        self._unlike = next_step
+
+    def _forget(self, state: RequestState) -> None:
+        if _decodes(state):
+            self._stops.subtract(state.request.stop_token_ids)
+            for token_id in state.request.stop_token_ids:
+                if not self._stops[token_id]:
+                    del self._stops[token_id]
+
+    # -- what was sampled -------------------------------------------------------------------------------------
+
+    def credit(self, plan: Plan, result: StepResult) -> Events:
+        """Credit a step, the next one. Raises ResultMismatchError for a result that does not fit."""
+        assert plan.step == self.steps, f"step {plan.step} committed when {self.steps} was due"
+        first_rows = plan.first_rows if plan.chunks else ()
+        if len(result.first) != len(first_rows):
+            raise ResultMismatchError(
+                f"step {plan.step} samples {len(first_rows)} first tokens; the result has {len(result.first)}"
+            )
+        first = [self._credit(chunk, sample) for chunk, sample in zip(first_rows, result.first, strict=True)]
+        known = [event for event in first if event is not None]
+        ending, over = self._ending.pop(plan.step, ()), set()
+        if self._gone:
+            over = {slot for slot, first_step, last in self._gone if first_step <= plan.step <= last}
+            self._gone = [gone for gone in self._gone if gone[2] > plan.step]
+        batch = None if plan.step < self._unlike else self._decoding.batch(plan.decode)
+        try:
+            if not plan.decode:
+                events = Events(known)
+            elif batch is None:
+                events = self._credit_each(known, plan.decode, result.decode)
+            else:
+                events = self._credit_all(known, batch, result.decode, ending, over)
+        except IndexError:
+            raise ResultMismatchError(
+                f"step {plan.step} decodes slots {sorted(row.slot.index for row in plan.decode)}; the result has "
+                f"{len(result.decode.tokens)} slots"
+            ) from None
+        self.steps += 1
+        return events
+
+    def _credit_all(
+        self,
+        first: list[TokenEvent],
+        batch: Batch,
+        decoded: Decoded,
+        ending: Sequence[RequestState],
+        over: set[int],
+    ) -> Events:
+        """Credit the step's token to every row but those that are over."""
+        column, slots = decoded.tokens, batch.slots
+        tokens = itemgetter(*slots)(column) if len(slots) > 1 else (column[slots[0]],)
+        late = sum(column[slot] != NO_TOKEN for slot in over)
+        if tokens.count(NO_TOKEN) != len(over) - late:
+            row = next(
+                row for row in batch.rows if row.slot.index not in over and column[row.slot.index] == NO_TOKEN
+            )
+            raise _silent(row)
+        if self._keeps_tokens:
+            deque(map(call, batch.keep, tokens), maxlen=0)
+        at = {slots.index(state.slot.index) for state in ending if self._live.get(state.request_id) is state}
+        if not self._stops.keys().isdisjoint(tokens):
+            at.update(place for place, token in enumerate(tokens) if token in self._stops)
+        self.credited += len(slots) - len(over)
+        self.dropped += late
+        ended = {}
+        for place in sorted(at):
+            slot, name = slots[place], batch.rows[place].request_id
+            if slot in over:
+                continue
+            state = self._live[name]
+            if (
+                reason := self._reason(state, tokens[place], capped=state.last_step == self.steps)
+            ) is not None:
+                self.credited -= reason is FinishReason.ERROR
+                ended[slot] = TokenEvent(name, decoded.sample(slot), reason)
+                self._end(state, reason)
+        return Events(first, batch.rows, decoded, dropped=over, ended=ended)
+
+    def _credit_each(self, first: list[TokenEvent], rows: Sequence[Row], decoded: Decoded) -> Events:
+        """The same where rows are not alike: each is looked up."""
+        dropped, ended = set(), {}
+        for row in rows:
+            slot = row.slot.index
+            event = self._credit(row, decoded.sample(slot))
+            if event is None:
+                dropped.add(slot)
+            elif event.finish_reason is not None:
+                ended[slot] = event
+        return Events(first, rows, decoded, dropped=dropped, ended=ended)
+
+    def _credit(self, part: Chunk | Row, sample: Sample) -> TokenEvent | None:
+        """Credit one sample; None where it is nobody's.
+
+        The tenancy in the plan decides, not who holds the slot now.
+        """
+        state, token_id = self._live.get(part.request_id), sample.token_id
+        if state is None or (state.tenancy is not part.slot and state.tenancy != part.slot):
+            self.dropped += token_id != NO_TOKEN
+            return None
+        if token_id == NO_TOKEN:
+            raise _silent(part)
+        if token_id != NO_CHOICE:
+            if isinstance(part, Row) and state.last_step is not None:
+                state.settle(self.steps + 1)
+            else:
+                state.credited += 1
+            self.credited += 1
+            if self._keeps_tokens:
+                state.generated.append(token_id)
+        reason = self._reason(state, token_id, capped=state.credited == state.request.max_tokens)
+        if reason is not None:
+            self._end(state, reason)
+        return TokenEvent(part.request_id, sample, reason)
+
+    @staticmethod
+    def _reason(state: RequestState, token_id: int, *, capped: bool) -> FinishReason | None:
+        """Why a request ends with this token, if it does."""
+        if token_id == NO_CHOICE:
+            return FinishReason.ERROR
+        if token_id in state.request.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if capped else None
+
+
+def _decodes(state: RequestState) -> bool:
+    """Whether a request that joined has a token to plan beyond its first."""
+    return state.last_step is not None and state.first_step <= state.last_step
+
+
+def _silent(part: Chunk | Row) -> ResultMismatchError:
+    return ResultMismatchError(
+        f"no sample for {part.request_id!r} in slot {part.slot.index}; a row that did not stop samples one "
+        "token a step"
+    )

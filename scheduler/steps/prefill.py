@@ -1,0 +1,162 @@
+"""The prompts in slots that are not wholly planned yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from xla_engine.scheduler import policy
+from xla_engine.scheduler.config import SchedulerConfig
+from xla_engine.scheduler.kv.block_manager import Pages
+from xla_engine.scheduler.kv.slot_prefix_cache import PrefixCache
+from xla_engine.scheduler.plan import Chunk, Decision, Reuse
+from xla_engine.scheduler.request_state import RequestState
+
+
+class _Start(NamedTuple):
+    """Where a prompt begins: `length` tokens of it are in slot `source`. wait: more of it is on its way."""
+
+    source: int
+    length: int
+    wait: bool
+
+
+class PrefillPlan(NamedTuple):
+    """This step's chunks in lane order, what they need of other slots, and the requests that have no more to come."""
+
+    chunks: tuple[Chunk, ...]
+    reuses: tuple[Reuse, ...]
+    complete: tuple[RequestState, ...]
+
+
+class Prefilling:
+    """Prompts in order of admission: the oldest is served first, and no other before it has all it needs.
+
+    One exception: a prompt that begins as an older one does, which runs in this very step, waits for it instead of
+    computing the same again, and others may pass it meanwhile. Each older prompt can hold it once.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache | Pages | None) -> None:
+        self._config = config
+        self._chunk_size = config.chunk_size
+        self._limit = config.max_num_batched_tokens
+        self._cache = cache
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def join(self, state: RequestState) -> None:
+        """Take a request that was just admitted."""
+        self._states[state.request_id] = state
+
+    def leave(self, state: RequestState) -> None:
+        """Take a request out. Raises KeyError when it is not here."""
+        del self._states[state.request_id]
+
+    def plan(self, decode_rows: int, decisions: list[Decision]) -> PrefillPlan:
+        """Grant this step's chunks beside `decode_rows`.
+
+        Requests whose context is wholly planned now have left. Appends the decisions, ending with the first prompt
+        that did not get all it needs.
+        """
+        chunks: list[Chunk] = []
+        reuses: list[Reuse] = []
+        served: list[RequestState] = []
+        complete: list[RequestState] = []
+        coming: set[bytes] = set()  # pages that older prompts write in this step
+        budget = policy.prompt_budget(self._limit, decode_rows)
+        for state in self:
+            start = self._start(state, coming)
+            if start.wait:
+                decisions.append(state.decide("hold", "an older prompt that begins alike is in this step"))
+                continue
+            left = self._chunks(state, start.length)
+            joins = state.request.max_tokens - state.base > 1
+            granted = policy.grant(left, budget, self._chunk_size, joins_decode=joins, first=not chunks)
+            if self._config.max_chunks is not None:
+                granted = min(granted, self._config.max_chunks - len(chunks))
+            if granted:
+                served.append(state)
+                begins = not state.prefilled
+                if begins:
+                    reuses.extend(self._begin(state, start))
+                chunks.extend(self._cut(state, granted, is_first=begins))
+                if self._cache is not None:
+                    coming.update(self._cache.written(state))
+            budget -= policy.chunk_cost(granted, self._chunk_size, joins_decode=joins and granted == left)
+            decisions.append(self._explain(state, granted, left, budget, decode_rows, len(chunks)))
+            if granted < left:
+                break
+            complete.append(state)
+        for state in complete:
+            self.leave(state)
+        if self._cache is not None:
+            for state in served:
+                self._cache.extend(state, state.prefilled)
+        return PrefillPlan(tuple(chunks), tuple(reuses), tuple(complete))
+
+    def _start(self, state: RequestState, coming: set[bytes]) -> _Start:
+        """Where a prompt goes on, or where it would begin."""
+        if state.prefilled or self._cache is None or not state.request.reads_prefix_cache:
+            return _Start(-1, state.prefilled, wait=False)
+        source, held = self._cache.match(state, own=state.slot.index)
+        length = max(self._usable(state, held), state.ready)
+        if not coming:
+            return _Start(source, length, wait=False)
+        soon = self._usable(state, self._cache.known(state, coming))
+        return _Start(source, length, wait=self._chunks(state, soon) < self._chunks(state, length))
+
+    def _chunks(self, state: RequestState, start: int) -> int:
+        return policy.num_chunks(state.context_tokens - start, self._chunk_size)
+
+    def _usable(self, state: RequestState, cached: int) -> int:
+        return policy.usable_prefix(
+            cached, state.context_tokens, self._chunk_size, cut_invariant=self._config.cut_invariant
+        )
+
+    def _begin(self, state: RequestState, start: _Start) -> Iterator[Reuse]:
+        """Take the slot over, with what is there or elsewhere of the context."""
+        state.prefilled = start.length
+        if self._cache is not None:
+            self._cache.begin(state, start.length)
+        if start.length:
+            yield Reuse(
+                slot=state.slot, request_id=state.request_id, source=start.source, length=start.length
+            )
+
+    def _explain(
+        self, state: RequestState, granted: int, left: int, budget: int, decode_rows: int, chunks: int
+    ) -> Decision:
+        reason = f"{granted} of the {left} chunks left; "
+        if granted and budget < 0:
+            reason += f"one runs in every step, here beyond the token budget {self._limit}"
+        elif granted == left:
+            reason += f"within the token budget {self._limit}"
+        elif chunks == self._config.max_chunks:
+            reason += f"{chunks} chunks are as many as a prefill call has lanes"
+        else:
+            reason += (
+                f"token budget {self._limit} used up by {decode_rows} decode rows and {chunks} chunks of "
+                f"{self._chunk_size}"
+            )
+        return state.decide("prefill" if granted else "hold", reason)
+
+    def _cut(self, state: RequestState, count: int, *, is_first: bool) -> Iterator[Chunk]:
+        """The next `count` chunks of a context; they count as planned."""
+        context = state.context
+        for start, stop in policy.next_cuts(state.prefilled, len(context), self._chunk_size, count):
+            state.prefilled = stop
+            yield Chunk(
+                slot=state.slot,
+                request_id=state.request_id,
+                start=start,
+                tokens=context[start:stop],
+                is_last=stop == len(context),
+                is_first=is_first,
+                generated=state.base,
+            )
+            is_first = False

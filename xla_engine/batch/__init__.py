@@ -1,0 +1,1 @@
+"""Batch runs: lines of JSON in, lines of JSON out."""

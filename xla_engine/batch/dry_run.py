@@ -1,0 +1,100 @@
+"""Check every line of a batch file as the engine would, without weights and without a device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xla_engine.batch.lines import Line, LineReader
+from xla_engine.batch.requests import Chat, LineError, LineRequest, explain, line_error
+from xla_engine.config import EngineConfig
+from xla_engine.engine.validation import Admission
+from xla_engine.model_loader.config_json import read_config, read_special_tokens
+from xla_engine.model_loader.model_files import model_path
+from xla_engine.text.chat_template import ChatTemplate, chosen_template, render_chat
+from xla_engine.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, kw_only=True)
+class DryReport:
+    """What a file asks for.
+
+    ok, failed: lines that can run, and by error code those that cannot. prompt_tokens: of the former, as the
+    model will see them. new_tokens: at most, if nothing stops early. longest: prompt and new tokens of the longest
+    request.
+    """
+
+    ok: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    longest: int = 0
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        codes = ", ".join(f"{code} {count}" for code, count in sorted(self.failed.items()))
+        rows = [
+            ("lines", f"{self.ok + self.failed.total()}: {self.ok} ok, {self.failed.total()} would fail"),
+            ("codes", codes or "none"),
+            ("prompt tokens", f"{self.prompt_tokens}"),
+            ("new tokens", f"{self.new_tokens} at most"),
+            ("longest request", f"{self.longest} tokens, prompt and new"),
+        ]
+        return [f"{name:<20} {text}" for name, text in rows]
+
+
+class DryRun:
+    """The checks of one model under one configuration. Raises CheckpointError and ConfigError."""
+
+    def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
+        place = model_path(model_name)
+        model = read_config(place)
+        self._template = ChatTemplate.from_directory(place)
+        self._admission = Admission(
+            vocab_size=model.vocab_size,
+            eos_token_ids=read_special_tokens(place, model).eos_token_ids,
+            max_model_len=config.context_length(model.max_position_embeddings),
+            tokenizer=Tokenizer.of_model(place),
+        )
+
+    def run(
+        self,
+        lines: Iterable[Line],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        on_error: Callable[[LineError], None],
+    ) -> DryReport:
+        """Check all lines; `on_error` sees each line that would fail, in order."""
+        report, reader = DryReport(), LineReader(defaults)
+        for line in lines:
+            request = reader.read(line)
+            error = request if isinstance(request, LineError) else self._check(request, report)
+            if error is not None:
+                report.failed[error.code] += 1
+                on_error(error)
+        return report
+
+    def _check(self, request: LineRequest, report: DryReport) -> LineError | None:
+        params = request.params
+        try:
+            lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
+            self._admission.token_mask(params, self._admission.stop_token_ids(params))
+            self._admission.check_options(**request.options)
+        except Exception as error:  # as in a run: one bad request harms nobody else
+            return line_error(request.line, *explain(error), request.custom_id)
+        report.ok += 1
+        report.prompt_tokens += sum(lengths)
+        report.new_tokens += params.max_tokens * params.n * len(lengths)
+        report.longest = max(report.longest, max(lengths) + params.max_tokens)
+        return None
+
+    def _token_ids(self, prompt: str | tuple[int, ...] | Chat, request: LineRequest) -> tuple[int, ...]:
+        if not isinstance(prompt, Chat):
+            return self._admission.token_ids(prompt, request.params)
+        options = dict(prompt.options)
+        template = chosen_template(self._template, options.pop("chat_template", None))
+        text = render_chat(prompt.messages, template, **options)
+        return self._admission.token_ids(text, request.params, add_special_tokens=False)

@@ -1,0 +1,330 @@
+"""Many requests over one pair of pipes: lines of JSON in, interleaved events out, each tagged with its request's id.
+
+In, one object per line: a request as in a batch file (`"op": "submit"` may stand in it), or
+
+    {"op": "cancel", "id": "a"}
+    {"op": "list"}
+
+Out, one object per line, for each id in strict order:
+
+    {"event": "delta", "id": "a", "index": 0, "token_ids": [17], "text": "de"}
+    {"event": "finish", "id": "a", "finish_reasons": ["length"], "usage": {...}}
+
+Every request ends with exactly one `finish`, or with one `error` when it could not start. The pieces of text of a
+choice add up to its text; a character that spans tokens comes with its last one. `cancel` and `list` are answered by
+an event of their name. When input ends, what is under way is finished, then comes `{"event": "end"}`.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+from xla_engine.batch.event_writer import Outbox
+from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
+from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_record
+from xla_engine.batch.submit import Submits, submit_prompt, whole_request
+from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.scheduler import Snapshot
+from xla_engine.utils.json_line import dump_line, load_object
+from xla_engine.utils.progress import Tally
+
+MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
+MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
+_IDLE_SECONDS = 0.2  # between looks at the signals while nothing is under way
+
+
+class StreamEngine(Submits, Protocol):
+    """What a stream needs of `XlaBatchEngine`."""
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+    def abort(self, request_id: str) -> bool: ...
+    def snapshot(self) -> Snapshot: ...
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request under way: the caller's id, and tokens and characters sent of each choice."""
+
+    name: str
+    tokens: dict[int, int] = field(default_factory=dict)
+    characters: dict[int, int] = field(default_factory=dict)
+
+
+class TaggedStream:
+    """Serves one input and one output until the input ends.
+
+    source, sink: open for reading and for writing bytes.
+    defaults: sampling fields for requests that do not say otherwise.
+    on_turn: called after every engine step.
+    max_unfinished, max_unsent: where reading of further lines stops.
+    """
+
+    def __init__(
+        self,
+        engine: StreamEngine,
+        source: BinaryIO,
+        sink: BinaryIO,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        max_unfinished: int = MAX_UNFINISHED,
+        max_unsent: int = MAX_UNSENT,
+        on_turn: Callable[[], None] | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self._engine = engine
+        self._source = source
+        self._outbox = Outbox(sink)
+        self._defaults = dict(defaults or {})
+        self._max_line_bytes = max_line_bytes
+        self._max_unfinished = max_unfinished
+        self._max_unsent = max_unsent
+        self._on_turn = on_turn
+        self._inbox: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
+        self._live: dict[str, _Live] = {}  # by engine request id
+        self._by_name: dict[str, str] = {}  # the caller's id -> the engine's
+        self._ended = self._draining = False
+
+    def run(self) -> Tally:
+        """Serve until the input has ended and every request with it, the reader is gone, or the engine dies."""
+        threading.Thread(target=self._read, name="xla-engine-stream-in", daemon=True).start()
+        try:
+            while self._outbox.failure is None:
+                self._take_lines()
+                if self._live:
+                    self._turn()
+                elif self._ended:
+                    break
+        except KeyboardInterrupt:
+            self.tally.interrupted = True
+        finally:
+            self.tally.unwritten = len(self._live)
+            for request_id in list(self._live):
+                self._engine.abort(request_id)
+        for live in self._live.values():  # after a second interrupt, or with nobody to tell
+            self._finish_without_result(live, "abort")
+        self._put({"event": "end", "requests": self.tally.done, "interrupted": self.tally.interrupted})
+        self._outbox.close()
+        self.tally.failure = self.tally.failure or self._outbox.failure
+        return self.tally
+
+    def interrupt(self) -> None:
+        """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
+        if self._draining:
+            raise KeyboardInterrupt
+        self.tally.interrupted = not self._ended
+        self._draining = self._ended = True
+
+    def custom_id(self, request_id: str) -> str | None:
+        """The caller's name for an engine request of this stream."""
+        live = self._live.get(whole_request(request_id))
+        return None if live is None else live.name
+
+    def _read(self) -> None:
+        """The reading thread: lines until the input ends, then None or why it cannot be read on."""
+        try:
+            for line in read_lines(self._source, self._max_line_bytes):
+                self._inbox.put(line)
+            self._inbox.put(None)
+        except (OSError, ValueError) as error:
+            self._inbox.put(error if isinstance(error, OSError) else OSError(str(error)))
+
+    def _take_lines(self) -> None:
+        """Take the lines that are there; with nothing under way, wait for one."""
+        while not self._ended and len(self._live) < self._max_unfinished:
+            if self._outbox.unsent >= self._max_unsent:
+                if self._live:
+                    return
+                self._outbox.wait_until_below(self._max_unsent)
+            line = self._next_line()
+            if isinstance(line, queue.Empty):
+                return
+            if isinstance(line, Line):
+                self._accept(line)
+            else:
+                self._ended, self.tally.failure = True, line
+
+    def _next_line(self) -> Line | OSError | queue.Empty | None:
+        try:
+            return self._inbox.get_nowait() if self._live else self._inbox.get(timeout=_IDLE_SECONDS)
+        except queue.Empty as empty:
+            return empty
+
+    def _accept(self, line: Line) -> None:
+        try:
+            if line.raw is None:
+                raise _Refused("line_too_long", f"the line has {line.size} bytes; raise --max-line-bytes")
+            try:
+                record = load_object(line.raw)
+            except ValueError as error:
+                raise _Refused("invalid_json_line", str(error)) from error
+            match record.pop("op", "submit"):
+                case "submit":
+                    self._submit(parse_record(record, line.number, self._defaults))
+                case "cancel":
+                    self._cancel(record)
+                case "list":
+                    self._list(record)
+                case op:
+                    raise _Refused("invalid_request", f'op must be "submit", "cancel" or "list", not {op!r}')
+        except _Refused as refused:
+            self._error(line_error(line.number, refused.code, refused.message))
+
+    def _submit(self, request: LineRequest | LineError) -> None:
+        if request.custom_id in self._by_name:
+            message = (
+                f"id {request.custom_id!r} is in use by a request under way; cancel it or choose another"
+            )
+            raise _Refused("duplicate_custom_id", message)
+        if isinstance(request, LineError):
+            self._error(request)
+            return
+        if len(request.prompts) > 1:
+            raise _Refused("invalid_request", "a stream takes one prompt per line; give each its own")
+        request_id = f"batch-{request.line}"  # as in a batch file, so that the same line gets the same noise
+        self._live[request_id] = _Live(request.custom_id)
+        self._by_name[request.custom_id] = request_id
+        (prompt,) = request.prompts
+        try:
+            submit_prompt(self._engine, request, prompt, request_id)
+        except Exception as error:  # one bad request harms nobody else
+            self._forget(request_id)
+            code, message = explain(error)
+            self._error(line_error(request.line, code, message, request.custom_id))
+            if isinstance(error, EngineClosedError):
+                self._engine_died(error)
+
+    def _cancel(self, record: Mapping[str, Any]) -> None:
+        name = record.get("id", record.get("custom_id"))
+        if not isinstance(name, str) or len(record) != 1:
+            raise _Refused("invalid_request", 'write {"op": "cancel", "id": ID}')
+        request_id = self._by_name.get(name)
+        found = request_id is not None and self._engine.abort(
+            request_id
+        )  # its finish comes with the next turn
+        self._put({"event": "cancel", "id": name, "found": found})
+
+    def _list(self, record: Mapping[str, Any]) -> None:
+        if record:
+            raise _Refused("invalid_request", 'write {"op": "list"}')
+        snapshot = self._engine.snapshot()
+        running = [slot.request for slot in snapshot.slots if slot.request is not None]
+        requests = [
+            {
+                "id": self.custom_id(view.request_id),
+                "status": str(view.status),
+                "prompt_tokens": view.prompt_tokens,
+                "max_tokens": view.max_tokens,
+                "generated": view.credited,
+                "reason": None if view.decision is None else view.decision.reason,
+            }
+            for view in (*snapshot.draining, *running, *snapshot.waiting)
+        ]
+        self._put({"event": "list", "requests": requests})
+
+    def _turn(self) -> None:
+        try:
+            outputs = self._engine.step()
+            if not outputs and not self._engine.has_unfinished:
+                raise XlaEngineError("the engine ended without a result for every request")
+        except Exception as error:
+            self._engine_died(error)
+            return
+        for output in outputs:
+            if (live := self._live.get(output.request_id)) is not None:
+                self._send(live, output)
+        if self._on_turn is not None:
+            self._on_turn()
+
+    def _send(self, live: _Live, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            self._send_delta(live, completion)
+        if not output.finished:
+            return
+        self._forget(output.request_id)
+        usage = {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": sum(len(completion.token_ids) for completion in output.outputs),
+        }
+        reasons = [completion.finish_reason for completion in output.outputs]
+        event = {"event": "finish", "id": live.name, "finish_reasons": reasons, "usage": usage}
+        if output.error is not None:
+            event["error"] = output.error
+        self._put(event)
+        if "error" in reasons:
+            self.tally.failed["engine_error"] += 1
+        else:
+            self.tally.ok += 1
+            self.tally.count(output)
+
+    def _send_delta(self, live: _Live, completion: CompletionOutput) -> None:
+        index = completion.index
+        tokens, characters = live.tokens.get(index, 0), live.characters.get(index, 0)
+        token_ids, text = completion.token_ids[tokens:], completion.text[characters:]
+        if not token_ids and not text:
+            return
+        live.tokens[index], live.characters[index] = len(completion.token_ids), len(completion.text)
+        event = {
+            "event": "delta",
+            "id": live.name,
+            "index": index,
+            "token_ids": list(token_ids),
+            "text": text,
+        }
+        if completion.logprobs is not None:
+            event["logprobs"] = list(completion.logprobs[tokens:])
+        if completion.top_logprobs is not None:
+            tops = completion.top_logprobs[tokens:]
+            event["top_logprobs"] = [
+                {token_id: entry.logprob for token_id, entry in top.items() if entry.logprob > -math.inf}
+                for top in tops
+            ]
+        self._put(event)
+
+    def _engine_died(self, error: Exception) -> None:
+        """Every request that was under way ends here."""
+        self.tally.failure, self._ended = error, True
+        _, message = explain(error)
+        for live in self._live.values():
+            self._finish_without_result(live, "error", message)
+        self._live.clear()
+        self._by_name.clear()
+
+    def _finish_without_result(self, live: _Live, reason: str, message: str | None = None) -> None:
+        event = {"event": "finish", "id": live.name, "finish_reasons": [reason], "usage": None}
+        self._put(event if message is None else {**event, "error": message})
+        self.tally.failed["aborted" if reason == "abort" else "engine_error"] += 1
+
+    def _error(self, error: LineError) -> None:
+        self._put(
+            {
+                "event": "error",
+                "id": error.custom_id,
+                "line": error.line,
+                "code": error.code,
+                "message": error.message,
+            }
+        )
+        self.tally.failed[error.code] += 1
+
+    def _forget(self, request_id: str) -> None:
+        del self._by_name[self._live.pop(request_id).name]
+
+    def _put(self, event: Mapping[str, Any]) -> None:
+        self._outbox.put(dump_line(event))
+
+
+class _Refused(Exception):
+    """A line that is no request: the code and message of its error event."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message

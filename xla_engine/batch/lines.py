@@ -1,0 +1,99 @@
+"""The lines of an input file, as they are needed: bytes, then requests."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, BinaryIO
+
+from xla_engine.batch.line_index import LineTable
+from xla_engine.batch.requests import LineError, LineRequest, line_error, parse_line
+
+MAX_LINE_BYTES = 8 * 2**20
+COUNTED_BYTES = 256 * 2**20  # a larger file is not read beforehand for its number of lines
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One input line: its number from 1, its size in bytes, its bytes, or None when it was too long."""
+
+    number: int
+    size: int
+    raw: bytes | None
+
+
+def read_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
+    """Yield the non-blank lines of a file. LF and CRLF end a line; a UTF-8 byte order mark may start it.
+
+    A longer line is skipped while it is read: hardly more than `max_line_bytes` of it are ever held. Raises
+    OSError where the file cannot be read on, for a damaged gzip file too.
+    """
+    number = 0
+    while chunk := _readline(source, max_line_bytes + 2):
+        number += 1
+        raw = chunk.removesuffix(b"\n").removesuffix(b"\r")
+        if len(raw) > max_line_bytes:
+            size = len(chunk)
+            while chunk and not chunk.endswith(b"\n"):
+                chunk = _readline(source, 2**16)
+                size += len(chunk)
+            yield Line(number, size, None)
+            continue
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if raw.strip():
+            yield Line(number, len(raw), raw)
+
+
+def count_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> int | None:
+    """How many lines `read_lines` will yield; None for what is too large or cannot be read twice."""
+    if isinstance(source, gzip.GzipFile) or not source.seekable():
+        return None
+    start = source.tell()
+    size = source.seek(0, os.SEEK_END) - start
+    source.seek(start)
+    if not 0 < size <= COUNTED_BYTES:
+        return None
+    total = sum(1 for _ in read_lines(source, max_line_bytes))
+    source.seek(start)
+    return total
+
+
+class LineReader:
+    """Turns lines into requests and finds ids that were used before.
+
+    defaults: sampling fields for lines that do not say otherwise.
+    """
+
+    def __init__(self, defaults: Mapping[str, Any] | None = None) -> None:
+        self._defaults = dict(defaults or {})
+        self._first_use = LineTable()  # 64 bits of a custom_id's hash -> 32 more and its line
+
+    def read(self, line: Line) -> LineRequest | LineError:
+        """The request of a line, or why it has none. Never raises for anything in the line."""
+        if line.raw is None:
+            message = f"the line has {line.size} bytes, more than the limit; raise --max-line-bytes"
+            return line_error(line.number, "line_too_long", message)
+        request = parse_line(line.raw, line.number, self._defaults)
+        first = self._first_line(request.custom_id, line.number)
+        if first != line.number and isinstance(request, LineRequest):
+            message = f"custom_id {request.custom_id!r} was already used on line {first}; ids must be unique"
+            return line_error(line.number, "duplicate_custom_id", message, request.custom_id)
+        return request
+
+    def _first_line(self, custom_id: str, number: int) -> int:
+        digest = int.from_bytes(blake2b(custom_id.encode(), digest_size=12).digest(), "big")
+        key, check = digest >> 32 or 1, digest & 0xFFFFFFFF
+        first = self._first_use.setdefault(key, check << 32 | number)
+        return first & 0xFFFFFFFF if first >> 32 == check else number
+
+
+def _readline(source: BinaryIO, limit: int) -> bytes:
+    try:
+        return source.readline(limit)
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"damaged gzip file: {error}") from error

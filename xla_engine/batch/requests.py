@@ -1,0 +1,304 @@
+"""Batch lines in: pure functions from bytes to requests.
+
+Three kinds of input line may be mixed in one file. A plain line holds a prompt, or the messages of a chat, and
+`SamplingParams` fields:
+
+    {"prompt": "def main(", "max_tokens": 32, "temperature": 0, "custom_id": "a"}
+
+and an OpenAI Batch line (https://platform.openai.com/docs/api-reference/batch) holds a completions or a chat
+completions request, with OpenAI's names for its fields:
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions",
+     "body": {"model": "any", "prompt": "def main(", "max_tokens": 32, "temperature": 0}}
+    {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
+     "body": {"model": "any", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 32}}
+
+All give OpenAI Batch output lines (`batch_results`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from xla_engine.errors import InvalidRequestError, XlaEngineError
+from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
+from xla_engine.utils.json_line import kind, load_object
+
+MAX_CUSTOM_ID = 512  # characters
+MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
+MAX_PROMPTS = 128  # in one line
+
+COMPLETIONS_URL = "/v1/completions"
+CHAT_URL = "/v1/chat/completions"
+
+# OpenAI bodies spell out defaults: an unsupported field may be there with the value that asks for nothing.
+NEUTRAL: Mapping[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "stream": False,
+    "store": False,
+    "stop": [],
+    "tools": [],
+    "logit_bias": {},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "tool_choice": "none",
+    "service_tier": "auto",
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+}
+# Labels for the caller's own use, without a meaning here.
+LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+
+_SUBMIT_FIELDS = ("priority", "deadline_s", "queue_timeout_s", "cache_salt")
+_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Messages to be made a prompt by the checkpoint's chat template. options: `render_chat`'s, where given."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | tuple[int, ...] | Chat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineRequest:
+    """One input line that asks for something the engine may be able to do.
+
+    line: number in the file, from 1.
+    custom_id: the line's own, or `line-<n>`.
+    prompts: text, token ids or a chat; more than one only where a completions body lists several.
+    model: the name the line asked for, to be echoed; None where it named none.
+    options: `priority`, `deadline_s`, `queue_timeout_s` and `cache_salt` where given, for `submit` to check.
+    """
+
+    line: int
+    custom_id: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    model: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the answer is a chat completion."""
+        return isinstance(self.prompts[0], Chat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineError:
+    """One input line that has no result, and why. `code` is for machines, `message` for people.
+
+    partial: texts that were generated before the end, for a request that ran out of time.
+    """
+
+    line: int
+    custom_id: str
+    code: str
+    message: str
+    partial: tuple[str, ...] = ()
+
+
+def line_error(line: int, code: str, message: str, custom_id: str | None = None) -> LineError:
+    """A `LineError` whose message has a bounded length, whatever the line held."""
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 4] + " ..."
+    return LineError(line=line, custom_id=custom_id or f"line-{line}", code=code, message=message)
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """Code and message of what went wrong with a request."""
+    if isinstance(error, XlaEngineError):
+        return error.code, str(error)
+    return XlaEngineError.code, f"{type(error).__name__}: {error}"
+
+
+def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> LineRequest | LineError:
+    """Read one non-blank input line.
+
+    line: its number from 1. defaults: sampling fields that apply where the line does not say otherwise, and
+    `chat_template`, the source of a template to use in place of the checkpoint's.
+
+    Never raises for anything in `raw`: what is wrong comes back as a `LineError` with code
+    `invalid_json_line` or `invalid_request`. Prompt length and token ids against the model are the engine's
+    to check.
+    """
+    try:
+        record = load_object(raw)
+    except ValueError as error:
+        return line_error(line, "invalid_json_line", str(error))
+    return parse_record(record, line, defaults)
+
+
+def parse_record(
+    record: Mapping[str, Any], line: int, defaults: Mapping[str, Any] | None = None
+) -> LineRequest | LineError:
+    """`parse_line` of a line that has been read as JSON already."""
+    custom_id = None
+    defaults = dict(defaults or {})
+    template = defaults.pop("chat_template", None)
+    try:
+        custom_id = _custom_id(record)
+        if record.keys().isdisjoint(("body", "url", "method")):
+            body = {name: value for name, value in record.items() if name not in ("custom_id", "id")}
+            prompts, model, sampling = _plain(body)
+        else:
+            prompts, model, sampling = _openai(record)
+        options = {name: sampling.pop(name) for name in _SUBMIT_FIELDS if name in sampling}
+        params = SamplingParams.from_mapping({**defaults, **sampling})
+    except InvalidRequestError as error:
+        return line_error(line, error.code, str(error), custom_id)
+    name = custom_id or f"line-{line}"
+    return LineRequest(
+        line=line,
+        custom_id=name,
+        prompts=tuple(_with_template(prompt, template) for prompt in prompts),
+        params=params,
+        model=model,
+        options=options,
+    )
+
+
+def _with_template(prompt: Prompt, source: str | None) -> Prompt:
+    if source is None or not isinstance(prompt, Chat):
+        return prompt
+    return Chat(messages=prompt.messages, options={**prompt.options, "chat_template": source})
+
+
+def _custom_id(record: Mapping[str, Any]) -> str | None:
+    if "custom_id" in record and "id" in record:
+        raise InvalidRequestError('both "custom_id" and "id" given; keep one')
+    value = record.get("custom_id", record.get("id"))
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"custom_id must be a non-empty string, not {value!r}")
+    if len(value) > MAX_CUSTOM_ID:
+        raise InvalidRequestError(f"custom_id has {len(value)} characters; at most {MAX_CUSTOM_ID}")
+    return value
+
+
+_Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any]]  # prompts, model, sampling fields
+
+
+def _plain(body: dict[str, Any]) -> _Parts:
+    if "messages" not in body:
+        return (_prompt(body.pop("prompt", ...)),), None, body
+    if "prompt" in body:
+        raise InvalidRequestError('both "prompt" and "messages" given; keep one')
+    return (_take_chat(body),), None, body
+
+
+def _openai(record: Mapping[str, Any]) -> _Parts:
+    for name in record:
+        if name not in ("custom_id", "id", "method", "url", "body"):
+            raise InvalidRequestError(
+                f"unknown field {name!r} beside the body; sampling fields belong into the body"
+            )
+    method, url, body = record.get("method", "POST"), record.get("url"), record.get("body")
+    if method != "POST":
+        raise InvalidRequestError(f'method must be "POST", not {method!r}')
+    if url is None:
+        raise InvalidRequestError(f'no "url"; write "url": "{COMPLETIONS_URL}" or "{CHAT_URL}"')
+    if url not in (COMPLETIONS_URL, CHAT_URL):
+        raise InvalidRequestError(f"url {url!r} is not supported; {COMPLETIONS_URL} and {CHAT_URL} are")
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f'"body" must be an object, not {kind(body)}')
+    for name in ("custom_id", "id"):
+        if name in body:
+            raise InvalidRequestError(f"field {name!r} belongs beside the body, not into it")
+    body = dict(body)
+    model = body.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequestError(f"model must be a string, not {model!r}")
+    if url == COMPLETIONS_URL:
+        prompts = _prompts(body.pop("prompt", ...))
+    else:
+        prompts = (_take_chat(body),)
+        body = _chat_sampling(body)
+    return prompts, model, _without_neutral(body)
+
+
+def _take_chat(body: dict[str, Any]) -> Chat:
+    """Remove what belongs to the template from `body`; its form is `render_chat`'s to check."""
+    messages = body.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError('"messages" must be a list of at least one {"role": ..., "content": ...}')
+    options = {name: body.pop(name) for name in _TEMPLATE_FIELDS if body.get(name) is not None}
+    for name in _TEMPLATE_FIELDS[:2]:
+        if not isinstance(options.get(name, False), bool):
+            raise InvalidRequestError(f"{name} must be true or false, not {options[name]!r}")
+    if not isinstance(options.get("chat_template_kwargs", {}), dict):
+        raise InvalidRequestError(
+            f"chat_template_kwargs must be an object, not {options[_TEMPLATE_FIELDS[2]]!r}"
+        )
+    return Chat(messages=tuple(messages), options=options)
+
+
+def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """The chat API's names for `logprobs` and `max_tokens` as `SamplingParams` has them."""
+    wanted, top = body.pop("logprobs", None), body.pop("top_logprobs", None)
+    if not isinstance(wanted, (bool, type(None))):
+        raise InvalidRequestError(f"logprobs of a chat must be true or false, not {wanted!r}")
+    if top is not None and not wanted:
+        raise InvalidRequestError("top_logprobs needs logprobs: true")
+    if wanted:
+        body["logprobs"] = 0 if top is None else top
+    most = body.pop("max_completion_tokens", None)
+    if most is not None:
+        if body.get("max_tokens") is not None:
+            raise InvalidRequestError("both max_tokens and max_completion_tokens given; keep one")
+        body["max_tokens"] = most
+    return body
+
+
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    """OpenAI's `prompt`: one prompt, or a list of prompts."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
+        return (_prompt(value),)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequestError(f"{len(value)} prompts in one line; at most {MAX_PROMPTS}: use more lines")
+    return tuple(_prompt(prompt) for prompt in value)
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    if value is ...:
+        raise InvalidRequestError('no "prompt"; it must be a string or a list of token ids')
+    if not isinstance(value, (str, list)):
+        raise InvalidRequestError(f"prompt must be a string or a list of token ids, not {kind(value)}")
+    if not value:
+        raise InvalidRequestError("the prompt is empty; give at least one token")
+    if isinstance(value, str):
+        return value
+    if isinstance(value[0], (str, list)):
+        raise InvalidRequestError("prompt is a list of prompts; give each its own line")
+    for position, token_id in enumerate(value):
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise InvalidRequestError(f"prompt[{position}] must be a token id, not {token_id!r}")
+    return tuple(value)
+
+
+def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's null means "as if absent"; a default spelled out for an unsupported field asks for nothing."""
+    known = {entry.name for entry in fields(SamplingParams)}.union(
+        UNSUPPORTED, NEUTRAL, LABELS, _SUBMIT_FIELDS
+    )
+
+    def asks_for_nothing(name: str, value: object) -> bool:
+        if value is None:
+            return name in known
+        neutral = NEUTRAL.get(name)
+        return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+    return {
+        name: value
+        for name, value in sampling.items()
+        if name not in LABELS and not asks_for_nothing(name, value)
+    }

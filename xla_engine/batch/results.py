@@ -1,0 +1,242 @@
+"""Batch lines out: pure functions from results to bytes, in the OpenAI Batch format.
+
+The `id` of an output line is made of the input line's number and a hash of its bytes, so an output file tells by
+itself which lines of which input are done (`result_files` reads it back).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+from xla_engine.batch.requests import LineError, LineRequest, line_error
+from xla_engine.engine.identity import result_fingerprint
+from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.json_line import dump_line
+
+if TYPE_CHECKING:
+    from xla_engine.text.tokenizer import IncrementalDetokenizer
+
+_CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose code is another word
+_ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
+
+
+def line_digest(raw: bytes | None, size: int, salt: bytes = b"") -> int:
+    """64 bits that stand for an input line, or for its size where it was too long to hold.
+
+    salt: at most 16 bytes that change them all; a hash of whatever else the results depend on.
+    """
+    data = b"%d" % size if raw is None else raw
+    return int.from_bytes(blake2b(data, digest_size=8, salt=salt).digest(), "big")
+
+
+def record_id(line: int, digest: int) -> str:
+    """The `id` of an output line."""
+    return f"batch_req_{line}_{digest:016x}"
+
+
+def parse_record_id(value: object) -> tuple[int, int] | None:
+    """Line number and digest of a `record_id`; None for anything else."""
+    match = _ID.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else (int(match[1]), int(match[2], 16))
+
+
+class Speller(Protocol):
+    """What the text of single tokens is asked of: the tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """What all results of a run have in common.
+
+    created: Unix seconds, one value for the whole run, so that it is the only field two runs can differ in.
+    model: the name of the loaded model, for lines that named none.
+    system_fingerprint: digest of the engine's identity.
+    hashes: bodies also say it in `xla_engine`, with hashes of tokens and logprob bits.
+    speller: the tokenizer, for the text of tokens beside their logprobs; None writes `token_id:<id>`.
+    """
+
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    hashes: bool = False
+    speller: Speller | None = None
+
+
+def output_error(request: LineRequest, output: RequestOutput) -> LineError | None:
+    """Why a finished request has no result; None when it has one, having ended by "stop" or "length"."""
+    reasons = [completion.finish_reason for completion in output.outputs] or ["error"]
+    reason = next((reason for reason in reasons if reason not in ("stop", "length")), None)
+    if reason is None:
+        return None
+    code = _CODES.get(reason or "error", reason or "error")
+    message = output.error or f"the request ended with finish_reason {reason!r}"
+    texts = tuple(completion.text for completion in output.outputs if completion.text)
+    return replace(line_error(request.line, code, message, request.custom_id), partial=texts)
+
+
+def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: str, stamp: Stamp) -> bytes:
+    """The output line of a request whose prompts all ended by "stop" or "length".
+
+    outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite
+    becomes null.
+    """
+    completions = [completion for output in outputs for completion in output.outputs]
+    per_prompt = len(outputs[0].outputs)
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.line}",
+        "object": "chat.completion" if request.is_chat else "text_completion",
+        "created": stamp.created,
+        "model": request.model or stamp.model,
+        "system_fingerprint": stamp.system_fingerprint,
+        "choices": [
+            {"index": number // per_prompt * per_prompt + completion.index}
+            | _choice(request, completion, stamp.speller)
+            for number, completion in enumerate(completions)
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+    for number, output in enumerate(outputs):
+        if output.prompt_logprobs is not None:
+            body["choices"][number * per_prompt]["prompt_logprobs"] = _prompt_logprobs(output)
+    if stamp.hashes and stamp.system_fingerprint is not None:
+        body["xla_engine"] = _hashes(stamp.system_fingerprint, completions)
+    response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
+    return dump_line({"id": name, "custom_id": request.custom_id, "response": response, "error": None})
+
+
+def error_line(error: LineError, name: str) -> bytes:
+    """The output line of an input line without a result; `line` and `partial` are ours, the rest OpenAI's."""
+    detail = {"code": error.code, "message": error.message, "line": error.line}
+    if error.partial:
+        detail["partial"] = list(error.partial)
+    return dump_line({"id": name, "custom_id": error.custom_id, "response": None, "error": detail})
+
+
+def _choice(request: LineRequest, completion: CompletionOutput, speller: Speller | None) -> dict[str, Any]:
+    """One choice without its index; `stop_reason` is vLLM's."""
+    content: dict[str, Any]
+    if request.is_chat:
+        content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+        block = _chat_logprobs(completion, request.params, speller)
+    else:
+        content = {"text": completion.text}
+        block = _text_logprobs(completion, request.params, speller)
+    end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    return {**content, **end, "logprobs": block}
+
+
+def _text_logprobs(
+    completion: CompletionOutput, params: SamplingParams, speller: Speller | None
+) -> dict[str, Any] | None:
+    """The completions API's block of parallel lists, and `token_ids` beside them.
+
+    `top_logprobs` has the chosen token beside the most likely ones; of two tokens with one text the likelier.
+    """
+    if completion.logprobs is None:
+        return None
+    top = None
+    if completion.top_logprobs is not None:
+        top = [
+            {_spell(token_id, speller): value for token_id, value in reversed(_likeliest(found))}
+            for found in completion.top_logprobs
+        ]
+    return {
+        "tokens": [_spell(token_id, speller) for token_id in completion.token_ids],
+        "token_logprobs": [_finite(value) for value in completion.logprobs],
+        "top_logprobs": top,
+        "text_offset": _offsets(completion.token_ids, params, speller),
+        "token_ids": list(completion.token_ids),
+    }
+
+
+def _chat_logprobs(
+    completion: CompletionOutput, params: SamplingParams, speller: Speller | None
+) -> dict[str, Any] | None:
+    """The chat API's block of one record per token, and `token_ids` beside it."""
+    if completion.logprobs is None:
+        return None
+    tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
+    content = [
+        {
+            **_token(token_id, _finite(value), speller),
+            "top_logprobs": [_token(*other, speller) for other in _likeliest(top, params.logprobs or 0)],
+        }
+        for token_id, value, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """vLLM's form: by id, and null for the first token."""
+    return [
+        None if found is None else dict(map(_named, found.items())) for found in output.prompt_logprobs or ()
+    ]
+
+
+def _named(item: tuple[int, Logprob]) -> tuple[str, dict[str, Any]]:
+    token_id, entry = item
+    return str(token_id), {**entry._asdict(), "logprob": _finite(entry.logprob)}
+
+
+def _likeliest(found: Mapping[int, Logprob], lowest_rank: float = math.inf) -> list[tuple[int, float]]:
+    """Ids and logprobs, best first, without impossible tokens."""
+    ranked = sorted(found.items(), key=lambda item: item[1].rank)
+    return [
+        (token_id, entry.logprob)
+        for token_id, entry in ranked
+        if entry.rank <= lowest_rank and math.isfinite(entry.logprob)
+    ]
+
+
+def _token(token_id: int, logprob: float | None, speller: Speller | None) -> dict[str, Any]:
+    raw = None if speller is None else list(speller.token_bytes(token_id))
+    return {"token": _spell(token_id, speller), "logprob": logprob, "bytes": raw}
+
+
+def _spell(token_id: int, speller: Speller | None) -> str:
+    """A token's text, or its bytes where they are only part of a character, as OpenAI writes them."""
+    if speller is None:
+        return f"token_id:{token_id}"
+    raw = speller.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _offsets(token_ids: Sequence[int], params: SamplingParams, speller: Speller | None) -> list[int] | None:
+    """Characters of text before each token; a token that only begins a character stands where that will."""
+    if speller is None:
+        return None
+    text, length, offsets = speller.incremental(params.skip_special_tokens), 0, []
+    for token_id in token_ids:
+        offsets.append(length)
+        length += len(text.push(token_id))
+    return offsets
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _hashes(fingerprint: str, completions: Sequence[CompletionOutput]) -> Mapping[str, str | None]:
+    """Of all choices together, in order."""
+    token_ids = [token_id for completion in completions for token_id in completion.token_ids]
+    logprobs = [value for completion in completions for value in completion.logprobs or ()]
+    wanted = completions[0].logprobs is not None
+    return result_fingerprint(fingerprint, token_ids, logprobs if wanted else None)

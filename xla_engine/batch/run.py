@@ -1,0 +1,292 @@
+"""Run a file of requests through an engine: every input line gives exactly one output line.
+
+Lines are read as slots need them and results are written as they come, so a file of any length runs in
+bounded memory (beside some 30 bytes per line, which find duplicate ids). A line that cannot run gives an
+error line and harms no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from xla_engine.batch.lines import Line, LineReader
+from xla_engine.batch.requests import LineError, LineRequest, explain, line_error
+from xla_engine.batch.results import Stamp, error_line, line_digest, output_error, record_id, result_line
+from xla_engine.batch.resume import DoneLines, ResumeError
+from xla_engine.batch.submit import Submits, submit_prompt, whole_request
+from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.outputs import RequestOutput
+from xla_engine.utils.json_line import dump_line
+from xla_engine.utils.progress import Tally
+
+SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
+ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
+
+
+class Engine(Submits, Protocol):
+    """What a batch run needs of `XlaBatchEngine`."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def has_unfinished(self) -> bool: ...
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
+    def abort(self, request_id: str) -> bool: ...
+
+
+class Writer(Protocol):
+    """Takes whole lines and keeps each, so that a killed run leaves every finished line behind."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
+@dataclass(slots=True)
+class _Job:
+    """A line under way: what it asked for, the id of its output line, and the results of its prompts so far."""
+
+    request: LineRequest
+    name: str
+    outputs: list[RequestOutput | None]
+
+
+class BatchRun:
+    """One pass of lines through an engine into a file.
+
+    At most `2 * max_num_seqs` lines are under way at any time: enough to refill every slot at once, few
+    enough to read the file as it is needed. With `ordered`, results wait for those of earlier lines, and reading
+    waits while `ORDERED_WINDOW` times as many lines are read and not written.
+
+    engine: an `XlaBatchEngine`; requests others gave it are left alone.
+    lines: from `read_lines`.
+    sink: takes output lines. errors: takes those of lines without a result; None puts them into `sink`.
+    stamp: what all results have in common.
+    defaults: sampling fields for lines that do not say otherwise.
+    done: lines that have their output from an earlier run, to be passed over.
+    on_turn: called after every engine step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        lines: Iterable[Line],
+        sink: Writer,
+        *,
+        stamp: Stamp,
+        errors: Writer | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        ordered: bool = False,
+        done: DoneLines | None = None,
+        on_turn: Callable[[], None] | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self._engine = engine
+        self._lines = iter(lines)
+        self._sink = sink
+        self._errors = sink if errors is None else errors
+        self._stamp = stamp
+        self._reader = LineReader(defaults)
+        self._salt = blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
+        self._ordered = ordered
+        self._done = DoneLines() if done is None else done
+        self._on_turn = on_turn
+        self._max_in_flight = 2 * engine.max_num_seqs
+        self._live: dict[str, tuple[_Job, int]] = {}  # by engine request id: the job and which of its prompts
+        self._jobs: dict[int, _Job] = {}  # by line
+        self._order: deque[int] = deque()  # ordered output: lines read and not yet written
+        self._held: dict[
+            int, tuple[Writer, bytes]
+        ] = {}  # ordered output: results waiting for an earlier line
+        self._exhausted = self._reading = self._draining = False
+
+    def run(self) -> Tally:
+        """Run until every line has its output, the user interrupts, or the engine dies.
+
+        However it ends, no request of this run stays in the engine and what finished is in the file (with `ordered`,
+        up to the first line that is not finished). An interrupted request gets no line: it has no result, and a
+        later run may ask for it again. When the engine dies, the requests it held get error lines. Raises OSError
+        when the output cannot be written.
+        """
+        try:
+            while self._fill():
+                if self._live:
+                    self._turn()
+        except KeyboardInterrupt:
+            self.tally.interrupted = True
+        finally:
+            self._abort_live()
+        return self.tally
+
+    def interrupt(self) -> None:
+        """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
+        if self._draining or self._reading:
+            raise KeyboardInterrupt
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        """Whether the run was told to read no more lines."""
+        return self._draining
+
+    def custom_id(self, request_id: str) -> str | None:
+        """The caller's name for an engine request of this run."""
+        job, _ = self._live.get(whole_request(request_id), (None, 0))
+        return None if job is None else job.request.custom_id
+
+    def _fill(self) -> bool:
+        """Submit lines until enough are in flight; true while there is more to do.
+
+        One call looks at a bounded number of lines, so that a stretch of bad ones does not hold up live rows.
+        """
+        for _ in range(self._max_in_flight):
+            if self._exhausted or len(self._jobs) >= self._max_in_flight:
+                break
+            if len(self._order) >= ORDERED_WINDOW * self._max_in_flight:
+                break
+            if (line := self._next_line()) is None:
+                self._exhausted = True
+            else:
+                self._accept(line)
+        return bool(self._live) or not self._exhausted
+
+    def _next_line(self) -> Line | None:
+        try:
+            self._reading = True
+            if self._draining:  # asked here, where an interrupt is caught
+                raise KeyboardInterrupt
+            line = next(self._lines, None)
+        except KeyboardInterrupt:
+            self._draining = self.tally.interrupted = True
+            return None
+        except OSError as error:
+            self.tally.failure = error
+            return None
+        finally:
+            self._reading = False
+        if line is None and self.tally.resumed < len(self._done):
+            self.tally.failure = ResumeError(
+                f"the output has {len(self._done) - self.tally.resumed} lines of an input that was longer"
+            )
+        return line
+
+    def _accept(self, line: Line) -> None:
+        digest = line_digest(line.raw, line.size, self._salt)
+        request = self._reader.read(line)
+        if self._is_done(line.number, digest) or self._exhausted:
+            return
+        if self._ordered:
+            self._order.append(line.number)
+        if isinstance(request, LineError):
+            self._put_error(request, record_id(line.number, digest))
+        else:
+            self._submit(_Job(request, record_id(line.number, digest), [None] * len(request.prompts)))
+
+    def _is_done(self, number: int, digest: int) -> bool:
+        """Whether an earlier run answered the line; what does not fit to that run ends this one."""
+        known = self._done.digest(number)
+        if known is not None and known != digest:
+            message = f"line {number} or the sampling defaults are not those that the output was made with"
+        elif known is None and self._ordered and number < self._done.ordered_from:
+            message = f"line {number} has no output, but later lines have: it was not made with --ordered"
+        else:
+            self.tally.resumed += known is not None
+            return known is not None
+        self.tally.failure, self._exhausted = ResumeError(message), True
+        return False
+
+    def _submit(self, job: _Job) -> None:
+        request = job.request
+        self._jobs[request.line] = job
+        try:
+            for index, prompt in enumerate(request.prompts):
+                # Ids are ours; the caller's is data. Kept first, so that an interrupt inside submit still aborts it.
+                request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
+                self._live[request_id] = (job, index)
+                submit_prompt(self._engine, request, prompt, request_id)
+        except EngineClosedError as error:
+            self._engine_died(error)
+        except Exception as error:  # one bad request harms nobody else
+            self._live.pop(request_id)  # the engine has not got it
+            self._fail(job, line_error(request.line, *explain(error), request.custom_id))
+
+    def _turn(self) -> None:
+        """One engine step and its results."""
+        try:
+            outputs = self._engine.step(only_finished=True)
+            if not outputs and not self._engine.has_unfinished:
+                raise XlaEngineError("the engine ended without a result for every request")
+        except Exception as error:
+            self._engine_died(error)
+            return
+        for output in outputs:
+            if output.finished and output.request_id in self._live:
+                self._take(output)
+        if self._on_turn is not None:
+            self._on_turn()
+
+    def _take(self, output: RequestOutput) -> None:
+        """One prompt of a line has ended."""
+        job, index = self._live[output.request_id]
+        if (error := output_error(job.request, output)) is not None:
+            del self._live[output.request_id]
+            self._fail(job, error)
+            return
+        job.outputs[index] = output
+        if all(job.outputs):
+            self._finish(job, [done for done in job.outputs if done is not None])
+        del self._live[output.request_id]  # last, so that an interrupt leaves no line half done
+
+    def _finish(self, job: _Job, outputs: list[RequestOutput]) -> None:
+        self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._stamp))
+        del self._jobs[job.request.line]
+        self.tally.ok += 1
+        for output in outputs:
+            self.tally.count(output)
+
+    def _fail(self, job: _Job, error: LineError) -> None:
+        """A line ends without a result, and what else it had in the engine with it."""
+        for request_id in [name for name, (other, _) in self._live.items() if other is job]:
+            with contextlib.suppress(Exception):
+                self._engine.abort(request_id)
+            del self._live[request_id]
+        self._put_error(error, job.name)
+        del self._jobs[job.request.line]
+
+    def _engine_died(self, error: Exception) -> None:
+        """Stop reading; every request the engine held ends with an error line."""
+        self.tally.failure = error
+        self._exhausted = True
+        self._live.clear()
+        for job in list(self._jobs.values()):
+            line, custom_id = job.request.line, job.request.custom_id
+            self._fail(job, line_error(line, *explain(error), custom_id))
+
+    def _put_error(self, error: LineError, name: str) -> None:
+        self._put(error.line, self._errors, error_line(error, name))
+        self.tally.failed[error.code] += 1
+        if len(self.tally.first_errors) < SHOWN_ERRORS:
+            self.tally.first_errors.append(error)
+
+    def _put(self, number: int, writer: Writer, data: bytes) -> None:
+        if not self._ordered:
+            self._write(writer, data)
+            return
+        self._held[number] = (writer, data)
+        while self._order and self._order[0] in self._held:
+            self._write(*self._held.pop(self._order.popleft()))
+
+    def _write(self, writer: Writer, data: bytes) -> None:
+        writer.write(data)
+        self.tally.written += 1
+
+    def _abort_live(self) -> None:
+        self.tally.unwritten = len(self._jobs) + len(self._held)
+        for request_id in self._live:
+            with contextlib.suppress(Exception):  # the run is over already; nothing may hide why
+                self._engine.abort(request_id)
+        self._live.clear()
+        self._jobs.clear()

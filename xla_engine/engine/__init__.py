@@ -1,0 +1,1 @@
+"""One model, its scheduler and its runner, driven turn by turn."""

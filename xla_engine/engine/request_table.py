@@ -1,0 +1,127 @@
+"""The live requests of an engine: what each has so far, what the device is told about it, and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from xla_engine.engine.output_collector import Inbox
+from xla_engine.engine.sequence import LiveRequest
+from xla_engine.engine.sequence_group import Fanout, sequence_ids, sequence_seed
+from xla_engine.engine.token_buffer import Ledger
+from xla_engine.errors import InvalidRequestError
+from xla_engine.runner.row_settings import RowSettings
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import FinishReason
+from xla_engine.text.token_mask import TokenMask
+from xla_engine.text.tokenizer import Tokenizer
+
+
+class RequestBook:
+    """Sequences by id, which is the request's own id where n is 1. Each is opened once and ended once.
+
+    settings: by sequence, for the runner. ledger: where sequences take their tokens from.
+    submitted, finished: since the start, in requests and in sequences.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.settings: dict[str, RowSettings] = {}
+        self.ledger = Ledger()
+        self.submitted = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self._tokenizer = tokenizer
+        self._live: dict[str, LiveRequest] = {}
+        self._fanouts: dict[str, Fanout] = {}  # the requests that are more than one sequence
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[str]:
+        """The ids of the live sequences, oldest first; it may change meanwhile."""
+        return iter(list(self._live))
+
+    def __getitem__(self, name: str) -> LiveRequest:
+        return self._live[name]
+
+    def get(self, name: str) -> LiveRequest | None:
+        """A live sequence, None when there is none of this id."""
+        return self._live.get(name)
+
+    def sequences(self, request_id: str) -> list[str]:
+        """The ids of a request's sequences, some of which may be over."""
+        fanout = self._fanouts.get(request_id)
+        return [request_id] if fanout is None else [part.request_id for part in fanout.parts]
+
+    def check_free(self, request_id: str, n: int) -> None:
+        """Raise InvalidRequestError unless a request of n sequences can have this id."""
+        if taken := {request_id, *sequence_ids(request_id, n)} & (self._live.keys() | self._fanouts.keys()):
+            raise InvalidRequestError(
+                f"request id {min(taken)!r} is in use by a live request; choose another"
+            )
+
+    def open(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        masks: Sequence[TokenMask | None],
+        stop_ids: tuple[int, ...],
+        eos_ids: tuple[int, ...],
+        seed: int,
+        inbox: Inbox,
+        now: float,
+    ) -> list[str]:
+        """Take a request of `params.n` sequences, with a mask for each; returns their ids. The id must be free."""
+        names = sequence_ids(request_id, params.n)
+        parts = []
+        for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
+            part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+            self.settings[name] = RowSettings(
+                max_tokens=params.max_tokens,
+                stop_token_ids=stop_ids,
+                params=part,
+                seed=sequence_seed(seed, index),
+                mask=mask,
+                prompt_token_ids=token_ids,
+            )
+            self._live[name] = LiveRequest(
+                name,
+                prompt if isinstance(prompt, str) else None,
+                token_ids,
+                part,
+                self._tokenizer,
+                mask,
+                stop_ids=frozenset(stop_ids),
+                eos_ids=frozenset(eos_ids),
+                ledger=self.ledger,
+                inbox=inbox,
+                now=now,
+            )
+            parts.append(self._live[name])
+        if params.n > 1:
+            self._fanouts[request_id] = Fanout(request_id, tuple(parts))
+        self.submitted += 1
+        return names
+
+    def take_back(self, request_id: str) -> None:
+        """Undo `open`: nobody is told of this request."""
+        for name in self.sequences(request_id):
+            del self._live[name], self.settings[name]
+        self._fanouts.pop(request_id, None)
+        self.submitted -= 1
+
+    def end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
+        """The terminal result of a sequence; its reader is told, and the id is free.
+
+        Returns the reason that stands: "error" where its text cannot be made.
+        """
+        request = self._live.pop(name)
+        del self.settings[name]
+        reason = request.finish(reason, now, error)
+        request.inbox.put(request.reader)
+        self.finished[reason] += 1
+        if isinstance(request.reader, Fanout) and request.reader.finished:
+            del self._fanouts[request.reader.request_id]
+        return reason

@@ -1,0 +1,35 @@
+"""What a scheduler may do for an engine: by the options, by what the device keeps, and by what was found exact."""
+
+from __future__ import annotations
+
+from xla_engine.config import EngineConfig
+from xla_engine.runner.runner import Runner
+from xla_engine.runner.self_check import SelfCheck
+from xla_engine.scheduler import SchedulerConfig
+from xla_engine.scheduler.policy import PREEMPTIVE
+
+
+def scheduler_config(
+    config: EngineConfig, runner: Runner, found: SelfCheck | None, cache_key: str
+) -> SchedulerConfig:
+    """found: what the self-check saw, None where there was none. cache_key: names the model."""
+    check = found if runner.has_one_row_code else None
+    host_bytes = int(config.swap_space * 2**30) if config.parks else 0
+    return SchedulerConfig(
+        max_num_seqs=config.num_slots,
+        chunk_size=config.chunk_size,
+        max_num_batched_tokens=config.token_budget,
+        max_chunks=config.max_chunks,
+        max_waiting=config.max_waiting,
+        scheduling_policy=config.scheduling_policy,
+        priority_aging=config.priority_aging,
+        quantum=config.quantum,
+        enable_prefix_caching=config.enable_prefix_caching and runner.keeps_every_position,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        cache_key=cache_key,
+        prefill_equals_decode=check is not None and check.prefill_equals_decode,
+        cut_invariant=check is not None and check.cut_invariant,
+        preemption=config.preemption and config.scheduling_policy in PREEMPTIVE,
+        swap_tokens=host_bytes // max(runner.kv_bytes_per_token, 1),
+    )

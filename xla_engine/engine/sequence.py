@@ -1,0 +1,279 @@
+"""Host side of one running request: its tokens, text and times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from xla_engine.engine.output_collector import Inbox
+from xla_engine.engine.token_buffer import Ledger, Taken
+from xla_engine.errors import XlaEngineError
+from xla_engine.graphs.sampling.logprobs import TopLogprobs
+from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import FinishReason, Sample
+from xla_engine.text.stop_strings import GeneratedText
+from xla_engine.text.token_mask import TokenMask
+from xla_engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from xla_engine.engine.sequence_group import Fanout
+
+
+class ReplayError(XlaEngineError, RuntimeError):
+    """A request that ran again after a fault got another token than the first time."""
+
+    code = "replay_error"
+
+
+class LiveRequest:
+    """Accumulates what the device sampled for one request until it ends.
+
+    inbox: who is told of news. reader: what it is told of, the request itself or the one it is a sequence of.
+    faults: failed steps it was in.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        mask: TokenMask | None,
+        *,
+        stop_ids: frozenset[int],
+        eos_ids: frozenset[int],
+        ledger: Ledger,
+        inbox: Inbox,
+        now: float,
+    ) -> None:
+        self.request_id = request_id
+        self.inbox = inbox
+        self.reader: LiveRequest | Fanout = self  # what a reader finds in the inbox
+        self.faults = 0
+        self._ledger = ledger
+        self._num_cached_tokens = 0
+        self._admitted_time: float | None = None
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._params = params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._mask = mask
+        self._text: GeneratedText | None = None
+        if self._tokenizer is not None:
+            self._text = GeneratedText(
+                self._tokenizer.incremental(params.skip_special_tokens),
+                tuple(params.stop),
+                include_stop=params.include_stop_str_in_output,
+            )
+        self._stop_ids = stop_ids
+        self._eos_ids = eos_ids
+        self._arrival_time = now
+        self._finished_time: float | None = None
+        self._received = 0  # tokens since the request was last started; fewer than it has while it runs again
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, Logprob]] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self._token_times: list[float] = []
+        self._stop_string: str | None = None
+        self._failure: Exception | None = None  # its text cannot be made any more
+        self._finish_reason: FinishReason | None = None
+        self._error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._finish_reason is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._finish_reason
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it was given or has taken."""
+        return len(self._token_ids)
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the next token is one it has already."""
+        return self._received < len(self._token_ids)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether each token decides what the next one may be."""
+        return self._mask is not None and self._mask.lockstep
+
+    @property
+    def attentive(self) -> bool:
+        """Whether each token has to be looked at as it comes. The others can be taken many at a time."""
+        return self.lockstep or self.is_repeating or (self._text is not None and bool(self._params.stop))
+
+    def admit(self, now: float) -> None:
+        """It got a slot, for the first time or again."""
+        self._admitted_time = self._admitted_time or now
+
+    def reuse(self, tokens: int) -> None:
+        """So many tokens were found in the prefix cache. Not news of a request that goes on after a preemption."""
+        if not self._token_ids:
+            self._num_cached_tokens = tokens
+
+    def rewind(self) -> None:
+        """The request runs again from its beginning; what it has stays, and must come again."""
+        if not self.attentive:
+            with suppress(Exception):  # it is told when the request goes on
+                self.take()
+        self._ledger.end(self)
+        self._received = 0
+        if self._mask is not None:
+            self._mask.reset()
+
+    def take(self) -> bool:
+        """Take the tokens of the steps read so far; whether one completes a stop string. Raises what `add` does."""
+        if self._failure is not None:
+            raise self._failure
+        taken = self._ledger.take(self)
+        if taken is None:
+            return False
+        if self.attentive:
+            pairs = zip(taken.steps, taken.times, strict=True)
+            return any(self.add(step.sample(taken.slot), now) for step, now in pairs)
+        try:
+            self._add_all(taken)
+        except Exception as failure:
+            self._failure = failure
+            raise
+        return False
+
+    def _add_all(self, taken: Taken) -> None:
+        """Take many tokens, of which only the last can be a stop token."""
+        slot, steps, times = taken
+        tokens = [step.tokens[slot] for step in steps]
+        self._received += len(tokens)
+        self._ledger.added += len(tokens)
+        self._token_ids += tokens
+        self._token_times += times
+        if self._params.logprobs is not None:
+            samples = [step.sample(slot) for step in steps]
+            self._logprobs += [sample.logprob for sample in samples if sample.logprob is not None]
+            for sample in samples:
+                self._add_top(sample)
+        if self._text is not None:
+            hidden = tokens[-1] in self._stop_ids and not self._params.include_stop_str_in_output
+            self._text.extend(tokens[:-1] if hidden else tokens)
+
+    def add(self, sample: Sample, now: float) -> bool:
+        """Take one sampled token; whether it completes a stop string, and so ends the request.
+
+        A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError, and
+        InvalidRequestError where no token may follow.
+        """
+        if self._mask is not None and sample.token_id not in self._stop_ids:
+            self._mask.push(sample.token_id)
+        if self.is_repeating:
+            self._repeat(sample)
+            return False
+        self._received += 1
+        self._ledger.added += 1
+        self._token_ids.append(sample.token_id)
+        self._token_times.append(now)
+        if self._params.logprobs is not None and sample.logprob is not None:
+            self._logprobs.append(sample.logprob)
+            self._add_top(sample)
+        if self._text is None:
+            return False
+        if sample.token_id not in self._stop_ids:
+            may_stop = len(self._token_ids) >= self._params.min_tokens
+            self._stop_string = self._text.push(sample.token_id, may_stop=may_stop)
+        elif self._params.include_stop_str_in_output:
+            self._text.push(sample.token_id, may_stop=False)
+        return self._stop_string is not None
+
+    def _add_top(self, sample: Sample) -> None:
+        if sample.logprob is not None and isinstance(sample.extra, TopLogprobs):
+            self._top_logprobs.append(self._by_id(sample.token_id, sample.logprob, sample.extra))
+
+    def _repeat(self, sample: Sample) -> None:
+        known = self._token_ids[self._received]
+        if sample.token_id != known:
+            raise ReplayError(
+                f"run again after a fault, the request got token {sample.token_id} at position {self._received}, "
+                f"not {known} as before; please report this with the output of `xla-engine verify`"
+            )
+        self._received += 1
+
+    def add_prompt_logprobs(self, start: int, scores: Sequence[tuple[float, TopLogprobs]]) -> None:
+        """Take the log-probabilities of the prompt tokens from position `start` on, in order, perhaps again."""
+        if start < len(self._prompt_logprobs):
+            return
+        for token_id, (logprob, top) in zip(self._prompt_token_ids[start:], scores, strict=False):
+            self._prompt_logprobs.append(self._by_id(token_id, logprob, top))
+
+    def _by_id(self, token_id: int, logprob: float, top: TopLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the most likely ones."""
+        found = {token_id: Logprob(logprob, top.rank, self._decode(token_id))}
+        for rank, (other, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1):
+            found.setdefault(other, Logprob(value, rank, self._decode(other)))
+        return found
+
+    def _decode(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def finish(self, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
+        """End the request with the tokens it has so far; text held back for an incomplete character is flushed.
+
+        Returns the reason that stands: ERROR where the text cannot be made.
+        """
+        try:
+            self.take()
+            if self._text is not None and self._stop_string is None:
+                self._text.end()
+        except Exception as failure:
+            reason, error = FinishReason.ERROR, error or str(failure)
+        self._ledger.end(self)
+        self._finish_reason = reason
+        self._finished_time = now
+        self._error = error
+        return reason
+
+    def output(self) -> RequestOutput:
+        """The request as it stands, cumulative."""
+        if not self.attentive:
+            with suppress(Exception):  # it ends the request, in the engine's turn
+                self.take()
+        wants_logprobs = self._params.logprobs is not None
+        last = self._token_ids[-1] if self._token_ids else None
+        own_stop = self._finish_reason == FinishReason.STOP and last not in self._eos_ids
+        stop_reason = self._stop_string or (last if own_stop else None)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=(
+                CompletionOutput(
+                    index=0,
+                    text="" if self._text is None else self._text.text,
+                    token_ids=tuple(self._token_ids),
+                    cumulative_logprob=sum(self._logprobs) if wants_logprobs else None,
+                    logprobs=tuple(self._logprobs) if wants_logprobs else None,
+                    top_logprobs=tuple(self._top_logprobs) if self._params.logprobs else None,
+                    finish_reason=None if self._finish_reason is None else str(self._finish_reason),
+                    stop_reason=stop_reason,
+                ),
+            ),
+            finished=self.finished,
+            metrics=RequestMetrics(
+                arrival_time=self._arrival_time,
+                admitted_time=self._admitted_time,
+                first_token_time=self._token_times[0] if self._token_times else None,
+                finished_time=self._finished_time,
+                token_times=tuple(self._token_times),
+            ),
+            error=self._error,
+            num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=(None if self._params.prompt_logprobs is None else tuple(self._prompt_logprobs)),
+        )

@@ -1,0 +1,62 @@
+"""n sequences of one request: they run as requests of their own and are read as one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from xla_engine.engine.sequence import LiveRequest
+from xla_engine.outputs import RequestMetrics, RequestOutput
+
+
+class Fanout:
+    """The sequences of a request with n above 1, in order; it stands in their reader's inbox in their place."""
+
+    def __init__(self, request_id: str, parts: tuple[LiveRequest, ...]) -> None:
+        self.request_id = request_id
+        self.parts = parts
+        for part in parts:
+            part.reader = self
+
+    @property
+    def finished(self) -> bool:
+        return all(part.finished for part in self.parts)
+
+    def output(self) -> RequestOutput:
+        """All sequences as they stand. Times are of the first to begin and the last to end; token times, of all."""
+        outputs = [part.output() for part in self.parts]
+        metrics = [output.metrics for output in outputs if output.metrics is not None]
+        admitted = [each.admitted_time for each in metrics if each.admitted_time is not None]
+        token_times = sorted(time for each in metrics for time in each.token_times)
+        return replace(
+            outputs[0],
+            request_id=self.request_id,
+            outputs=tuple(replace(output.outputs[0], index=index) for index, output in enumerate(outputs)),
+            finished=self.finished,
+            metrics=RequestMetrics(
+                arrival_time=metrics[0].arrival_time,
+                admitted_time=min(admitted, default=None),
+                first_token_time=token_times[0] if token_times else None,
+                finished_time=max(each.finished_time or 0.0 for each in metrics) if self.finished else None,
+                token_times=tuple(token_times),
+            ),
+            error=next((output.error for output in outputs if output.error is not None), None),
+        )
+
+
+def sequence_ids(request_id: str, n: int) -> list[str]:
+    """The ids under which the scheduler knows the sequences of a request."""
+    return [request_id] if n == 1 else [f"{request_id}[{index}]" for index in range(n)]
+
+
+def request_seed(seed: int, request_id: str) -> int:
+    """The noise key of a request without a seed of its own, 64-bit unsigned, from the engine's seed and its id."""
+    digest = hashlib.sha256(f"{seed}\0{request_id}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The noise key of a request's sequence, 64-bit unsigned; the first one's is the request's own."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{index}".encode()).digest()[:8], "big")

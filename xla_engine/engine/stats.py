@@ -1,0 +1,69 @@
+"""Counters of an engine and percentiles of its requests. Records only; nothing here touches a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from xla_engine.scheduler import Plan
+
+
+@dataclass(slots=True)
+class Work:
+    """What a loop has started, counted. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    decode_steps: int = 0
+    slot_steps_busy: int = 0
+
+    def started(self, plan: Plan) -> None:
+        """Count a plan."""
+        self.steps += 1
+        self.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+        if plan.decode:
+            self.decode_steps += 1
+            self.slot_steps_busy += len(plan.decode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine started.
+
+    steps: turns that dispatched device work.   prefill_calls: prefill programs run.
+    prompt_tokens, generation_tokens: tokens prefilled and tokens credited to requests.
+    finished: terminal results by finish reason.   recoveries: faults after which the live requests were run again.
+    cached_tokens: tokens that were not prefilled, as a slot held them.   preemptions: slots taken away.
+    slot_steps_busy, slot_steps_total: rows scheduled in decode steps, and rows there were.
+    compiles_warmup, compiles_after_warmup: XLA compilations of the whole process before and since the engine was
+        ready; the engine itself cannot compile once it is.
+    load_seconds, compile_seconds: wall time of start-up's two parts.
+    """
+
+    steps: int = 0
+    prefill_calls: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    recoveries: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    slot_steps_busy: int = 0
+    slot_steps_total: int = 0
+    compiles_warmup: int = 0
+    compiles_after_warmup: int = 0
+    load_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of decode row-steps that were scheduled."""
+        return self.slot_steps_busy / self.slot_steps_total if self.slot_steps_total else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest-rank percentile, `share` in [0, 1]; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,164 @@
+"""The latest steps in columns, for requests that take their tokens many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from xla_engine.scheduler import Decoded
+
+if TYPE_CHECKING:
+    from xla_engine.engine.output_collector import Inbox
+    from xla_engine.engine.sequence import LiveRequest
+
+LAP = 192  # steps in which everybody has taken what there was
+
+
+class Taken(NamedTuple):
+    """Steps in which a request decoded in `slot`, and when they were read."""
+
+    slot: int
+    steps: Sequence[Decoded]
+    times: Sequence[float]
+
+
+@dataclass(slots=True)
+class _Span:
+    """A request decodes in `slot` in the steps from `step` on, which it has not taken, to before `until`."""
+
+    slot: int
+    step: int
+    until: int | None
+
+    def waiting(self, next_step: int) -> int:
+        """Tokens that the steps before `next_step` have for it."""
+        return max((next_step if self.until is None else min(next_step, self.until)) - self.step, 0)
+
+    def covers(self, step: int) -> bool:
+        return self.step <= step and (self.until is None or step < self.until)
+
+
+class Ledger:
+    """What steps decoded and when they were read, and in which of them each request has tokens.
+
+    A request that is attentive takes each token as it comes. The others take what has gathered when they end or are
+    read, and a few of them in every step, so that no step does the work of many and steps that nobody needs any more
+    can be forgotten: about two laps of them are there, however long a request is.
+
+    added: tokens that requests were given, and have taken from here.
+    """
+
+    def __init__(self) -> None:
+        self.added = 0
+        self._first = 0  # the step of the oldest column
+        self._columns: list[Decoded] = []
+        self._times: list[float] = []
+        self._spans: dict[LiveRequest, _Span] = {}  # who took longest ago first
+        self._attentive: dict[LiveRequest, None] = {}  # of these
+        self._quiet: dict[Inbox, dict[LiveRequest, _Span]] = {}  # the others, by who reads them
+
+    @property
+    def next_step(self) -> int:
+        """The step that is read next."""
+        return self._first + len(self._columns)
+
+    def append(self, step: int, decoded: Decoded, now: float) -> None:
+        """A step was read. They come in order."""
+        if not self._spans:
+            return
+        if not self._columns:
+            self._first = step
+        assert step == self.next_step, f"step {step} was read when {self.next_step} was due"
+        self._columns.append(decoded)
+        self._times.append(now)
+        if len(self._columns) % LAP == 0:
+            stale = min((span.step for span in self._spans.values()), default=step + 1) - self._first
+            del self._columns[:stale], self._times[:stale]
+            self._first += stale
+
+    def clear(self) -> None:
+        """Forget everything that was not taken. The next step may be any."""
+        for part in (self._columns, self._times, self._spans, self._attentive, self._quiet):
+            part.clear()
+        self._first = 0
+
+    # -- who decodes ------------------------------------------------------------------------------------------
+
+    def begin(self, request: LiveRequest, slot: int, step: int, until: int | None = None) -> None:
+        """A request decodes in a slot from `step` on; what it had in another it has taken."""
+        self.end(request)
+        self._spans[request] = span = _Span(slot, step, until)
+        if request.attentive:
+            self._attentive[request] = None
+        else:
+            self._quiet.setdefault(request.inbox, {})[request] = span
+
+    def bound(self, request: LiveRequest, step: int) -> None:
+        """A request does not decode from `step` on."""
+        if (span := self._spans.get(request)) is not None:
+            span.until = step if span.until is None else min(span.until, step)
+            if span.step >= span.until:
+                self.end(request)
+
+    def end(self, request: LiveRequest) -> None:
+        """Nothing more of a request is to be taken."""
+        if self._spans.pop(request, None) is None:
+            return
+        if request in self._attentive:
+            del self._attentive[request]
+        else:
+            quiet = self._quiet[request.inbox]
+            del quiet[request]
+            if not quiet:
+                del self._quiet[request.inbox]
+        if not self._spans:
+            self.clear()
+
+    def take(self, request: LiveRequest) -> Taken | None:
+        """What there is for a request and it has not taken."""
+        span = self._spans.pop(request, None)
+        if span is None:
+            return None
+        self._spans[request] = span  # now the last
+        begin, count = span.step - self._first, span.waiting(self.next_step)
+        if not count:
+            return None
+        assert begin >= 0, "a step was forgotten before it was taken"
+        there = slice(begin, begin + count)
+        taken = Taken(span.slot, self._columns[there], self._times[there])
+        span.step += count
+        if span.step == span.until:
+            self.end(request)
+        return taken
+
+    # -- whose turn it is -------------------------------------------------------------------------------------
+
+    def attentive(self) -> list[LiveRequest]:
+        """Those that take each token as it comes."""
+        return list(self._attentive)
+
+    def calm_down(self, request: LiveRequest) -> None:
+        """An attentive request need not be any more."""
+        if request in self._attentive:
+            del self._attentive[request]
+            self._quiet.setdefault(request.inbox, {})[request] = self._spans[request]
+
+    def due(self) -> list[LiveRequest]:
+        """Those whose turn it is to take what has gathered: few in every step."""
+        foremost = islice(self._spans.items(), -(-len(self._spans) // LAP))
+        return [request for request, span in foremost if span.waiting(self.next_step) >= LAP // 2]
+
+    def followed(self) -> Iterator[LiveRequest]:
+        """The quiet ones that have a token in the latest step and a reader who wants to hear of each."""
+        step = self.next_step - 1
+        for inbox, requests in self._quiet.items():
+            if inbox.every_token:
+                yield from (request for request, span in requests.items() if span.covers(step))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests so far, whether they have been taken or not."""
+        spans = (span for requests in self._quiet.values() for span in requests.values())
+        return self.added + sum(span.waiting(self.next_step) for span in spans)

@@ -1,0 +1,1 @@
+"""The promise, checked: the same bits alone and in a batch."""

@@ -1,0 +1,246 @@
+"""What holds beyond one engine configuration: levels B and C of the equivalence promise.
+
+A (`xla_engine.verify`): alone equals batched, bit for bit, always.
+B (`across_configurations`): other batch widths, lane counts, chunk sizes and key buckets, and prefill in place of
+decode, give the same bits. So on CPUs in bfloat16 (findings/011); reported, not promised. Each first difference is
+explained by the gap between the two largest logits there.
+C (`against_transformers`): an external implementation in float32 chooses the same greedy tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.schedule import Case, draw_cases
+from xla_engine.equivalence.verify import VerifyReport, compare
+from xla_engine.errors import ConfigError
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.gguf.file import is_gguf
+from xla_engine.outputs import CompletionOutput
+from xla_engine.sampling_params import SamplingParams
+
+ORACLE_TOKENS = 48  # greedy tokens compared per prompt
+_EXPLAINED = 5  # first differences explained per comparison
+
+
+@dataclass(slots=True, kw_only=True)
+class LevelResult:
+    """One row of the table: how often one way of running differs from this engine's."""
+
+    level: str
+    name: str
+    requests: int
+    tokens: int = 0
+    differing_tokens: int = 0
+    differing_bits: int | None = 0  # None: bits are not compared at this level
+    notes: list[str] = field(default_factory=list)
+
+
+def across_configurations(
+    engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
+) -> list[LevelResult]:
+    """Level B: the same requests through engines of other configurations, and decode against prefill."""
+    longest = min(_context(config, engine) for config in (engine.config, *_others(engine.config)))
+    cases = [case for case in draw_cases(engine, requests, seed) if _length(case) <= longest]
+    expected = run_together(engine, cases)
+    reference = Reference(engine.checkpoint)
+    results = []
+    for name, config in _variants(engine.config):
+        with XlaBatchEngine(engine.checkpoint, None, config) as other:
+            found = run_together(other, cases)
+        results.append(_compare_all(name, cases, expected, found, reference))
+        if progress is not None:
+            progress(name)
+    results.append(_decode_against_prefill(engine, cases, expected))
+    return results
+
+
+def run_together(engine: XlaBatchEngine, cases: Sequence[Case]) -> dict[str, CompletionOutput]:
+    """All cases at once; by level A each result is what the request gives alone."""
+    for case in cases:
+        engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+    return {output.request_id: output.outputs[0] for output in engine.drain()}
+
+
+def _variants(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Named configurations that differ from `config` in one respect each."""
+    for width in (8, 16, 32):
+        if width != config.max_num_seqs:
+            yield f"max_num_seqs {width}", replace(config, max_num_seqs=width)
+    for lanes in ((1,), (4,), (16,)):
+        yield f"prefill_lanes {lanes[0]}", replace(config, prefill_lanes=lanes)
+    for chunk in (16, 64, 128):
+        if chunk != config.chunk_size:
+            yield f"chunk_size {chunk}", replace(config, chunk_size=chunk)
+    yield "one key bucket", replace(config, key_buckets=(2**30,))
+    yield "lag 0", replace(config, lag=0)
+
+
+def _others(config: EngineConfig) -> list[EngineConfig]:
+    return [other for _, other in _variants(config)]
+
+
+def _context(config: EngineConfig, engine: XlaBatchEngine) -> int:
+    return config.context_length(engine.checkpoint.config.max_position_embeddings)
+
+
+def _length(case: Case) -> int:
+    return len(case.prompt_token_ids) + case.params.max_tokens
+
+
+def _compare_all(
+    name: str,
+    cases: Sequence[Case],
+    expected: dict[str, CompletionOutput],
+    found: dict[str, CompletionOutput],
+    reference: Reference,
+) -> LevelResult:
+    report = VerifyReport()
+    for case in cases:
+        compare(case.request_id, 0, expected[case.request_id], found[case.request_id], report)
+    result = LevelResult(
+        level="B",
+        name=name,
+        requests=len(cases),
+        tokens=report.tokens,
+        differing_tokens=report.differing_tokens,
+        differing_bits=report.differing_bits,
+    )
+    by_id = {case.request_id: case for case in cases}
+    for difference in report.divergences[:_EXPLAINED]:
+        case = by_id[difference.request_id]
+        prefix = (*case.prompt_token_ids, *expected[case.request_id].token_ids[: difference.position])
+        result.notes.append(f"{name}: {difference}; logit gap {logit_gap(reference, prefix):.3g}")
+    return result
+
+
+def logit_gap(reference: Reference, prefix: Sequence[int]) -> float:
+    """Largest minus second largest logit after `prefix`, by the cacheless forward pass."""
+    ordered = sorted(reference.logits(prefix)[-1].tolist())
+    return ordered[-1] - ordered[-2]
+
+
+def _decode_against_prefill(
+    engine: XlaBatchEngine, cases: Sequence[Case], expected: dict[str, CompletionOutput]
+) -> LevelResult:
+    """Teacher-forced: every generated token of a request as the first token of a longer prompt."""
+    forced: list[Case] = []
+    for case in cases:
+        tokens = expected[case.request_id].token_ids
+        for position in range(1, len(tokens)):
+            forced.append(
+                Case(
+                    request_id=f"{case.request_id}/{position}",
+                    prompt_token_ids=(*case.prompt_token_ids, *tokens[:position]),
+                    params=replace(case.params, max_tokens=1, seed=_seed(engine, case)),
+                )
+            )
+    found = run_together(engine, forced)
+    result = LevelResult(level="B", name="prefill for decode", requests=len(forced))
+    for case in cases:
+        whole = expected[case.request_id]
+        for position in range(1, len(whole.token_ids)):
+            single = found[f"{case.request_id}/{position}"]
+            result.tokens += 1
+            if single.token_ids[0] != whole.token_ids[position]:
+                result.differing_tokens += 1
+            elif single.logprobs != (whole.logprobs or ())[position : position + 1]:
+                result.differing_bits = (result.differing_bits or 0) + 1
+    return result
+
+
+def _seed(engine: XlaBatchEngine, case: Case) -> int:
+    """The seed the request ran with, spelled out so that its copies under other ids share it."""
+    return engine.seed_of(case.request_id, case.params)
+
+
+def against_transformers(
+    engine: XlaBatchEngine, *, requests: int, seed: int, python: str | None = None
+) -> LevelResult:
+    """Level C: greedy tokens in float32 against transformers, run as a worker of the interpreter `python`.
+
+    Raises ConfigError when the worker cannot run.
+    """
+    if is_gguf(engine.checkpoint.path):
+        raise ConfigError(
+            f"{engine.checkpoint.path}: transformers is compared on a Hugging Face directory; name the model's"
+        )
+    checkpoint = load_checkpoint(engine.checkpoint.path, dtype="float32")
+    config = replace(engine.config, dtype="float32")
+    cases = [
+        replace(case, params=SamplingParams(temperature=0, max_tokens=ORACLE_TOKENS, ignore_eos=True))
+        for case in draw_cases(engine, 4 * requests, seed)
+        if len(case.prompt_token_ids) + ORACLE_TOKENS <= engine.max_model_len
+    ][:requests]
+    with XlaBatchEngine(checkpoint, None, config) as ours:
+        found = run_together(ours, cases)
+    theirs = _ask_oracle(
+        python or sys.executable, checkpoint.path, [list(case.prompt_token_ids) for case in cases]
+    )
+    reference = Reference(checkpoint)
+    result = LevelResult(level="C", name="transformers, float32", requests=len(cases), differing_bits=None)
+    for case, expected in zip(cases, theirs, strict=True):
+        tokens = found[case.request_id].token_ids
+        result.tokens += len(expected)
+        different = [at for at, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
+        result.differing_tokens += len(different)
+        if different and len(result.notes) < _EXPLAINED:
+            prefix = (*case.prompt_token_ids, *tokens[: different[0]])
+            result.notes.append(
+                f"transformers: request {case.request_id}, token {different[0]}: {tokens[different[0]]} against "
+                f"{expected[different[0]]}; logit gap {logit_gap(reference, prefix):.3g}"
+            )
+    return result
+
+
+def _ask_oracle(python: str, model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations by transformers in its own process: JSON in, JSON out."""
+    script = Path(__file__).parent / "oracle_worker.py"
+    question = json.dumps(
+        {"model": str(model.resolve()), "prompts": prompts, "max_new_tokens": ORACLE_TOKENS}
+    )
+    try:
+        answer = subprocess.run(
+            [python, str(script)], input=question, capture_output=True, text=True, check=False, cwd=Path.cwd()
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{python}: cannot run the oracle ({error.strerror}); name another --oracle-python"
+        ) from error
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(
+            f"the transformers oracle failed: {last}. Install the extra (pip install 'xla-engine[oracle]') or name an "
+            "interpreter that has torch and transformers with --oracle-python"
+        )
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def table(results: Sequence[LevelResult]) -> list[str]:
+    """The results as aligned text, notes after the rows."""
+    rows = [("level", "against", "requests", "tokens", "differing tokens", "differing bits")]
+    for result in results:
+        bits = "-" if result.differing_bits is None else str(result.differing_bits)
+        rows.append(
+            (
+                result.level,
+                result.name,
+                str(result.requests),
+                str(result.tokens),
+                str(result.differing_tokens),
+                bits,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return [*lines, *(f"  {note}" for result in results for note in result.notes)]

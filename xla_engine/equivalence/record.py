@@ -1,0 +1,100 @@
+"""Records: one schedule as it ran on one engine, so that another run can be held against it.
+
+A record has the requests, the caller's actions turn by turn, what every step was planned to do, a hash of what was
+read from it, and tokens and logprob bits of each request, batched and, where known, alone. Steps and slot epochs
+count from the start of the schedule. `xla_engine.recording` makes them, `xla_engine.record_json` is their file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xla_engine.engine.identity import EngineIdentity, logprob_bits
+from xla_engine.equivalence.schedule import Schedule
+from xla_engine.errors import RecordError as RecordError
+from xla_engine.outputs import CompletionOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What one run generated for a request.
+
+    bits: float32 bits of each logprob; None where they were not asked for. end: the finish reason.
+    """
+
+    token_ids: tuple[int, ...]
+    bits: tuple[int, ...] | None
+    end: str | None
+
+    def first_difference(self, other: Trace) -> int | None:
+        """The first generated position at which two runs of a request differ.
+
+        An aborted run is compared as far as it went.
+        """
+        mine, theirs = self._samples(), other._samples()
+        for position, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+            if a != b:
+                return position
+        if "abort" in (self.end, other.end):
+            return None
+        return None if (len(mine), self.end) == (len(theirs), other.end) else min(len(mine), len(theirs))
+
+    def sample(self, position: int) -> tuple[int, int | None] | None:
+        """(token id, logprob bits) at a position; None past the end."""
+        return self._samples()[position] if position < len(self.token_ids) else None
+
+    def _samples(self) -> list[tuple[int, int | None]]:
+        bits: Sequence[int | None] = [None] * len(self.token_ids) if self.bits is None else self.bits
+        return list(zip(self.token_ids, bits, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step: what it was planned to do, and what came of it.
+
+    turn: the turn that started it. admitted: (request, slot, epoch). chunks: (request, slot, start, length), lanes in
+    order. decode: slot indices in the plan's order. read: the turn that read it. hash: of the credited samples.
+    """
+
+    turn: int
+    admitted: tuple[tuple[str, int, int], ...] = ()
+    chunks: tuple[tuple[str, int, int, int], ...] = ()
+    decode: tuple[int, ...] = ()
+    read: int | None = None
+    hash: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A schedule, the engine it ran on, and all that came of it.
+
+    fresh: whether the engine's cache and row state were blank at the start. Replays start so; where the law is
+    broken, a run that did not need not repeat. model_path: None for the embedded model.
+    batched, alone: by request id. Requests not run alone are not in `alone`.
+    """
+
+    identity: EngineIdentity
+    model_path: str | None
+    fresh: bool
+    schedule: Schedule
+    steps: tuple[Step, ...]
+    batched: Mapping[str, Trace]
+    alone: Mapping[str, Trace]
+
+    @property
+    def first_difference(self) -> tuple[str, int] | None:
+        """The first request, in the order of the cases, that differs from its alone-run, and its position."""
+        for case in self.schedule.cases:
+            name = case.request_id
+            if name in self.alone and name in self.batched:
+                position = self.alone[name].first_difference(self.batched[name])
+                if position is not None:
+                    return name, position
+        return None
+
+
+def trace(output: CompletionOutput) -> Trace:
+    """The trace of a finished request."""
+    bits = None if output.logprobs is None else tuple(logprob_bits(value) for value in output.logprobs)
+    return Trace(token_ids=output.token_ids, bits=bits, end=output.finish_reason)

@@ -1,0 +1,171 @@
+"""Watching an engine while it runs a schedule, and the record of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from xla_engine.config import embedded_model_directory
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import EngineIdentity, logprob_bits
+from xla_engine.equivalence.record import Record, Step, trace
+from xla_engine.equivalence.schedule import Action, Schedule, run_schedule
+from xla_engine.errors import InvalidRequestError
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """One token credited by a step. `end` is set on a request's last one."""
+
+    request_id: str
+    token_id: int
+    bits: int | None
+    end: str | None
+
+
+class Recorder:
+    """Watches an idle engine while it runs one schedule; `planned` and `was_read` are for those who check."""
+
+    def __init__(self, engine: XlaBatchEngine, schedule: Schedule) -> None:
+        snapshot = engine.snapshot()
+        self._engine = engine
+        self._schedule = schedule
+        self._first_step = snapshot.counters.steps_planned
+        self._epochs = [view.slot.epoch for view in snapshot.slots]
+        self._wants_bits = {
+            case.request_id: case.params.logprobs is not None
+            for case in (*schedule.cases, *schedule.neighbours)
+        }
+        if any(case.params.n > 1 for case in (*schedule.cases, *schedule.neighbours)):
+            raise InvalidRequestError("a record holds requests of one sequence; use n 1")
+        self.turn = 0
+        self.steps: list[Step] = []
+
+    def run(
+        self,
+        *,
+        on_action: Callable[[Action, bool], None] | None = None,
+        on_turn: Callable[[], None] | None = None,
+    ) -> dict[str, CompletionOutput]:
+        """Run the schedule to its end, or until `on_turn` raises; then the engine may have live requests."""
+
+        def next_turn(turn: int, _: list[RequestOutput]) -> None:
+            self.turn = turn + 1
+            if on_turn is not None:
+                on_turn()
+
+        self._engine.on_step = self._on_step
+        try:
+            return run_schedule(self._engine, self._schedule, on_action=on_action, on_turn=next_turn)
+        finally:
+            self._engine.on_step = None
+
+    def planned(self, number: int, step: Step) -> None:
+        """A step was started."""
+
+    def runs_again(self, request_id: str) -> None:
+        """A request lost its slot and will be credited its tokens anew."""
+
+    def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
+        """A step was read and its tokens credited."""
+
+    def _on_step(self, plan: Plan, events: Events | None) -> None:
+        number = plan.step - self._first_step
+        if events is None:
+            self.steps.append(self._step(plan))
+            self.planned(number, self.steps[number])
+            for request_id in plan.replays:
+                self.runs_again(request_id)
+            return
+        credits = tuple(self._credit(event) for event in events)
+        self.steps[number] = replace(self.steps[number], read=self.turn, hash=_hash(credits))
+        self.was_read(number, self.steps[number], credits)
+
+    def _step(self, plan: Plan) -> Step:
+        holders: dict[str, Slot] = {}
+        parts: tuple[Chunk | Row, ...] = (*plan.chunks, *plan.decode)
+        for part in parts:
+            holders[part.request_id] = part.slot
+        if not holders.keys() >= set(plan.admitted):  # out of token budget: the first chunk comes later
+            for view in self._engine.snapshot().slots:
+                if view.request is not None:
+                    holders[view.request.request_id] = view.slot
+        slots = [(name, holders[name]) for name in plan.admitted]
+        return Step(
+            turn=self.turn,
+            admitted=tuple((name, slot.index, slot.epoch - self._epochs[slot.index]) for name, slot in slots),
+            chunks=tuple(
+                (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens)) for chunk in plan.chunks
+            ),
+            decode=tuple(row.slot.index for row in plan.decode),
+        )
+
+    def _credit(self, event: TokenEvent) -> Credit:
+        token_id, logprob, _ = event.sample
+        known = logprob is not None and self._wants_bits[event.request_id]
+        return Credit(
+            request_id=event.request_id,
+            token_id=token_id,
+            bits=logprob_bits(logprob) if logprob is not None and known else None,
+            end=None if event.finish_reason is None else str(event.finish_reason),
+        )
+
+
+def record_schedule(
+    engine: XlaBatchEngine,
+    schedule: Schedule,
+    *,
+    alone: Mapping[str, CompletionOutput] | None = None,
+    blank: bool = False,
+    on_action: Callable[[Action, bool], None] | None = None,
+) -> tuple[dict[str, CompletionOutput], Record]:
+    """`run_schedule`, and the record of it. `blank` clears cache and row state before.
+
+    What the slots are known to hold is forgotten in any case, so that the plans repeat.
+    """
+    engine.reset_prefix_cache()
+    if blank:
+        engine.blank()
+    recorder = Recorder(engine, schedule)
+    results = recorder.run(on_action=on_action)
+    directory = engine.checkpoint.path
+    record = Record(
+        identity=EngineIdentity.of(engine),
+        model_path=None if directory == embedded_model_directory() else str(directory),
+        fresh=blank,
+        schedule=schedule,
+        steps=tuple(recorder.steps),
+        batched={name: trace(output) for name, output in results.items()},
+        alone={name: trace(output) for name, output in (alone or {}).items() if name in results},
+    )
+    return results, record
+
+
+class RecordKeeper:
+    """Records schedule after schedule and keeps the first one that differs from the alone-runs, else the last."""
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+
+    def run(
+        self,
+        engine: XlaBatchEngine,
+        schedule: Schedule,
+        *,
+        alone: Mapping[str, CompletionOutput],
+        on_action: Callable[[Action, bool], None] | None = None,
+    ) -> dict[str, CompletionOutput]:
+        """`run_schedule` from a blank cache, so that it repeats, recorded."""
+        if self.record is not None and self.record.first_difference is not None:
+            return run_schedule(engine, schedule, on_action=on_action)
+        results, self.record = record_schedule(engine, schedule, alone=alone, blank=True, on_action=on_action)
+        return results
+
+
+def _hash(credits: Sequence[Credit]) -> str:
+    rows = [(credit.request_id, credit.token_id, credit.bits, credit.end) for credit in credits]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:12]

@@ -1,0 +1,103 @@
+"""The in-house oracle: one sequence, the whole forward pass for every token.
+
+It shares the decoder with the engine and nothing else: no cache, no batch, no sampler, no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_engine.config import EngineConfig
+from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.config import DeltaForm
+from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, make_state
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.norms import apply_rope, rms_norm, split_heads
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.model_loader.checkpoint import Checkpoint
+
+_PADDING = 64  # sequence lengths are padded to multiples of this, so that few shapes compile
+
+
+class Reference:
+    """Full-forward evaluation of one checkpoint, in an engine of `max_model_len` (rope scalings look at it).
+
+    `quantized`: with matrices, and what they multiply, in int8.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, max_model_len: int | None = None, *, quantized: bool = False
+    ) -> None:
+        self._context_length = EngineConfig(max_model_len=max_model_len).context_length(
+            checkpoint.config.max_position_embeddings
+        )
+        self._spec = ModelSpec(checkpoint.config, jnp.dtype(checkpoint.dtype), quantized=quantized)
+        self._spec.check_names(checkpoint.weights)
+        kept = dict(
+            part
+            for name, leaf in checkpoint.weights.items()
+            for part in self._spec.stored(name, leaf).items()
+        )
+        self._weights = jax.device_put([kept[name] for name in self._spec.names])
+        self._forward = jax.jit(self._logits)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Next-token logits after every prefix of `token_ids`: float32 `[len(token_ids), V]`."""
+        padded = -(-len(token_ids) // _PADDING) * _PADDING
+        tokens = np.zeros(padded, np.int32)
+        tokens[: len(token_ids)] = token_ids
+        rope = rope_tables(self._spec.config, padded, context_length=self._context_length)
+        return np.asarray(self._forward(self._weights, rope, tokens))[:, : len(token_ids)].T
+
+    def greedy(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """Greedy continuation, `max_tokens` tokens."""
+        token_ids = list(prompt_token_ids)
+        for _ in range(max_tokens):
+            token_ids.append(int(np.argmax(self.logits(token_ids)[-1])))
+        return token_ids[len(prompt_token_ids) :]
+
+    def _logits(self, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array) -> jax.Array:
+        model = self._spec.merge(weights)
+        count = tokens.shape[0]
+        key = jnp.arange(count)
+        config = self._spec.config
+
+        def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+            if isinstance(own, DeltaWeights):
+                return _follow(config.delta, own, qkv)
+            form, table = config.attention(index), rope[config.rope_index(index)]
+            q, k, v = split_heads(qkv, config.num_key_value_heads, config.head_dim)
+            if own.q_norm is not None and own.k_norm is not None:
+                q, k = rms_norm(q, own.q_norm, form.norm_eps), rms_norm(k, own.k_norm, form.norm_eps)
+            q, k = apply_rope(q, table), apply_rope(k, table)
+            groups = q.shape[1] // k.shape[1]
+            k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))  # [N, H, Dh]
+            scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * form.scale
+            if form.softcap is not None:
+                scores = form.softcap * jnp.tanh(scores / form.softcap)
+            seen = (key <= key[:, None]) & (key > key[:, None] - (form.window or count))
+            scores = jnp.where(seen, scores, -jnp.inf)
+            if own.sinks is not None:
+                sinks = jnp.broadcast_to(own.sinks[:, None, None], (*scores.shape[:2], 1))
+                scores = jnp.concatenate([scores, sinks], axis=-1)
+            weight = jax.nn.softmax(scores, axis=-1)[..., :count]
+            return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
+
+        return model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)
+
+
+def _follow(form: DeltaForm | None, own: DeltaWeights, projected: jax.Array) -> jax.Array:
+    """A linear layer over one sequence `[N, projected features]`, position by position."""
+    assert form is not None
+
+    def one(state: Any, row: jax.Array) -> tuple[Any, jax.Array]:
+        state, out = delta_decode(form, own, state, row[None], live=jnp.ones(1, bool))
+        return state, out[0]
+
+    return jax.lax.scan(one, make_state(form, 1), projected)[1]

@@ -1,0 +1,316 @@
+"""Run a record again, step for step, and stop at the first difference of plan or of results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import EngineIdentity, logprob_of
+from xla_engine.equivalence.record import Record, Step, Trace, trace
+from xla_engine.equivalence.recorder import Credit, Recorder
+from xla_engine.errors import EngineFaultError, XlaEngineError
+from xla_engine.outputs import CompletionOutput
+
+_CHEAP_BYTES = 2 * 2**30  # of weights: the reference holds a second copy of them
+
+Sampled = tuple[int, int | None]  # token id and logprob bits
+
+
+class RecordMismatchError(XlaEngineError, ValueError):
+    """The record was made by another model, configuration or version; the message says what differs."""
+
+    code = "record_mismatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first difference between a record and its replay.
+
+    what: in words. step, turn: where in the schedule. slot, request_id, position (of generated tokens): of the
+    request concerned, None where no single one is. recorded, found: what was sampled there, None past an end.
+    gap: the reference's two best logits there, in words, when it was computed.
+    """
+
+    what: str
+    step: int | None = None
+    turn: int | None = None
+    slot: int | None = None
+    request_id: str | None = None
+    position: int | None = None
+    recorded: Sampled | None = None
+    found: Sampled | None = None
+    gap: str | None = None
+
+    def lines(self) -> list[str]:
+        """The difference as text."""
+        names = ("step", "turn", "slot", "request", "generated token")
+        values = (self.step, self.turn, self.slot, self.request_id, self.position)
+        place = ", ".join(
+            f"{name} {value}" for name, value in zip(names, values, strict=True) if value is not None
+        )
+        lines = [f"first difference: {place}" if place else "first difference", f"  {self.what}"]
+        if self.position is not None:
+            lines += [f"  recorded  {sampled(self.recorded)}", f"  now       {sampled(self.found)}"]
+        if self.gap is not None:
+            lines.append(f"  logits    {self.gap}")
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What a replay found. steps, tokens: replayed without a difference."""
+
+    steps: int
+    tokens: int
+    difference: Difference | None
+    fresh: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        lines = [f"replayed: {self.steps} steps, {self.tokens} tokens"]
+        if self.difference is None:
+            return [*lines, "same plans, same tokens, same logprob bits"]
+        lines += self.difference.lines()
+        if not self.fresh:
+            lines.append(
+                "the record was made on an engine that had run before; a replay starts from a blank cache"
+            )
+        return [*lines, "NOT the same as recorded"]
+
+
+def sampled(sample: Sampled | None) -> str:
+    """A token and its logprob in words."""
+    if sample is None:
+        return "ended before"
+    token_id, bits = sample
+    return f"token {token_id}" + (
+        "" if bits is None else f"  logprob {logprob_of(bits):.9g}  bits {bits:08x}"
+    )
+
+
+def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
+    """The configuration to replay a record with.
+
+    Raises RecordMismatchError where this version's options are not those of the record; `force` takes what is
+    known to both. Raises ConfigError for values that no engine can have.
+    """
+    known = {field.name for field in fields(EngineConfig)}
+    recorded = record.identity.config
+    wrong = [f"engine option {name}: not known to this version" for name in recorded if name not in known]
+    wrong += [f"engine option {name}: not in the record" for name in known if name not in recorded]
+    if wrong and not force:
+        raise RecordMismatchError(_refusal(sorted(wrong)))
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in recorded.items()
+        if name in known
+    }
+    try:
+        return EngineConfig(**values)
+    except TypeError as error:
+        raise RecordMismatchError(f"the record's engine options make no engine: {error}") from error
+
+
+def check_identity(engine: XlaBatchEngine, record: Record) -> None:
+    """Raise RecordMismatchError unless the engine is the record's: model, configuration, versions, device."""
+    differences = record.identity.differences(EngineIdentity.of(engine))
+    if differences:
+        raise RecordMismatchError(_refusal(differences))
+
+
+def _refusal(differences: Sequence[str]) -> str:
+    return f"the record and this engine differ: {'; '.join(differences)}; --force replays anyway"
+
+
+def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> ReplayReport:
+    """Run a record's schedule on an idle engine with a blank cache and compare plan by plan, step by step.
+
+    Raises RecordMismatchError for another engine than the record's, unless `force` is given; ScheduleError where the
+    engine refuses a request of the record; EngineFaultError when the device fails.
+    """
+    if not force:
+        check_identity(engine, record)
+    faults = engine.stats().recoveries
+    engine.blank()
+    check = _Check(engine, record)
+    with contextlib.suppress(_Stop):
+        results = check.run(on_turn=check.stop_at_difference)
+        check.compare_ends(results)
+    if engine.stats().recoveries > faults:
+        raise EngineFaultError(
+            f"a step failed during the replay, which tells nothing then: {engine.last_fault}"
+        )
+    difference = check.difference
+    if difference is not None and difference.position is not None:
+        difference = _with_gap(engine, record, difference)
+    return ReplayReport(
+        steps=check.same_steps, tokens=check.same_tokens, difference=difference, fresh=record.fresh
+    )
+
+
+class _Stop(Exception):
+    """Enough was seen."""
+
+
+class _Check(Recorder):
+    """Holds each plan and each read against the record and keeps the first difference."""
+
+    def __init__(self, engine: XlaBatchEngine, record: Record) -> None:
+        super().__init__(engine, record.schedule)
+        self._record = record
+        self._positions = dict.fromkeys(record.batched, 0)
+        self.difference: Difference | None = None
+        self.same_steps = 0
+        self.same_tokens = 0
+
+    def stop_at_difference(self) -> None:
+        if self.difference is not None:
+            raise _Stop
+
+    def planned(self, number: int, step: Step) -> None:
+        if self.difference is not None:
+            return
+        if number >= len(self._record.steps):
+            what = f"plan: the record ends after {number} steps, the replay goes on"
+            self.difference = Difference(what=what, step=number, turn=step.turn)
+            return
+        self.difference = _plan_difference(number, self._record.steps[number], step)
+
+    def runs_again(self, request_id: str) -> None:
+        self._positions[request_id] = 0
+
+    def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
+        if self.difference is not None:
+            return
+        recorded = self._record.steps[number]
+        for credit in credits:
+            self.difference = self._credit_difference(number, step, credit)
+            if self.difference is not None:
+                return
+        if (recorded.read, recorded.hash) != (step.read, step.hash):
+            what = (
+                f"recorded read in turn {recorded.read}, hash {recorded.hash}; now {step.read}, {step.hash}"
+            )
+            self.difference = Difference(what=f"results: {what}", step=number, turn=step.read)
+            return
+        self.same_steps += 1
+        self.same_tokens += len(credits)
+
+    def compare_ends(self, results: Mapping[str, CompletionOutput]) -> None:
+        """After the last turn: nothing recorded is missing."""
+        if self.difference is None and len(self.steps) < len(self._record.steps):
+            what = f"plan: the replay ends after {len(self.steps)} steps, the record goes on"
+            self.difference = Difference(what=what, step=len(self.steps))
+        for name, found in ((name, trace(output)) for name, output in results.items()):
+            recorded = self._record.batched.get(name)
+            if self.difference is None and recorded != found:
+                ends = f"{len(found.token_ids)} tokens, {found.end}"
+                if recorded is not None:
+                    ends = f"recorded {len(recorded.token_ids)} tokens, {recorded.end}; now {ends}"
+                self.difference = Difference(what=f"results: {ends}", request_id=name)
+
+    def _credit_difference(self, number: int, step: Step, credit: Credit) -> Difference | None:
+        name = credit.request_id
+        recorded = self._record.batched.get(name, Trace(token_ids=(), bits=None, end=None))
+        position = self._positions[name] = self._positions.get(name, 0) + 1
+        expected, found = recorded.sample(position - 1), (credit.token_id, credit.bits)
+        ends = recorded.end if position == len(recorded.token_ids) and recorded.end != "abort" else None
+        if expected == found and ends == credit.end:
+            return None
+        if expected is None or expected[0] != found[0]:
+            what = "results: another token"
+        elif expected != found:
+            what = "results: the same token with other logprob bits"
+        else:
+            what = f"results: recorded finish reason {ends}, now {credit.end}"
+        return Difference(
+            what=what,
+            step=number,
+            turn=step.read,
+            slot=_slot_of(self.steps[: number + 1], name),
+            request_id=name,
+            position=position - 1,
+            recorded=expected,
+            found=found,
+        )
+
+
+def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | None:
+    """The first part of a plan that differs, if any."""
+    if recorded.turn != found.turn:
+        what = f"plan: recorded in turn {recorded.turn}, now in turn {found.turn}"
+        return Difference(what=what, step=number, turn=found.turn)
+    for name, then, now in (
+        ("admitted (request, slot, epoch)", recorded.admitted, found.admitted),
+        ("chunks (request, slot, start, length)", recorded.chunks, found.chunks),
+    ):
+        pair = _first_pair(then, now)
+        if pair is not None:
+            request_id, slot = (pair[1] or pair[0])[:2]
+            return Difference(
+                what=f"plan: {name}: recorded {pair[0]}, now {pair[1]}",
+                step=number,
+                turn=found.turn,
+                slot=slot,
+                request_id=request_id,
+            )
+    if recorded.decode != found.decode:
+        left, joined = (
+            sorted(set(a) - set(b))
+            for a, b in ((recorded.decode, found.decode), (found.decode, recorded.decode))
+        )
+        what = f"plan: decode slots recorded {list(recorded.decode)}, now {list(found.decode)}"
+        return Difference(what=what, step=number, turn=found.turn, slot=next(iter(left or joined), None))
+    return None
+
+
+def _first_pair(then: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any] | None:
+    for index in range(max(len(then), len(now))):
+        pair = (then[index] if index < len(then) else None, now[index] if index < len(now) else None)
+        if pair[0] != pair[1]:
+            return pair
+    return None
+
+
+def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
+    """Where a request was last admitted to."""
+    for step in reversed(steps):
+        for name, slot, _ in step.admitted:
+            if name == request_id:
+                return slot
+    return None
+
+
+def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) -> Difference:
+    name, position = difference.request_id, difference.position
+    assert name is not None and position is not None
+    case = next(
+        case for case in (*record.schedule.cases, *record.schedule.neighbours) if case.request_id == name
+    )
+    prefix = (*case.prompt_token_ids, *record.batched[name].token_ids[:position])
+    return replace(difference, gap=logit_gap(engine, prefix))
+
+
+def logit_gap(engine: XlaBatchEngine, prefix: Sequence[int]) -> str | None:
+    """The two best next tokens after a prefix and how far their logits are apart, by the uncached reference.
+
+    None where the weights are too large to hold twice.
+    """
+    if engine.runner.weights_bytes > _CHEAP_BYTES:
+        return None
+    from xla_engine.equivalence.reference import Reference
+
+    logits = Reference(engine.checkpoint).logits(prefix)[-1]
+    second, first = np.argsort(logits, kind="stable")[-2:].tolist()
+    gap = float(logits[first]) - float(logits[second])
+    return f"best token {first} at {logits[first]:.6g}, then {second}; gap {gap:.6g} (uncached reference)"

@@ -1,0 +1,297 @@
+"""From a record that breaks law 1 to a small one that still does.
+
+A schedule fails when some request's batched run differs from its alone-run. Every run starts from a blank cache, so
+failing is a property of the schedule alone and shrinking is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TypeVar
+
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.describe import describe
+from xla_engine.equivalence.record import Record, Trace, trace
+from xla_engine.equivalence.recorder import record_schedule
+from xla_engine.equivalence.schedule import Action, Case, Schedule, run_alone, run_schedule
+from xla_engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+def ddmin(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """A part of `items`, in order, that still fails and of which no single item can be left out.
+
+    Delta debugging (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002, figure 5), with
+    the empty part tried first. `fails(tuple(items))` must be true.
+    """
+    rest = tuple(items)
+    if not rest or fails(()):
+        return ()
+    pieces = 2
+    while len(rest) > 1:
+        edges = [len(rest) * index // pieces for index in range(pieces + 1)]
+        parts = [rest[low:high] for low, high in pairwise(edges)]
+        smaller = next((part for part in parts if fails(part)), None)
+        if smaller is not None:
+            rest, pieces = smaller, 2
+            continue
+        others = [rest[:low] + rest[high:] for low, high in pairwise(edges)]
+        # Two parts are each other's complement: both were tried.
+        smaller = next((other for other in others if fails(other)), None) if pieces > 2 else None
+        if smaller is not None:
+            rest, pieces = smaller, pieces - 1
+        elif pieces == len(rest):
+            break
+        else:
+            pieces = min(2 * pieces, len(rest))
+    return rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShrinkReport:
+    """What shrinking came to. record: the smallest failing one, None when nothing failed to begin with."""
+
+    record: Record | None
+    runs: int
+    exhausted: bool
+    before: Schedule
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        if self.record is None:
+            return ["does not fail here: every request is the same alone and batched, from a blank cache"]
+        lines = [
+            f"before: {_size(self.before)}",
+            f"after:  {_size(self.record.schedule)}; {self.runs} runs",
+            "",
+            *describe(self.record),
+        ]
+        if self.exhausted:
+            lines.append(f"stopped after {self.runs} runs; more --max-runs may find a smaller one")
+        return lines
+
+
+def shrink(
+    engine: XlaBatchEngine,
+    schedule: Schedule,
+    *,
+    max_runs: int = 1000,
+    progress: Callable[[str], None] | None = None,
+) -> ShrinkReport:
+    """Reduce a failing schedule: fewer requests, actions, turns, shorter prompts, lower caps, plainer sampling.
+
+    max_runs: batched runs at most; alone-runs are made once per request and do not count. The engine must be idle.
+    """
+    trials = Trials(engine, max_runs, progress)
+    if not trials.fails(schedule):
+        return ShrinkReport(record=None, runs=trials.runs, exhausted=False, before=schedule)
+    smallest, exhausted = schedule, False
+    try:
+        while True:
+            for reduce in (_requests, _aborts, _turns, _prompts, _caps, _sampling):
+                trials.what = reduce.__name__.strip("_")
+                reduce(trials)
+            if trials.smallest == smallest:
+                break
+            smallest = trials.smallest
+    except _OutOfRuns:
+        exhausted = True
+    record = trials.record(trials.smallest)
+    return ShrinkReport(record=record, runs=trials.runs, exhausted=exhausted, before=schedule)
+
+
+class _OutOfRuns(Exception):
+    """The budget is spent."""
+
+
+class Trials:
+    """Runs candidate schedules on one engine, each once, and keeps the last that failed in `smallest`."""
+
+    def __init__(
+        self, engine: XlaBatchEngine, max_runs: int, progress: Callable[[str], None] | None = None
+    ) -> None:
+        self.smallest = Schedule(lag=0, cases=(), neighbours=(), actions=())
+        self.runs = 0
+        self.what = "whole"
+        self._engine = engine
+        self._max_runs = max_runs
+        self._progress = progress
+        self._seen: dict[Schedule, bool] = {}
+        self._alone: dict[Case, Trace] = {}
+
+    def fails(self, schedule: Schedule) -> bool:
+        """Whether a request of the schedule differs from its alone-run. Raises _OutOfRuns."""
+        if schedule not in self._seen:
+            self._seen[schedule] = bool(schedule.cases) and self._run(schedule)
+        if self._seen[schedule]:
+            self.smallest = schedule
+        return self._seen[schedule]
+
+    def first_failing(self, candidates: Iterable[Schedule]) -> bool:
+        """Take the first candidate that fails; False when none does."""
+        return any(self.fails(candidate) for candidate in candidates)
+
+    def alone(self, case: Case) -> Trace:
+        """The case run by itself on a blank engine."""
+        if case not in self._alone:
+            self._engine.blank()
+            self._alone[case] = trace(run_alone(self._engine, case))
+        return self._alone[case]
+
+    def record(self, schedule: Schedule) -> Record:
+        """The record of a schedule with its alone-runs."""
+        alone = {case.request_id: self.alone(case) for case in schedule.cases}
+        _, record = record_schedule(self._engine, schedule, blank=True)
+        return replace(record, alone=alone)
+
+    def _run(self, schedule: Schedule) -> bool:
+        if self.runs >= self._max_runs:
+            raise _OutOfRuns
+        self.runs += 1
+        if self._progress is not None:
+            self._progress(f"{self.what}: {len(schedule.cases) + len(schedule.neighbours)} requests")
+        self._engine.blank()
+        results = run_schedule(self._engine, schedule)
+        return any(
+            self.alone(case).first_difference(trace(results[case.request_id])) is not None
+            for case in schedule.cases
+        )
+
+
+# -- reductions: each leaves `trials.smallest` at what it could not reduce further ------------------------------
+
+
+def _requests(trials: Trials) -> None:
+    """Fewer requests, by delta debugging."""
+    schedule = trials.smallest
+    names = [case.request_id for case in (*schedule.cases, *schedule.neighbours)]
+    ddmin(names, lambda kept: trials.fails(_only(schedule, frozenset(kept))))
+
+
+def _only(schedule: Schedule, kept: frozenset[str]) -> Schedule:
+    return replace(
+        schedule,
+        cases=tuple(case for case in schedule.cases if case.request_id in kept),
+        neighbours=tuple(case for case in schedule.neighbours if case.request_id in kept),
+        actions=tuple(action for action in schedule.actions if action.request_id in kept),
+    )
+
+
+def _aborts(trials: Trials) -> None:
+    """Fewer aborts, by delta debugging."""
+    schedule = trials.smallest
+    aborts = [action for action in schedule.actions if action.kind != "submit"]
+
+    def with_aborts(kept: tuple[Action, ...]) -> Schedule:
+        actions = (action for action in schedule.actions if action.kind == "submit" or action in kept)
+        return replace(schedule, actions=tuple(actions))
+
+    ddmin(aborts, lambda kept: trials.fails(with_aborts(kept)))
+
+
+def _turns(trials: Trials) -> None:
+    """A smaller lag, and everything as early as it goes."""
+    trials.first_failing(replace(trials.smallest, lag=lag) for lag in range(trials.smallest.lag))
+    actions = trials.smallest.actions
+    trials.first_failing([_all_at_once(trials.smallest), _shifted(trials.smallest, 0, actions[0].turn)])
+    for index in range(len(actions)):
+        while trials.first_failing(_earlier(trials.smallest, index)):
+            pass
+
+
+def _all_at_once(schedule: Schedule) -> Schedule:
+    return replace(schedule, actions=tuple(replace(action, turn=0) for action in schedule.actions))
+
+
+def _earlier(schedule: Schedule, index: int) -> Iterator[Schedule]:
+    """The gap before an action closed, halved, shortened by one."""
+    actions = schedule.actions
+    gap = actions[index].turn - (actions[index - 1].turn if index else 0)
+    for shorter in _shorter(gap, 0):
+        yield _shifted(schedule, index, gap - shorter)
+
+
+def _shifted(schedule: Schedule, index: int, turns: int) -> Schedule:
+    """Every action from `index` on, that many turns earlier."""
+    moved = (replace(action, turn=action.turn - turns) for action in schedule.actions[index:])
+    return replace(schedule, actions=(*schedule.actions[:index], *moved))
+
+
+def _prompts(trials: Trials) -> None:
+    """Shorter prompts: the head of each, or else its tail."""
+
+    def shorter(case: Case) -> Iterator[Case]:
+        prompt = case.prompt_token_ids
+        for length in _shorter(len(prompt), 1):
+            yield replace(case, prompt_token_ids=prompt[:length])
+            yield replace(case, prompt_token_ids=prompt[-length:])
+
+    _each_case(trials, shorter)
+
+
+def _caps(trials: Trials) -> None:
+    """Smaller max_tokens, and min_tokens no larger."""
+
+    def shorter(case: Case) -> Iterator[Case]:
+        params = case.params
+        for cap in _shorter(params.max_tokens, 1):
+            least = min(params.min_tokens, cap)
+            yield replace(case, params=replace(params, max_tokens=cap, min_tokens=least))
+
+    _each_case(trials, shorter)
+
+
+def _sampling(trials: Trials) -> None:
+    """Greedy without more ado, or else each sampling parameter at its default."""
+    plain = SamplingParams()
+    others = [
+        each.name for each in fields(plain) if each.name not in ("temperature", "max_tokens", "logprobs")
+    ]
+
+    def plainer(case: Case) -> Iterator[Case]:
+        params = case.params
+        greedy = replace(plain, temperature=0, max_tokens=params.max_tokens, logprobs=params.logprobs)
+        options = [greedy, replace(greedy, ignore_eos=params.ignore_eos), replace(params, temperature=1.0)]
+        if params.is_greedy:
+            options = options[:2]
+        for name in others:
+            options.append(replace(params, **{name: getattr(plain, name)}))
+        return (replace(case, params=option) for option in options if option != params)
+
+    _each_case(trials, plainer)
+
+
+def _each_case(trials: Trials, smaller: Callable[[Case], Iterator[Case]]) -> None:
+    """Reduce request by request, each as long as one of its smaller forms fails too."""
+    schedule = trials.smallest
+    for name in [case.request_id for case in (*schedule.cases, *schedule.neighbours)]:
+        while True:
+            schedule = trials.smallest
+            cases = (*schedule.cases, *schedule.neighbours)
+            case = next(case for case in cases if case.request_id == name)
+            if not trials.first_failing(_with(schedule, form) for form in smaller(case)):
+                break
+
+
+def _with(schedule: Schedule, form: Case) -> Schedule:
+    def put(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+        return tuple(form if case.request_id == form.request_id else case for case in cases)
+
+    return replace(schedule, cases=put(schedule.cases), neighbours=put(schedule.neighbours))
+
+
+def _shorter(length: int, least: int) -> list[int]:
+    """Smaller lengths worth trying, ascending."""
+    options = {least, length // 4, length // 2, 3 * length // 4, length - 1}
+    return sorted(option for option in options if least <= option < length)
+
+
+def _size(schedule: Schedule) -> str:
+    cases = (*schedule.cases, *schedule.neighbours)
+    last = max((action.turn for action in schedule.actions), default=0)
+    prompts = sum(len(case.prompt_token_ids) for case in cases)
+    caps = sum(case.params.max_tokens for case in cases)
+    return f"{len(cases)} requests, last action in turn {last}, {prompts} prompt tokens, {caps} new at most"

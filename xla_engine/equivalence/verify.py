@@ -1,0 +1,195 @@
+"""Law 1, checked: tokens and logprob bits of a request equal those of the same request run alone.
+
+The alone-run goes through the same engine, the same executables and the same batch width, with every other row
+dead. The batched run draws arrival steps, neighbours that are aborted, slots (by arrival) and lags at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.recorder import RecordKeeper
+from xla_engine.equivalence.schedule import (
+    PREEMPTS,
+    Action,
+    draw_cases,
+    draw_schedule,
+    run_alone,
+    run_schedule,
+)
+from xla_engine.outputs import CompletionOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """First difference of one request between its alone-run and a batched run."""
+
+    request_id: str
+    schedule: int
+    position: int
+    alone: tuple[int, float] | None
+    batched: tuple[int, float] | None
+
+    def __str__(self) -> str:
+        return (
+            f"schedule {self.schedule}, request {self.request_id}, generated token {self.position}: "
+            f"alone {_describe(self.alone)}, batched {_describe(self.batched)}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifyReport:
+    """Counts of one verification. `differing_bits` counts logprobs whose float32 bits differ."""
+
+    requests: int = 0
+    schedules: int = 0
+    tokens: int = 0
+    aborted_neighbours: int = 0
+    preempted: int = 0
+    cached_tokens: int = 0
+    admitted_mid_stream: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    differing_tokens: int = 0
+    differing_bits: int = 0
+    compiles_after_warmup: int = 0
+    start_up_check: str = "not run"
+    divergences: list[Divergence] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.divergences or self.compiles_after_warmup)
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.finish_reasons.items()))
+        lines = [
+            "level                      A  (among peers against alone, through the same executables)",
+            f"requests                   {self.requests}  ({reasons})",
+            f"schedules                  {self.schedules}",
+            f"tokens compared            {self.tokens}",
+            f"admitted mid-stream        {self.admitted_mid_stream}",
+            f"neighbours aborted         {self.aborted_neighbours}",
+            f"preempted                  {self.preempted}",
+            f"tokens found in slots      {self.cached_tokens}",
+            f"differing tokens           {self.differing_tokens}",
+            f"differing logprob bits     {self.differing_bits}",
+            f"compiles after warm-up     {self.compiles_after_warmup}",
+            f"start-up check             {self.start_up_check}",
+        ]
+        lines.extend(f"  {divergence}" for divergence in self.divergences[:20])
+        lines.append("same bits alone and batched" if self.ok else "NOT the same bits alone and batched")
+        return lines
+
+
+def verify(
+    engine: XlaBatchEngine,
+    *,
+    requests: int = 200,
+    schedules: int = 4,
+    seed: int = 0,
+    lags: Sequence[int] = (0, 1),
+    progress: Callable[[str], None] | None = None,
+    keeper: RecordKeeper | None = None,
+) -> VerifyReport:
+    """Draw `requests` requests, run each alone and in one of `schedules` random schedules, and compare bits."""
+    report = VerifyReport(requests=requests, schedules=schedules)
+    if engine.self_check is not None:
+        report.start_up_check = engine.self_check.promise
+    cases = draw_cases(engine, requests, seed, every_field=True)
+    before = engine.stats().compiles_after_warmup
+
+    def count(action: Action, took_effect: bool) -> None:
+        report.admitted_mid_stream += action.kind == "submit" and engine.num_running > 0
+        report.aborted_neighbours += action.kind == "abort" and took_effect
+        report.preempted += action.kind in PREEMPTS and took_effect
+
+    alone = {}
+    for case in cases:
+        alone[case.request_id] = run_alone(engine, case)
+        if progress is not None:
+            progress("alone")
+    for result in alone.values():
+        reason = str(result.finish_reason)
+        report.finish_reasons[reason] = report.finish_reasons.get(reason, 0) + 1
+    known = engine.stats().cached_tokens
+    run = run_schedule if keeper is None else partial(keeper.run, alone=alone)
+    for schedule in range(schedules):
+        dealt = cases[schedule::schedules]
+        drawn = draw_schedule(
+            dealt, f"{seed}/{schedule}", lag=lags[schedule % len(lags)], preempts=engine.ways_to_preempt
+        )
+        batched = run(engine, drawn, on_action=count)
+        for case in dealt:
+            compare(case.request_id, schedule, alone[case.request_id], batched[case.request_id], report)
+            if progress is not None:
+                progress("batched")
+    report.cached_tokens = engine.stats().cached_tokens - known
+    report.compiles_after_warmup = engine.stats().compiles_after_warmup - before
+    return report
+
+
+def compare(
+    request_id: str, schedule: int, alone: CompletionOutput, batched: CompletionOutput, report: VerifyReport
+) -> None:
+    """Add one pair to the report: token ids, bits of their logprobs and of the most likely tokens', finish reason."""
+    left, right = _pairs(alone), _pairs(batched)
+    report.tokens += len(left)
+    first: int | None = None
+    for position in range(max(len(left), len(right))):
+        a = left[position] if position < len(left) else None
+        b = right[position] if position < len(right) else None
+        if a is None or b is None or a[0] != b[0]:
+            report.differing_tokens += 1
+        elif a[1] != b[1]:
+            report.differing_bits += 1
+        else:
+            continue
+        first = position if first is None else first
+    if first is None and alone.finish_reason != batched.finish_reason:
+        first = len(left)
+    if first is not None:
+        report.divergences.append(
+            Divergence(
+                request_id=request_id,
+                schedule=schedule,
+                position=first,
+                alone=_at(alone, first),
+                batched=_at(batched, first),
+            )
+        )
+
+
+def _pairs(output: CompletionOutput) -> list[tuple[Any, Any]]:
+    """(token id, logprob bits, and those of the most likely tokens by id where asked for) per generated token.
+
+    None stands for what an output has too few of: that differs as well.
+    """
+    bits = _bits(output.logprobs or ())
+    top = [
+        dict(zip(found, _bits([each.logprob for each in found.values()]), strict=True))
+        for found in output.top_logprobs or ({},) * len(bits)
+    ]
+    return list(zip_longest(output.token_ids, zip_longest(bits, top)))
+
+
+def _bits(logprobs: Sequence[float]) -> list[int]:
+    bits: list[int] = np.asarray(logprobs, np.float32).view(np.int32).tolist()
+    return bits
+
+
+def _at(output: CompletionOutput, position: int) -> tuple[int, float] | None:
+    if position >= min(len(output.token_ids), len(output.logprobs or ())):
+        return None
+    assert output.logprobs is not None
+    return output.token_ids[position], output.logprobs[position]
+
+
+def _describe(sample: tuple[int, float] | None) -> str:
+    return "ended" if sample is None else f"token {sample[0]} logprob {sample[1]:.9g}"

@@ -1,0 +1,176 @@
+"""A model becomes named leaves in one dtype, read from its files when they are asked for; or random leaves do.
+
+Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; vectors (norms, biases) are always float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xla_engine.errors import CheckpointError, ConfigError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.model_loader.config_json import read_config, read_model, read_special_tokens
+from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.gguf.config import tensor_names
+from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
+from xla_engine.model_loader.model_files import model_path
+from xla_engine.model_loader.safetensors_files import open_weight_files
+from xla_engine.model_loader.tensor_files import Array, TensorFiles
+from xla_engine.model_loader.weights import DTYPES, Sources, StoredWeights
+
+__all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config"]
+
+_DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
+_BYTES = ("U8",)  # MXFP4
+# Buffers of old checkpoints, and of GGUF files: the configuration says the same.
+_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(long|short))\.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A loaded model.
+
+    path: the directory or file it came from.
+    config: its shape.
+    weights: leaf name (of `graphs.model.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
+        Each access to a loaded checkpoint's reads the files anew and holds nothing (`StoredWeights`).
+    eos_token_ids: every id that ends a text; empty if the files name none.
+    bos_token_id: the id that begins a text, or None.
+    dtype: "bfloat16" or "float32".
+    fingerprint: sha256 of config, special tokens, and the weight files' names, sizes, headers and contents
+        (of files above 64 MiB, 256 blocks). The same wherever the directory lies.
+    """
+
+    path: Path
+    config: ModelConfig
+    weights: Mapping[str, Array]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    fingerprint: str
+
+
+def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
+    """Load the model directory, hub id or GGUF file `path` (`model_path`), of one of `xla_engine.families`.
+
+    dtype: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so, otherwise
+    bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask for
+    float32 to keep every bit.
+
+    Names, shapes and dtypes are checked against the headers; weights are read when they are asked for, one leaf at a
+    time. `rotary_emb.inv_freq` buffers are ignored. A tied model may store `lm_head.weight` only as a bitwise copy of
+    the embedding, or else config and weights contradict. Raises CheckpointError naming file, tensor and remedy.
+    """
+    wanted = _dtype_word(dtype)
+    place = model_path(path)
+    config, family = read_model(place)
+    special = read_special_tokens(place, config)
+    sources = tensor_sources(config, family)
+    files = _weight_files(place, sources, config)
+    _check_tensors(files, sources, config, family.ignores)
+    target = _stored_dtype(files, sources) if wanted == "auto" else wanted
+    identity = repr((asdict(config), asdict(special), files.fingerprint()))
+    return Checkpoint(
+        path=place,
+        config=config,
+        weights=StoredWeights(files, sources, config, target),
+        eos_token_ids=special.eos_token_ids,
+        bos_token_id=special.bos_token_id,
+        dtype=target,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+    )
+
+
+def random_weights(
+    config: ModelConfig, *, dtype: str, seed: int = 0, scale: float = 0.02
+) -> dict[str, Array]:
+    """Leaves of `config`'s shape, for tests and benchmarks. dtype as in `load_checkpoint`, auto: bfloat16.
+
+    Matrices and biases are normal with deviation `scale`, norms 1 plus such. A leaf depends on its own name and shape
+    and on the seed, not on the rest of the model.
+    """
+    target = DTYPES[_dtype_word("bfloat16" if dtype == "auto" else dtype)]
+    weights = {}
+    for leaf, shape in parameter_shapes(config).items():
+        generator = np.random.default_rng([seed, zlib.crc32(leaf.encode())])
+        draw = generator.standard_normal(shape, dtype=np.float32)
+        draw *= np.float32(scale)
+        if leaf.endswith("norm"):
+            draw += np.float32(1)
+        weights[leaf] = draw.astype(target if len(shape) > 1 else np.float32, copy=False)
+    return weights
+
+
+def _dtype_word(dtype: str) -> str:
+    if dtype not in _DTYPE_WORDS:
+        raise ConfigError(f"dtype {dtype!r} is not supported. Use one of: {', '.join(_DTYPE_WORDS)}")
+    return _DTYPE_WORDS[dtype]
+
+
+def _weight_files(path: Path, sources: Sources, config: ModelConfig) -> TensorFiles:
+    if not is_gguf(path):
+        return open_weight_files(path)
+    file = open_gguf(path)
+    wanted = [source.name for stacked in sources.values() for source in stacked]
+    return file.weight_files(tensor_names(file, wanted, config.num_hidden_layers))
+
+
+def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ignores: str) -> None:
+    """Every expected tensor is there, with its shape and a float dtype, and no other is."""
+    expected = {}
+    for source in (source for stacked in sources.values() for source in stacked):
+        expected[source.name] = source.shape, files.dtypes if source.scales is None else _BYTES
+        if source.scales is not None:
+            expected[source.scales] = source.shape[:-1], _BYTES
+    for name, (shape, dtypes) in expected.items():
+        if name not in files.tensors:
+            remedy = "Download the weights again or correct config.json"
+            if name == "lm_head.weight":
+                remedy = "Download them again, or set tie_word_embeddings if the embedding is the head"
+            raise CheckpointError(f"{files.names}: tensor {name} is missing. {remedy}")
+        info = files.tensors[name]
+        if info.dtype not in dtypes:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} is stored as {info.dtype}, not as one of "
+                f"{', '.join(dtypes)}. Save an unquantised copy, in bfloat16 for example"
+            )
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} has shape {list(info.shape)}, but {list(shape)} by the configuration. "
+                "Correct config.json, or download both again"
+            )
+    for name, info in files.tensors.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            _check_tied_head(files)
+        elif name not in expected and not _IGNORED.fullmatch(name) and not re.fullmatch(ignores, name):
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} is not part of the model that the configuration describes. "
+                "Correct config.json, or save the weights without it"
+            )
+
+
+def _check_tied_head(files: TensorFiles) -> None:
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    head, embedding = (files.tensors[name] for name in names)
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
+        np.array_equal(one.view(np.uint8), other.view(np.uint8))
+        for one, other in zip(*map(files.blocks, names), strict=True)
+    )
+    if not same:
+        raise CheckpointError(
+            f"{head.file}: tensor lm_head.weight differs from the embedding, but config.json ties the two. "
+            "Set tie_word_embeddings to false if the model has its own head, else save without lm_head.weight"
+        )
+
+
+def _stored_dtype(files: TensorFiles, sources: Sources) -> str:
+    matrices = (source.name for stacked in sources.values() for source in stacked if len(source.shape) > 1)
+    return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"

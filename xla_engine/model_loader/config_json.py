@@ -1,0 +1,202 @@
+"""config.json and generation_config.json of a Hugging Face directory: a ModelConfig, or one clear error.
+
+A field that would change the computation and is not built in is refused by name, never ignored. `auto_map` is
+not followed: no code from a checkpoint is run, and beside a built-in architecture it is without effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from xla_engine.errors import CheckpointError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.families import FAMILIES, Family
+from xla_engine.model_loader.gguf import config as gguf_config
+from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
+from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.model_files import model_path
+from xla_engine.model_loader.rope_scaling import read_rope
+
+# Ceilings far above any real model: with them products of sizes stay below 2**63 and every table is small.
+_CEILINGS = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**31 - 1,
+}
+
+# Fields that change what a decoder computes: the values, beside null, that leave it plain; what others mean. A family
+# reads some (`Family.reads`); the rest must be plain.
+_PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
+    "attention_bias": ((False,), "biases on the attention projections"),
+    "mlp_bias": ((False,), "biases on the MLP projections"),
+    "pretraining_tp": ((1,), "sliced projections; the weights are the same with 1, so set it to 1"),
+    "quantization_config": ((), "quantised weights; an unquantised or dequantised copy is needed"),
+    "compression_config": ((), "quantised weights; an unquantised or dequantised copy is needed"),
+    "sliding_window": ((), "windowed attention"),
+    "use_sliding_window": ((False,), "windowed attention"),
+    "rope_interleaved": ((False,), "interleaved rotary pairs"),
+    "no_rope_layers": (([],), "layers without rotary embedding"),
+    "clip_qkv": ((), "clipped projections"),
+    "use_qk_norm": ((False,), "normalised queries and keys"),
+    "attn_logit_softcapping": ((), "capped attention scores"),
+    "final_logit_softcapping": ((), "capped logits"),
+    "attention_multiplier": ((), "another attention scale"),
+    "embedding_multiplier": ((1,), "scaled embeddings"),
+    "residual_multiplier": ((1,), "scaled residuals"),
+    "logits_scaling": ((1,), "scaled logits"),
+    "logit_scale": ((1,), "scaled logits"),
+    "use_mrope": ((False,), "multimodal rotary embedding"),
+    "use_bidirectional_attention": ((False,), "attention to later tokens"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """Ids that end a text, in the file's order without repeats, and the id that begins one, if any."""
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def read_config(path: Path | str) -> ModelConfig:
+    """The ModelConfig of the model directory or GGUF file `path`; weights and tokenizer need not be there.
+
+    Fields that real files leave out take transformers' defaults: head_dim, num_key_value_heads, rms_norm_eps,
+    max_position_embeddings, tie_word_embeddings, and those of the family. The others are required.
+    Raises CheckpointError naming file, field and remedy.
+    """
+    return read_model(path)[0]
+
+
+def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
+    """`read_config`, and the family that names the tensors."""
+    place = model_path(path)
+    fields = config_fields(place)
+    family = _family(fields)
+    fields = _text_fields(fields, family) if family.text_type else fields
+    fields = fields.with_defaults(family.defaults)
+    _check_plain(fields, family)
+    hidden_size = _size(fields, "hidden_size")
+    heads = _size(fields, "num_attention_heads")
+    if fields.values.get("head_dim") is None and hidden_size % heads:
+        fields.fail(
+            "hidden_size", f"no multiple of num_attention_heads = {heads}. Add head_dim or correct it"
+        )
+    rope = read_rope(fields, family)
+    longest = _size(fields, "max_position_embeddings", default=2048)
+    sizes = {
+        "vocab_size": _size(fields, "vocab_size"),
+        "intermediate_size": _size(fields, "intermediate_size"),
+        "num_hidden_layers": _size(fields, "num_hidden_layers"),
+        "num_key_value_heads": _size(fields, "num_key_value_heads", default=heads),
+        "head_dim": _size(fields, "head_dim", default=hidden_size // heads),
+        "max_position_embeddings": max(longest, rope.limit or 0),
+    }
+    try:
+        config = ModelConfig(
+            **{
+                "hidden_size": hidden_size,
+                "num_attention_heads": heads,
+                "hidden_act": _activation(fields, family),
+                "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
+                "rope_theta": rope.theta,
+                "rope_scaling": rope.scaling,
+                "rope_local_base_freq": rope.local_theta,
+                "partial_rotary_factor": rope.partial_rotary_factor,
+                "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
+                **sizes,
+                **family.flags(fields),
+            }
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{fields.file}: {error}. Correct the file or download it again") from error
+    return gguf_config.as_stored(open_gguf(place), config, family) if is_gguf(place) else (config, family)
+
+
+def read_special_tokens(path: Path | str, config: ModelConfig) -> SpecialTokens:
+    """Ids that end and begin a text: generation_config.json where it names them, else config.json."""
+    place = model_path(path)
+    generation = place / "generation_config.json"
+    eos: tuple[int, ...] = ()
+    bos: tuple[int, ...] = ()
+    config_json = config_fields(place)
+    files = [Fields.of_file(generation)] if generation.exists() else []
+    text = config_json.within("text_config")  # of a model that also sees
+    for fields in (*files, config_json, *([] if text is None else [text])):
+        eos = eos or fields.token_ids("eos_token_id", config.vocab_size)
+        bos = bos or fields.token_ids("bos_token_id", config.vocab_size)
+        if len(bos) > 1:
+            fields.fail("bos_token_id", "more than one id. Keep the one that begins a text")
+    return SpecialTokens(eos_token_ids=eos, bos_token_id=bos[0] if bos else None)
+
+
+def config_fields(path: Path) -> Fields:
+    """config.json of a directory, or what the metadata of a GGUF file say in its words."""
+    return (
+        gguf_config.config_fields(open_gguf(path)) if is_gguf(path) else Fields.of_file(path / "config.json")
+    )
+
+
+def _size(fields: Fields, name: str, default: int | None = None) -> int:
+    return fields.integer(name, high=_CEILINGS[name], default=default)
+
+
+def _family(fields: Fields) -> Family:
+    names = fields.values.get("architectures")
+    remedy = f"Use a checkpoint of: {', '.join(FAMILIES)}"
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        fields.fail("architectures", f"must be a list of one architecture name. {remedy}")
+    if names[0] not in FAMILIES:
+        remote = "; the code that its auto_map points to is never run" if "auto_map" in fields.values else ""
+        fields.fail("architectures", f"not supported{remote}. {remedy}")
+    family = FAMILIES[names[0]]
+    if fields.values.get("model_type") not in (None, family.model_type):
+        fields.fail("model_type", f"contradicts the architecture {names[0]}. {remedy}")
+    if family.mxfp4 and (quantised := fields.within("quantization_config")) is not None:
+        if quantised.values.get("quant_method") != "mxfp4":
+            quantised.fail("quant_method", "not supported. Use an unquantised or an MXFP4 checkpoint")
+        return replace(family, tensors={**family.tensors, **family.mxfp4})
+    return family
+
+
+def _text_fields(fields: Fields, family: Family) -> Fields:
+    """What describes the decoder of a model that also sees. Quantisation is said beside it."""
+    text = fields.within("text_config")
+    if text is None:
+        fields.fail(
+            "text_config", f"must describe the decoder of {family.architecture}. Download the file again"
+        )
+    if text.values.get("model_type") not in (None, family.text_type):
+        text.fail("model_type", f"not supported within {family.architecture}, only {family.text_type!r} is")
+    return text.with_defaults({"quantization_config": fields.values.get("quantization_config")})
+
+
+def _check_plain(fields: Fields, family: Family) -> None:
+    """What the family's own reader does not know must say that it changes nothing."""
+    for name in _PLAIN.keys() - set(family.reads):
+        plain, meaning = _PLAIN[name]
+        value = fields.values.get(name)
+        if value is not None and value not in plain:
+            fields.fail(name, f"not supported ({meaning}) for {family.architecture}. Use a plain checkpoint")
+    layers = fields.values.get("layer_types")
+    if "layer_types" in family.reads or layers is None:
+        return
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+        fields.fail(
+            "layer_types",
+            f'only "full_attention" is supported for {family.architecture}. Use a plain checkpoint',
+        )
+
+
+def _activation(fields: Fields, family: Family) -> str:
+    name = "hidden_activation" if fields.given("hidden_activation") else "hidden_act"
+    value = fields.values.get(name) or "silu"
+    if not isinstance(value, str) or value not in family.activations:
+        fields.fail(name, f"not supported. Use a checkpoint with one of: {', '.join(family.activations)}")
+    return family.activations[value]

@@ -1,0 +1,149 @@
+"""What a model family is: how its config.json becomes flags, and which checkpoint tensors make up which leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.model_loader.json_fields import Fields
+
+ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint tensor as a part of a leaf: its rows come behind those of the parts before it.
+
+    shape: in the file. rotary_heads: its first rows are so many heads, each put in the engine's rotary order
+    (`graphs.rope.rotary_order`). offset: added in float32 (Gemma stores norm weights less one).
+    order: its rows that the leaf takes, in the leaf's order; None: all of them as they stand.
+    convert: what becomes of a block of its leading entries before it is cut into rows.
+    scales: the tensor of its scales where it is stored in MXFP4, as `[..., blocks, 16]` bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rotary_heads: int = 0
+    offset: float = 0.0
+    order: np.ndarray[Any, Any] | None = None
+    convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]] | None = None
+    scales: str | None = None
+
+
+# The sources of a leaf of this shape, their names below the layer.
+Sources = Callable[[ModelConfig, tuple[int, ...]], tuple[Source, ...]]
+Tensors = dict[str, tuple[str, ...] | Sources]
+
+
+def no_flags(_: Fields) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture of transformers, as data.
+
+    architecture, model_type: their names in config.json.
+    defaults: values of fields that real files leave out (null is not left out). rope_theta: likewise.
+    rope_local: sliding layers have a rotary base of their own, without scaling.
+    reads: fields that `flags` knows; every other one that would change the computation is refused by name.
+    flags: fields of `ModelConfig` beside the sizes that all families share.
+    tensors: the tensors of each leaf of a layer, below `layer`, or a function that gives its sources; of the leaves
+        beside the layers, whole names. mxfp4: the same of leaves that a checkpoint quantised so stores otherwise.
+    activations: config.json's words for those that are built in.
+    norm_offset: added to every norm weight.
+    ignores: pattern of tensors that are no part of the decoder.
+    text_type: model_type of config.json's `text_config`, which describes the decoder where it is a part of a model.
+    """
+
+    architecture: str
+    model_type: str
+    tensors: Mapping[str, tuple[str, ...] | Sources]
+    mxfp4: Mapping[str, Sources] = field(default_factory=dict)
+    flags: Callable[[Fields], dict[str, Any]] = no_flags
+    reads: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rope_theta: float = 10000.0
+    rope_local: bool = False
+    activations: Mapping[str, Literal["silu", "gelu_tanh"]] = field(default_factory=lambda: ACTIVATIONS)
+    norm_offset: float = 0.0
+    ignores: str = ""
+    text_type: str = ""
+    layer: str = "model.layers.{index}."
+
+
+def within_vision_model(family: Family, architecture: str, model_type: str) -> Family:
+    """The text decoder of a checkpoint that also sees; what sees is left on disk."""
+    beside = {
+        leaf: names for leaf, names in family.tensors.items() if leaf in ("embed", "final_norm", "head")
+    }
+    renamed = {
+        leaf: tuple(f"language_model.{name}" for name in names) if not callable(names) else names
+        for leaf, names in beside.items()
+    }
+    return replace(
+        family,
+        architecture=architecture,
+        model_type=model_type,
+        tensors={**family.tensors, **renamed},
+        layer="language_model.model.layers.{index}.",
+        ignores=r"(vision_tower|multi_modal_projector)\..*",
+        text_type=family.model_type,
+    )
+
+
+def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Source, ...]]:
+    """Leaf name to the checkpoint tensors stacked in it, top rows first, for every leaf of `config`."""
+    sources = {}
+    for leaf, shape in parameter_shapes(config).items():
+        prefix, kind = "", leaf
+        if leaf.startswith("layers."):
+            _, index, kind = leaf.split(".", 2)
+            prefix = family.layer.format(index=index)
+        names = family.tensors[kind]
+        if callable(names):
+            sources[leaf] = tuple(_below(prefix, part) for part in names(config, shape))
+            continue
+        rotary = config.rope_interleaved or config.rotary_dim != config.head_dim
+        parts = zip(names, _rows(config, kind, shape, len(names)), strict=True)
+        sources[leaf] = tuple(
+            Source(
+                name=prefix + name,
+                shape=(rows, *shape[1:]),
+                rotary_heads=_rotary_heads(config, kind, name, rows) if rotary else 0,
+                offset=family.norm_offset if kind.endswith("norm") else 0.0,
+            )
+            for name, rows in parts
+        )
+    return sources
+
+
+def _below(prefix: str, part: Source) -> Source:
+    scales = None if part.scales is None else prefix + part.scales
+    return replace(part, name=prefix + part.name, scales=scales)
+
+
+def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """Rows that each of the tensors of a leaf has."""
+    if parts == 1:
+        return (shape[0],)
+    if kind.startswith("qkv"):
+        keys = config.num_key_value_heads * config.head_dim
+        return (shape[0] - 2 * keys, keys, keys)
+    return (shape[0] // parts,) * parts
+
+
+def _rotary_heads(config: ModelConfig, kind: str, name: str, rows: int) -> int:
+    """How many heads of queries and keys a tensor begins with."""
+    if not kind.startswith(("qkv", "q_norm", "k_norm")) or ".v_proj" in name:
+        return 0
+    return min(rows // config.head_dim, config.num_attention_heads + config.num_key_value_heads)

@@ -1,0 +1,297 @@
+"""GGUF metadata in the words of config.json, so that one reader checks both; and the names of tensors.
+
+Keys are those of ggml's `docs/gguf.md`. A key of the architecture that is not listed here is refused by name, like an
+unknown field of config.json that would change the computation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from xla_engine.errors import CheckpointError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.families import Family
+from xla_engine.model_loader.gguf.file import GgufFile, library
+from xla_engine.model_loader.json_fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Architecture:
+    """An architecture of llama.cpp in transformers' words.
+
+    interleaved: its files have rotary pairs side by side, where transformers has them half a head apart.
+    fields: of config.json, where the metadata does not say. words: other names of fields than those of `_FIELDS`.
+    experts: some layers have them.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    interleaved: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    experts: bool = False
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+_KINDS = (
+    _Architecture(name="llama", architecture="LlamaForCausalLM", model_type="llama", interleaved=True),
+    _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", model_type="smollm3", interleaved=True),
+    _Architecture(name="granite", architecture="GraniteForCausalLM", model_type="granite", interleaved=True),
+    _Architecture(name="qwen2", architecture="Qwen2ForCausalLM", model_type="qwen2"),
+    _Architecture(name="qwen3", architecture="Qwen3ForCausalLM", model_type="qwen3"),
+    _Architecture(name="phi3", architecture="Phi3ForCausalLM", model_type="phi3"),
+    _Architecture(name="olmo2", architecture="Olmo2ForCausalLM", model_type="olmo2"),
+    _Architecture(name="gemma", architecture="GemmaForCausalLM", model_type="gemma", fields=_GEMMA),
+    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM", model_type="gemma2", fields=_GEMMA),
+    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM", model_type="gemma3_text", fields=_GEMMA),
+    _Architecture(
+        name="command-r",
+        architecture="CohereForCausalLM",
+        model_type="cohere",
+        words={"logits_scaling": "logit_scale"},
+    ),
+)
+_WITH_EXPERTS = (
+    _Architecture(
+        name="llama",  # a Mixtral is a llama with experts there
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        interleaved=True,
+        words={"num_experts": "num_local_experts"},
+        experts=True,
+    ),
+    _Architecture(
+        name="qwen3moe",
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        fields={"norm_topk_prob": True},
+        experts=True,
+    ),
+)
+_ARCHITECTURES = {(kind.name, kind.experts): kind for kind in (*_KINDS, *_WITH_EXPERTS)}
+_FIELDS = {
+    "{arch}.context_length": "max_position_embeddings",
+    "{arch}.embedding_length": "hidden_size",
+    "{arch}.block_count": "num_hidden_layers",
+    "{arch}.feed_forward_length": "intermediate_size",
+    "{arch}.attention.head_count": "num_attention_heads",
+    "{arch}.attention.head_count_kv": "num_key_value_heads",
+    "{arch}.attention.key_length": "head_dim",
+    "{arch}.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "{arch}.attention.layer_norm_epsilon": "layer_norm_eps",
+    "{arch}.attention.sliding_window": "sliding_window",
+    "{arch}.attention.scale": "attention_multiplier",
+    "{arch}.attn_logit_softcapping": "attn_logit_softcapping",
+    "{arch}.final_logit_softcapping": "final_logit_softcapping",
+    "{arch}.rope.freq_base": "rope_theta",
+    "{arch}.rope.freq_base_swa": "rope_local_base_freq",
+    "{arch}.embedding_scale": "embedding_multiplier",
+    "{arch}.residual_scale": "residual_multiplier",
+    "{arch}.logit_scale": "logits_scaling",
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+}
+_EXPERT_FIELDS = {
+    "{arch}.expert_count": "num_experts",
+    "{arch}.expert_used_count": "num_experts_per_tok",
+    "{arch}.expert_feed_forward_length": "moe_intermediate_size",
+}
+_ROPE = "{arch}.rope.scaling."
+_HANDLED = {  # below
+    "{arch}.vocab_size",
+    "{arch}.attention.value_length",
+    "{arch}.rope.dimension_count",
+    *(_ROPE + name for name in ("type", "factor", "original_context_length", "finetuned", "attn_factor")),
+    *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
+    "{arch}.tensor_data_layout",
+}
+_EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def architecture(file: GgufFile) -> _Architecture:
+    """The architecture of a file; CheckpointError for those that have no counterpart here."""
+    name, experts = file.get("general.architecture"), bool(file.get("{arch}.expert_count"))
+    for known in ((name, experts), (name, False)):
+        if known in _ARCHITECTURES:
+            return _ARCHITECTURES[known]
+    names = ", ".join(dict.fromkeys(name for name, _ in _ARCHITECTURES))
+    raise CheckpointError(
+        f"{file.path}: general.architecture = {name!r}: not supported. Use a file of: {names}"
+    )
+
+
+def config_fields(file: GgufFile) -> Fields:
+    """The metadata as config.json would say it. Raises CheckpointError naming the key that is not supported."""
+    kind = architecture(file)
+    prefix = f"{file.get('general.architecture')}."
+    words = {**_FIELDS, **(_EXPERT_FIELDS if kind.experts else {})}
+    known = {key.replace("{arch}.", prefix) for key in (*words, *_HANDLED)}
+    for key, value in file.metadata.items():
+        if key.startswith(prefix) and key not in known and value not in (0, False, [], ""):
+            raise CheckpointError(
+                f"{file.path}: {key} = {value!r}: not supported. Use another file of the model"
+            )
+    values: dict[str, Any] = {
+        **kind.fields,
+        "architectures": [kind.architecture],
+        "model_type": kind.model_type,
+        "vocab_size": _vocabulary(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    for key, word in words.items():
+        value = _uniform(file, key)
+        if value is not None and (word, value) != ("sliding_window", 0):
+            values[kind.words.get(word, word)] = value
+    ends = [
+        file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")
+    ]  # of text, turn, message
+    values["eos_token_id"] = [number for number in ends if number is not None]
+    for word, tensor in {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}.items():
+        if tensor in file.tensors:
+            values[word] = True
+    if (scaling := _rope_scaling(file, values)) is not None:
+        values["rope_scaling"] = scaling
+        if scaling["rope_type"] == "longrope":  # Phi's files say it beside, too
+            values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    _read_widths(file, values)
+    if kind.name in ("gemma2", "gemma3"):
+        values["query_pre_attn_scalar"] = _gemma_scale(values)
+    return Fields(file.path, values)
+
+
+def as_stored(file: GgufFile, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
+    """What differs in how a GGUF file stores the model: rotary pairs may be neighbours, norms have their offset."""
+    interleaved = architecture(file).interleaved or config.rope_interleaved
+    return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
+
+
+def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str, tuple[str, int | None]]:
+    """The `wanted` names of transformers to the file's; of an expert's tensor, to that of all and its place there."""
+    gguf = library(file.path)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
+    found = {}
+    for name in wanted:
+        expert = _EXPERT.fullmatch(name)
+        known = name
+        if expert is not None:
+            layer, place, part = expert.groups()
+            known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.weight"
+        theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        if theirs is not None:
+            found[name] = theirs, None if expert is None else int(place)
+    return found
+
+
+def _vocabulary(file: GgufFile) -> int | None:
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding is not None else file.get("{arch}.vocab_size")
+
+
+def _uniform(file: GgufFile, key: str) -> Any:
+    """A value; where layers have values of their own, the one they share."""
+    value = file.get(key)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise CheckpointError(
+                f"{file.path}: {key} = {value}: layers that differ in it are not supported. Use another model"
+            )
+        return value[0]
+    return value
+
+
+def _read_widths(file: GgufFile, values: dict[str, Any]) -> None:
+    """Value heads must be as wide as key heads; the rotary part may be narrower."""
+    if not isinstance(values.get("hidden_size"), int) or not values.get("num_attention_heads"):
+        return  # told by the reader of the fields
+    width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    valued = file.get("{arch}.attention.value_length")
+    if valued not in (None, width):
+        raise CheckpointError(
+            f"{file.path}: attention.value_length = {valued}: not supported beside key heads of {width}. Use another "
+            "model"
+        )
+    rotated = file.get("{arch}.rope.dimension_count")
+    if isinstance(rotated, int) and 0 < rotated < width:
+        values["partial_rotary_factor"] = rotated / width
+    elif rotated not in (None, width):
+        raise CheckpointError(
+            f"{file.path}: rope.dimension_count = {rotated}: not supported beside heads of {width}. Use another model"
+        )
+
+
+def _gemma_scale(values: Mapping[str, Any]) -> Any:
+    """The metadata has no scale of scores: llama.cpp takes that of the largest model by its number of layers."""
+    largest = {"gemma2": 46, "gemma3_text": 62}[values["model_type"]]
+    if values.get("num_hidden_layers") == largest:
+        return values["hidden_size"] // values["num_attention_heads"]
+    return values.get("head_dim")
+
+
+def _rope_scaling(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _from_divisors(file, values)
+    kind = file.get(_ROPE + "type")
+    if kind in (None, "none"):
+        factors = {
+            f"{length}_factor": file.tensors.get(f"rope_factors_{length}.weight")
+            for length in ("short", "long")
+        }
+        if None in factors.values():
+            return None
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
+            "attention_factor": file.get(_ROPE + "attn_factor"),
+            **{name: _vector(file, f"rope_factors_{name.split('_')[0]}.weight") for name in factors},
+        }
+    scaling = {
+        "rope_type": kind,
+        "factor": file.get(_ROPE + "factor"),
+        "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
+    }
+    if kind == "yarn":
+        names = {
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+            "attention_factor": "attn_factor",
+        }
+        scaling |= {ours: file.get(_ROPE + theirs) for ours, theirs in names.items()}
+    elif kind == "linear":
+        del scaling["original_max_position_embeddings"]
+    return scaling
+
+
+def _from_divisors(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp stores what Llama 3's scaling makes of each frequency. Where Llama 3's usual numbers give the same
+    divisors these numbers are taken, so that the table has the bits of the original; else the divisors themselves."""
+    divisors = np.array(_vector(file, "rope_freqs.weight"))
+    scaling = {"factor": float(divisors.max(initial=0)), **_LLAMA3}
+    base, count = float(values.get("rope_theta") or 10000.0), max(1, len(divisors))
+    turns = scaling["original_max_position_embeddings"] / (2 * np.pi * base ** (np.arange(count) / count))
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    if np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4):
+        return {"rope_type": "llama3", **scaling}
+    context = values.get("max_position_embeddings")
+    factors = divisors.tolist()
+    return {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": context,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+
+
+def _vector(file: GgufFile, name: str) -> list[float]:
+    vector: list[float] = file.weight_files({}).read(name).astype(np.float64).reshape(-1).tolist()
+    return vector

@@ -1,0 +1,211 @@
+"""The tokenizer in a GGUF file's metadata as a `tokenizers` object, where that can be exact.
+
+Three kinds are rebuilt: byte-level BPE ("gpt2") whose way of cutting text into words is listed here, SentencePiece BPE
+("llama"), and unigram ("t5") without a table of normalisations. For the rest a tokenizer.json is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.gguf.file import GgufFile
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # ggml's token types
+_SPACE = "▁"
+
+# How a text is cut into words before merges apply, by `tokenizer.ggml.pre`: the expressions of the models' own files.
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_REST_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_LLAMA3 = rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_WORDS = {
+    "llama-bpe": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "qwen2": rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}|{_REST}",
+    "gpt-4o": (
+        rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}|{_REST_SLASH}"
+    ),
+    "tekken": rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}",
+}
+_GPT2, _DIGITS = ("gpt-2",), ("smollm", "refact", "starcoder")
+_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a word that is a token is one, whatever the merges say
+_BEGINS = ("llama-bpe", "tekken")  # byte-level files that begin texts with a token without saying so
+
+
+def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer | None:
+    """The file's tokenizer; None where it has none. Raises CheckpointError for one that cannot be rebuilt exactly."""
+    if (whole := file.get("tokenizer.huggingface.json")) is not None:
+        return tokenizers.Tokenizer.from_str(whole)
+    kind = file.get("tokenizer.ggml.model")
+    if kind in (None, "no_vocab", "none"):
+        return None
+    build = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}.get(str(kind))
+    if build is None:
+        raise _inexact(file, f"its tokenizer is of kind {kind!r}")
+    vocabulary = _Vocabulary(file)
+    backend = build(file, vocabulary)
+    backend.add_tokens(vocabulary.added)
+    _add_ends(file, vocabulary, backend, begins=kind == "llama" or file.get("tokenizer.ggml.pre") in _BEGINS)
+    return backend
+
+
+class _Vocabulary:
+    """Tokens by id, with what is said of each."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.tokens: list[str] = self._list(file, "tokens", str, None)
+        count = len(self.tokens)
+        self.types: list[int] = self._list(file, "token_type", int, [_NORMAL] * count)
+        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        if len(self.ids) != count:
+            raise _inexact(file, "some of its tokens are spelled alike")
+        self.added = [
+            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+        ]
+        self.unknown = next(
+            (token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _UNKNOWN), None
+        )
+        self.has_bytes = _BYTE in self.types
+
+    def scores(self, file: GgufFile) -> list[float]:
+        return self._list(file, "scores", float, None)
+
+    def _list(self, file: GgufFile, name: str, kind: type, default: list[Any] | None) -> list[Any]:
+        values = file.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
+            raise _inexact(file, f"its tokenizer.ggml.{name} is no list of {kind.__name__}")
+        if hasattr(self, "tokens") and len(values) != len(self.tokens):
+            raise _inexact(file, f"its tokenizer.ggml.{name} has another length than its tokens")
+        return values
+
+
+def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    name = file.get("tokenizer.ggml.pre")
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges") or []]
+    if any(len(merge) != 2 for merge in merges):
+        raise _inexact(file, "one of its merges is no pair")
+    backend = _built(
+        file,
+        lambda: tokenizers.Tokenizer(
+            models.BPE(vocabulary.ids, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
+        ),
+    )
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name in _GPT2 + _DIGITS)
+    if name in _GPT2:
+        backend.pre_tokenizer = plain
+    elif name in _DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), plain]
+        )
+    elif name in _WORDS:
+        words = pre_tokenizers.Split(Regex(_WORDS[name]), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, plain])
+    else:
+        raise _inexact(file, f"how it cuts text into words ({name!r}) is not known here")
+    if name == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    merges = _merges(vocabulary, vocabulary.scores(file))
+    backend = _built(
+        file,
+        lambda: tokenizers.Tokenizer(
+            models.BPE(
+                vocabulary.ids,
+                merges,
+                unk_token=vocabulary.unknown,
+                fuse_unk=True,
+                byte_fallback=vocabulary.has_bytes,
+            )
+        ),
+    )
+    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    backend.decoder = _text_decoder(prefix)
+    return backend
+
+
+def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Pairs in the order in which SentencePiece prefers them: by the score of what they make."""
+    ids = vocabulary.ids
+    mergeable = [
+        number
+        for number, kind in enumerate(vocabulary.types)
+        if kind in (_NORMAL, _USER_DEFINED) and len(vocabulary.tokens[number]) > 1
+    ]
+    merges = []
+    for number in sorted(mergeable, key=lambda number: (-scores[number], number)):
+        token = vocabulary.tokens[number]
+        parts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [(left, right) for left, right in parts if left in ids and right in ids]
+        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return merges
+
+
+def _unigram(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    if file.get("tokenizer.ggml.precompiled_charsmap") or file.get("tokenizer.ggml.remove_extra_whitespaces"):
+        raise _inexact(file, "its tokenizer normalises text by a table")
+    pieces = list(zip(vocabulary.tokens, vocabulary.scores(file), strict=True))
+    unknown = None if vocabulary.unknown is None else vocabulary.ids[vocabulary.unknown]
+    backend = _built(
+        file, lambda: tokenizers.Tokenizer(models.Unigram(pieces, unknown, vocabulary.has_bytes))
+    )
+    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
+    backend.decoder = _text_decoder(prefix)
+    return backend
+
+
+def _text_decoder(prefix: bool) -> Any:
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+
+
+def _add_ends(
+    file: GgufFile, vocabulary: _Vocabulary, backend: tokenizers.Tokenizer, *, begins: bool
+) -> None:
+    """Tokens that every text gets at its beginning and end."""
+    asked = {
+        "bos": file.get("tokenizer.ggml.add_bos_token", begins),
+        "eos": file.get("tokenizer.ggml.add_eos_token", False),
+    }
+    ids = {name: file.get(f"tokenizer.ggml.{name}_token_id") for name, wanted in asked.items() if wanted}
+    ids = {name: number for name, number in ids.items() if number is not None}
+    if not ids:
+        return
+    if any(number >= len(vocabulary.tokens) for number in ids.values()):
+        raise _inexact(file, "a special token of it has no spelling")
+    named = {name: vocabulary.tokens[number] for name, number in ids.items()}
+    pieces = [named.get("bos"), "$A", named.get("eos")]
+    backend.post_processor = processors.TemplateProcessing(
+        [piece for piece in pieces if piece is not None],
+        None,
+        [(token, ids[name]) for name, token in named.items()],
+    )
+
+
+def _built(file: GgufFile, build: Any) -> tokenizers.Tokenizer:
+    try:
+        backend: tokenizers.Tokenizer = build()
+    except Exception as error:  # the library raises bare Exceptions
+        raise _inexact(file, f"its tokenizer contradicts itself ({error})") from error
+    return backend
+
+
+def _inexact(file: GgufFile, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path}: {reason}, so text cannot be tokenised exactly. Put the model's tokenizer.json beside the file"
+    )

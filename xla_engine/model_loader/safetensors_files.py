@@ -1,0 +1,130 @@
+"""The weight files of a model directory: which tensor is where, checked before one byte of weights is read.
+
+`model.safetensors`, or shards named by `model.safetensors.index.json`; the single file wins where both exist,
+as in transformers. The safetensors library verifies each header (lengths, overlaps, holes, overflow) against
+the file. Tensors are then read through maps of our own (`xla_engine.tensor_files`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.json_fields import parse_json, read_json
+from xla_engine.model_loader.tensor_files import TensorFiles, TensorInfo
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_open: Any = safe_open  # the library's stub leaves its methods without types
+_SHARD_NAME = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}\.safetensors"
+)  # no separators, drives or parents
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
+
+
+def open_weight_files(directory: Path) -> TensorFiles:
+    """Check and map the weight files of `directory`; they stay mapped as long as somebody holds the result.
+
+    Raises CheckpointError for pickled or missing weights, an unusable index or header, and duplicate tensors.
+    """
+    maps: dict[Path, mmap.mmap] = {}
+    tensors: dict[str, TensorInfo] = {}
+    with _named(directory, "directory"):
+        if (directory / SINGLE_FILE).exists():
+            _open_file(directory / SINGLE_FILE, maps, tensors)
+        elif (directory / INDEX_FILE).exists():
+            _open_shards(directory, maps, tensors)
+        else:
+            raise CheckpointError(_why_no_weights(directory))
+    return TensorFiles(maps, tensors)
+
+
+def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no regular file. Download the checkpoint again")
+    with _named(file, "header"), file.open("rb") as stream, _open(file, framework="np") as handle:
+        (header_length,) = struct.unpack("<Q", stream.read(8))
+        header = parse_json(
+            stream.read(header_length), file
+        )  # refuses repeated names; the library keeps the last
+        for name in handle.keys():  # noqa: SIM118  a handle is not a mapping
+            if name in tensors:
+                other = tensors[name].file.name
+                raise CheckpointError(f"{file}: tensor {name!r} is also in {other}. Remove the stray shard")
+            entry = header[name]
+            begin, end = entry["data_offsets"]
+            tensors[name] = TensorInfo(
+                file=file,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                start=8 + header_length + begin,
+                size=end - begin,
+            )
+        maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _open_shards(directory: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
+    index = directory / INDEX_FILE
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map. Download the file again")
+    shards: dict[str, str] = {}  # shard -> one tensor in it
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
+            raise CheckpointError(
+                f"{index}: tensor {name!r}: shard {shard!r} is no .safetensors file name, and nothing "
+                "outside the model directory is read. Correct the index or download it again"
+            )
+        shards.setdefault(shard, name)
+    for shard, name in shards.items():
+        if not (directory / shard).exists():
+            raise CheckpointError(
+                f"{directory / shard}: no such file, for tensor {name!r}. Download the shard"
+            )
+        _open_file(directory / shard, maps, tensors)
+    remedy = "Download index and shard again"
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(f"{index}: tensor {name!r} is not in {shard}. {remedy}")
+    for name, info in tensors.items():
+        if name not in weight_map:
+            raise CheckpointError(f"{info.file}: tensor {name!r} is not in {INDEX_FILE}. {remedy}")
+
+
+def _why_no_weights(directory: Path) -> str:
+    files = sorted(directory.iterdir())
+    for file in files:
+        if file.suffix in _PICKLES:
+            return (
+                f"{file}: weights in pickle format can run code and are not opened. Convert them once, where "
+                "torch and transformers are installed: "
+                f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW_PATH), or "
+                "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+            )
+    others = [file.name for file in files if file.suffix in _OTHERS][:4]
+    found = f"; found {', '.join(others)}" if others else ""
+    return f"{directory / SINGLE_FILE}: no such file, nor {INDEX_FILE}{found}. Save the model as safetensors"
+
+
+@contextmanager
+def _named(file: Path, part: str) -> Iterator[None]:
+    """Whatever the library or the system says about `file` becomes one CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # SafetensorError, OSError, and what numpy makes of an unknown dtype
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(
+            f"{file}: {part} is not readable ({reason}). Download the file again"
+        ) from error

@@ -1,0 +1,126 @@
+"""The leaves of a model, read from its weight files when they are asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from xla_engine.errors import CheckpointError, CheckpointWarning
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.ops.rope import rotary_order
+from xla_engine.model_loader.families import Source
+from xla_engine.model_loader.mxfp4 import from_mxfp4
+from xla_engine.model_loader.tensor_files import Array, TensorFiles
+
+Sources = Mapping[str, tuple[Source, ...]]  # by leaf
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+_ALIGNMENT = 64  # bytes; jax uses a host array so aligned as it is, and copies any other
+
+
+class StoredWeights(Mapping[str, Array]):
+    """Leaf name to array. Each access reads its tensors block by block into a new array, which nothing else holds: the
+    memory taken is that of the leaves the caller keeps.
+
+    Matrices come in `dtype`, rounded to nearest even; vectors in float32; rows of queries and keys in the engine's
+    rotary order. Tensors with NaN or infinite values give a CheckpointWarning that names them.
+    """
+
+    def __init__(self, files: TensorFiles, sources: Sources, config: ModelConfig, dtype: str) -> None:
+        self._files = files
+        self._sources = sources
+        self._shapes = parameter_shapes(config)
+        self._order = rotary_order(config)
+        self._dtype = dtype
+
+    def __getitem__(self, leaf: str) -> Array:
+        sources = self._sources[leaf]
+        shape = self._shapes[leaf]
+        dtype = DTYPES[self._dtype] if len(shape) > 1 else np.dtype(np.float32)
+        try:
+            array = _aligned(shape, dtype)
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{self._files.names}: no memory for {leaf}, {prod(shape) * dtype.itemsize / 1e9:.1f} GB of the "
+                f"{self.nbytes / 1e9:.1f} GB that the model needs as {self._dtype}. Use bfloat16 or a smaller model"
+            ) from error
+        rows = array.reshape(-1, *shape[-1:]) if len(shape) > 1 else array
+        row = 0
+        for source in sources:
+            finite, first = True, row
+            for block in self._rows(source, rows.shape[1:]):
+                part = rows[row : row + len(block)]
+                with np.errstate(invalid="ignore", over="ignore"):  # told below, by tensor
+                    part[...] = block
+                finite = finite and all_finite(part)
+                row += len(block)
+            if source.rotary_heads:
+                heads = np.arange(source.rotary_heads)[:, None] * len(self._order)
+                turned = (heads + self._order).reshape(-1)
+                rows[first : first + len(turned)] = rows[first + turned]
+            if source.offset:
+                rows[first:row] += np.float32(source.offset)
+            if not finite:
+                warnings.warn(
+                    f"{self._files.tensors[source.name].file}: tensor {source.name} holds NaN or infinite values, so "
+                    "the model will produce no usable logits. Download the file again",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
+        return array
+
+    def _rows(self, source: Source, row_shape: tuple[int, ...]) -> Iterator[Array]:
+        """The rows of a leaf that a source gives, in blocks."""
+        if source.order is not None:
+            yield self._files.read(source.name)[source.order]
+            return
+        scales = None if source.scales is None else self._files.read(source.scales)
+        first = 0
+        for block in self._files.blocks(source.name):
+            if scales is not None:
+                block = from_mxfp4(block, scales[first : first + len(block)])
+                first += len(block)
+            if source.convert is not None:
+                block = source.convert(block)
+            yield block.reshape(-1, *row_shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        shapes = self._shapes.values()
+        return sum(prod(shape) * (DTYPES[self._dtype].itemsize if len(shape) > 1 else 4) for shape in shapes)
+
+
+def all_finite(array: Array) -> bool:
+    """Whether a contiguous bfloat16 or float32 array has neither NaN nor infinity: one pass for each sign, no copy."""
+    bits = array.dtype.itemsize * 8
+    infinity = (0x7F80 << bits) >> 16
+    if not array.size:
+        return True
+    positive = int(array.view(f"i{bits // 8}").max())
+    negative = int(array.view(f"u{bits // 8}").max())
+    return positive < infinity and negative < infinity + (1 << (bits - 1))
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array that jax may adopt without a copy."""
+    count = prod(shape) * dtype.itemsize
+    raw = np.empty(count + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    array: Array = raw[first : first + count].view(dtype).reshape(shape)
+    return array

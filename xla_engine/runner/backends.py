@@ -1,0 +1,96 @@
+"""Which attention and which products serve: the one a configuration names, or the fastest of this platform."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xla_engine.config import EngineConfig
+from xla_engine.errors import ConfigError
+from xla_engine.graphs.attention.backend import Attention
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.attention.xla import XlaAttention
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.linear.native import NativeProducts, fits
+from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.runner.native_build import NativeBuildError, register
+
+_log = logging.getLogger("xla_engine")
+
+
+def serving_device() -> Any:
+    """The jax device that an engine here would use."""
+    return jax.devices()[0]
+
+
+def choose_attention(name: str, call_positions: int | None = None) -> Attention:
+    """The attention backend that `EngineConfig.attention_backend` names on this platform. Raises ConfigError.
+
+    `call_positions` lets layers with a window forget what is behind it (`graphs.attention.kept_positions`).
+    """
+    platform = jax.default_backend()
+    if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
+        from xla_engine.graphs.attention.gpu import GpuAttention  # Pallas takes a while to import
+
+        return GpuAttention(interpret=platform != "gpu")
+    if name == "native" and platform != "cpu":
+        raise ConfigError(f"attention_backend 'native' is for the CPU, not {platform}; use 'auto'")
+    if name == "native" or (name == "auto" and platform == "cpu"):
+        try:
+            register()
+        except NativeBuildError as error:
+            if name == "native":
+                raise ConfigError(
+                    f"attention_backend 'native' cannot be built: {error}; use 'xla'"
+                ) from error
+            _log.warning("pure-JAX attention serves, the faster C++ one cannot be built: %s", error)
+        else:
+            return NativeAttention(call_positions=call_positions)
+    # Older XLA:CPU copies a bf16 cache at every write.
+    old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
+    stored = jnp.dtype(jnp.float32) if old and platform == "cpu" else None
+    return XlaAttention(cache_dtype=stored, call_positions=call_positions)
+
+
+def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> ModelSpec:
+    """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError."""
+    attention = choose_attention(config.attention_backend, config.call_positions)
+    quantized = config.quantization is not None
+    if quantized and (model.experts is not None or model.delta is not None):
+        raise ConfigError(
+            f"quantization {config.quantization!r} is for dense models; this one has routed experts or recurrent "
+            "layers. Leave it out"
+        )
+    stored = jnp.dtype(jnp.int8) if quantized else dtype
+    products = choose_products(config.linear_backend, model, stored)
+    return ModelSpec(model, dtype, attention, products, quantized=quantized)
+
+
+def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype) -> Products | None:
+    """The form of products that `EngineConfig.linear_backend` names; None: XLA's. Raises ConfigError.
+
+    `dtype`: of the weights, int8 where they are quantised.
+    """
+    if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
+        return None
+    missing = _missing_for_products(model, dtype)
+    if missing is None:
+        return NativeProducts()
+    if name == "native":
+        raise ConfigError(f"linear_backend 'native' needs {missing}; use 'auto'")
+    return None
+
+
+def _missing_for_products(model: ModelConfig, dtype: jnp.dtype) -> str | None:
+    if jax.default_backend() != "cpu":
+        return "a CPU"
+    if not fits(model, dtype):
+        return "bfloat16 and layer widths in multiples of 32, or int8 and multiples of 64"
+    try:
+        return None if register() else "a CPU with matrix tiles (Intel AMX)"
+    except NativeBuildError as error:
+        return f"a C++ compiler: {error}"

@@ -1,0 +1,103 @@
+"""What the device keeps from call to call besides the weights: cache, row state and tables. A part of the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from xla_engine.graphs.attention.backend import KVCache
+from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import Pool, Rows, RowState, Tables, make_rows, pack_rows
+from xla_engine.runner.row_settings import HostTables
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+
+
+class DeviceState:
+    """Owner of the arrays that programs read and give back.
+
+    cache, rows: donated to a program and replaced by what it returns. tables: read only; `host` is where they change.
+    """
+
+    cache: KVCache
+    rows: RowState
+    tables: Tables
+
+    def __init__(
+        self, spec: ModelSpec, slots: int, positions: int, context_length: int, pool: Pool | None
+    ) -> None:
+        """`positions` of a slot, whole blocks; requests use `context_length` of them. pool: slots have pages of it."""
+        self._spec, self._slots, self._pool = spec, slots, pool
+        self._positions, self._context_length = positions, context_length
+        self.cache = self._empty_cache()
+        self.rows = self.idle_rows()
+        max_blocks = None if pool is None else pool.max_blocks
+        self.host = HostTables(slots, spec.config.vocab_size, max_blocks)
+        self.tables = Tables(**jax.device_put(self.host.take_stale()))
+
+    @property
+    def held(self) -> tuple[KVCache, RowState]:
+        """What programs are given for good."""
+        return self.cache, self.rows
+
+    @held.setter
+    def held(self, returned: tuple[KVCache, RowState]) -> None:
+        self.cache, self.rows = returned
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
+
+    def refresh(self) -> None:
+        """Send up what has changed in the tables."""
+        if (block_tables := self.host.take_block_tables()) is not None:
+            self.rows = replace(self.rows, block_tables=jax.device_put(block_tables))
+        if stale := self.host.take_stale():
+            self.tables = replace(self.tables, **jax.device_put(stale))
+
+    def reset(self) -> None:
+        """Make every row inactive and every count zero; the cache keeps what it holds."""
+        self.rows = self.idle_rows()
+
+    def blank_cache(self) -> None:
+        """A cache of zeros, whatever became of the old one. Nothing may be in flight."""
+        for leaf in jax.tree.leaves(self.cache):
+            leaf.delete()
+        self.cache = self._empty_cache()
+
+    def delete(self) -> None:
+        """Free the memory."""
+        for leaf in jax.tree.leaves((self.cache, self.rows, self.tables)):
+            leaf.delete()
+        self.cache = []
+
+    def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See `graphs.cache.to_host`."""
+        return to_host(self._spec, self.cache)
+
+    def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
+        """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`, and the inputs and
+        memory of linear layers likewise."""
+        edited = []
+        for index, (first, second) in enumerate(self.read_cache()):
+            names = ("inputs", "memory") if self._spec.config.is_linear(index) else ("keys", "values")
+            edited.append((edit(index, names[0], first), edit(index, names[1], second)))
+        self.cache = from_host(self._spec, edited)
+
+    def make_rows(self) -> Rows:
+        """All rows inactive, unpacked."""
+        return make_rows(self._slots, MAX_STOP_TOKEN_IDS, self._context_length, self._pool)
+
+    def idle_rows(self) -> RowState:
+        """The same as they lie on the device."""
+        on_host = jax.tree.map(np.asarray, self.make_rows())
+        return jax.device_put(pack_rows(on_host))
+
+    def _empty_cache(self) -> KVCache:
+        if self._pool is None:
+            return make_cache(self._spec, self._slots, self._positions)
+        return make_cache(self._spec, self._slots, self._pool.block_size, num_blocks=self._pool.num_blocks)

@@ -1,0 +1,121 @@
+"""Steps that were started and not read yet: what is on its way from the device, and reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from xla_engine.graphs.row_state.rows import unpack_samples
+from xla_engine.graphs.sampling.logprobs import TopLogprobs, unpack_top_logprobs
+from xla_engine.graphs.steps.prompt_logprobs import unpack_prompt_logprobs
+from xla_engine.runner.prefill_inputs import prompt_targets
+from xla_engine.runner.row_settings import RowSettings
+from xla_engine.scheduler import Chunk, Decoded, Plan, Sample, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSamples:
+    """Device results of one prefill call.
+
+    samples: packed. lanes: those that completed a prompt. wanted: most likely tokens each of these wants.
+    top: these tokens, None where nobody wants any. prompt: log-probabilities of the chunks' tokens, and which chunks
+    of whom asked for them.
+    """
+
+    samples: jax.Array
+    lanes: tuple[int, ...]
+    wanted: tuple[int, ...]
+    top: jax.Array | None
+    prompt: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSamples:
+    """Device results of one decode step. Fields as in `FirstSamples`, by row of the plan."""
+
+    samples: jax.Array
+    wanted: tuple[int, ...]
+    top: jax.Array | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """A started step: its plan and device results not yet fetched, one `first` per prefill call."""
+
+    plan: Plan
+    first: tuple[FirstSamples, ...]
+    decode: DecodeSamples | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens at positions `start ..`: of the token, and the most likely ones.
+
+    settings: the very record `start` was given, so that a later request of the same id is not taken for this one.
+    """
+
+    request_id: str
+    settings: RowSettings
+    start: int
+    scores: tuple[tuple[float, TopLogprobs], ...]
+
+
+def fetch_samples(step: InFlight) -> StepResult:
+    """Fetch the samples of a started step."""
+    first: list[Sample] = []
+    for call in step.first:
+        token, logprob = unpack_samples(np.asarray(call.samples))
+        top = _top_logprobs(call.top, call.lanes, call.wanted)
+        first.extend(
+            Sample(int(token[lane]), float(logprob[lane]), most_likely)
+            for lane, most_likely in zip(call.lanes, top, strict=True)
+        )
+    decode = Decoded()
+    if step.decode is not None:
+        tokens, logprobs = unpack_samples(np.asarray(step.decode.samples))
+        extra = _top_by_slot(step.decode, step.plan)
+        # Every token is looked at, but few log-probabilities: these become numbers when they are asked for.
+        decode = Decoded(tokens=tokens.tolist(), logprobs=logprobs.data, extra=extra)
+    return StepResult(first=first, decode=decode)
+
+
+def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:
+    """Fetch the log-probabilities of prompt tokens that a started step computed."""
+    found = []
+    for call in step.first:
+        if call.prompt is None:
+            continue
+        packed = np.asarray(call.prompt[0]).reshape(-1, chunk_size, call.prompt[0].shape[1])
+        for lane, chunk, row in call.prompt[1]:
+            wanted = row.params.prompt_logprobs or 0
+            count = len(prompt_targets(chunk, row))
+            scores = tuple(unpack_prompt_logprobs(packed[lane, at], wanted) for at in range(count))
+            found.append(
+                PromptScores(request_id=chunk.request_id, settings=row, start=chunk.start + 1, scores=scores)
+            )
+    return found
+
+
+def _top_by_slot(samples: DecodeSamples, plan: Plan) -> dict[int, TopLogprobs]:
+    """The most likely tokens of the rows that want any."""
+    if samples.top is None:
+        return {}
+    slots = [row.slot.index for row in plan.decode]
+    top = _top_logprobs(samples.top, slots, samples.wanted)
+    return {slot: likely for slot, likely in zip(slots, top, strict=True) if likely is not None}
+
+
+def _top_logprobs(
+    top: jax.Array | None, columns: Sequence[int], wanted: Sequence[int]
+) -> Sequence[TopLogprobs | None]:
+    """The most likely tokens of each of `columns`, as many as each wants; None where it wants none."""
+    if top is None:
+        return [None] * len(columns)
+    packed = np.asarray(top)
+    return [
+        unpack_top_logprobs(packed[:, column], count) if count else None
+        for column, count in zip(columns, wanted, strict=True)
+    ]

@@ -1,0 +1,222 @@
+"""Memory accounting, before anything is loaded: what weights and slots take, what the device has, what fits.
+
+Sizes come from the shapes the engine will really allocate (the attention backend's own layout, windows and recurrent
+states as that backend keeps them), so this cannot drift from what a start does. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xla_engine.config import SMALLEST_BATCH, EngineConfig
+from xla_engine.errors import ConfigError
+from xla_engine.graphs.kv_cache.footprint import block_bytes, cache_bytes, rows_bytes, tree_bytes
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+
+_LONGEST = 1 << 24  # positions, whole blocks and above every window
+_GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the part of the use that is clean file cache
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def weights_bytes(spec: ModelSpec) -> int:
+    """All leaves as the graphs hold them."""
+    return tree_bytes(list(spec.leaves))
+
+
+def kv_bytes_per_token(spec: ModelSpec) -> int:
+    """What one more position of `max_model_len` costs one slot, once every window is full: layers that keep a window
+    or a recurrent state add nothing."""
+    return (cache_bytes(spec, 1, 2 * _LONGEST) - cache_bytes(spec, 1, _LONGEST)) // _LONGEST
+
+
+def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
+    """One slot: its cache, its row state and its entries in the tables of bias and masks."""
+    rows = rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len)
+    return cache_bytes(spec, 1, max_model_len) + rows + _table_bytes(spec)
+
+
+def paged_slot_bytes(spec: ModelSpec, max_model_len: int, block_size: int) -> int:
+    """One slot that borrows pages: the same without the cache, but with a block table and its changes."""
+    return rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len, block_size) + _table_bytes(spec) + 12
+
+
+def blocks_within(spec: ModelSpec, size_bytes: int, block_size: int) -> int:
+    """Pages that take so much memory at most, possibly none."""
+    return size_bytes // block_bytes(spec, block_size)
+
+
+def _table_bytes(spec: ModelSpec) -> int:
+    return 8 * MAX_LOGIT_BIAS + 4 * -(-spec.config.vocab_size // 32)
+
+
+def scratch_bytes(spec: ModelSpec) -> int:
+    """Scratch of one decode row, estimated from above: its logits in float32, thrice, and what a layer makes of it."""
+    return 12 * spec.config.vocab_size + _activations(spec)
+
+
+def workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Scratch of the largest prefill graph, estimated likewise."""
+    rows = config.chunk_size * config.prefill_lanes[-1]
+    return 12 * spec.config.vocab_size * config.head_rows + rows * _activations(spec)
+
+
+def _activations(spec: ModelSpec) -> int:
+    model = spec.config
+    widths = 4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size
+    if model.experts is not None:
+        widths += model.experts.num_experts_per_tok * model.hidden_size
+    if model.delta is not None:
+        widths += 8 * model.delta.projected_features
+    return 4 * widths
+
+
+def available_bytes(device: Any) -> int | None:
+    """Memory that `device` (a jax device) can still give; None where the system does not say.
+
+    On an accelerator what XLA may use of it and has not used; on the host what is available (not merely free), within
+    the limits of the control group.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    found = [size for size in (_available_on_host(), *_left_in_groups()) if size is not None]
+    return min(found, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What an engine takes.
+
+    blocks: pages, where slots borrow them, of `block` each. slot: state of one slot. scratch: of its row in a step.
+    workspace: of the largest prefill graph. available: None if unknown.
+    """
+
+    weights: int
+    blocks: int = 0
+    block: int = 0
+    slot: int
+    scratch: int
+    slots: int
+    workspace: int
+    available: int | None
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.pages + self.slots * (self.slot + self.scratch) + self.workspace
+
+    @property
+    def pages(self) -> int:
+        """All of them."""
+        return self.blocks * self.block
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.needed <= self.available
+
+    @property
+    def most_slots(self) -> int | None:
+        """Slots that fit, possibly none; None if nobody knows."""
+        if self.available is None:
+            return None
+        return max(
+            0, (self.available - self.weights - self.pages - self.workspace) // (self.slot + self.scratch)
+        )
+
+    @property
+    def most_pages(self) -> int | None:
+        """Bytes of pages that fit beside all else, possibly none; None if nobody knows."""
+        return None if self.available is None else max(0, self.available - self.needed + self.pages)
+
+    def arithmetic(self) -> str:
+        """The sum, as in `weights 2.5 GB + 16 slots x (67 MB + 3 MB scratch) + workspace 31 MB = 3.6 GB`."""
+        pages = f" + {self.blocks} blocks x {size(self.block)}" if self.blocks else ""
+        total = (
+            f"weights {size(self.weights)}{pages} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} "
+            f"scratch) + workspace {size(self.workspace)} = {size(self.needed)}"
+        )
+        return total if self.available is None else f"{total} of {size(self.available)} available"
+
+
+def plan_memory(
+    spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None
+) -> MemoryPlan:
+    """The account of an engine with these options on a device with `available` bytes."""
+    blocks, block = config.num_blocks or 0, 0
+    if blocks:
+        slot = paged_slot_bytes(spec, max_model_len, config.block_size)
+        block = block_bytes(spec, config.block_size)
+    else:
+        slot = slot_bytes(spec, max_model_len)
+    return MemoryPlan(
+        weights=weights_bytes(spec),
+        blocks=blocks,
+        block=block,
+        slot=slot,
+        scratch=scratch_bytes(spec),
+        slots=config.device_rows,
+        workspace=workspace_bytes(spec, config),
+        available=available,
+    )
+
+
+def check_memory(plan: MemoryPlan) -> None:
+    """Raise ConfigError with the arithmetic and a remedy if the plan can never fit."""
+    if plan.fits:
+        return
+    most = plan.most_slots or 0
+    if plan.blocks and (pages := plan.most_pages or 0) >= plan.block:
+        remedy = (
+            f"Use kv_cache_memory_bytes {pages} (num_blocks {pages // plan.block}) at most, or fewer slots"
+        )
+    elif most >= SMALLEST_BATCH:
+        remedy = f"Use max_num_seqs {most} at most, or a smaller max_model_len"
+    elif plan.available is not None and plan.weights + plan.workspace < plan.available:
+        remedy = f"Use a smaller max_model_len; {SMALLEST_BATCH} slots are the least"
+    else:
+        remedy = "Use dtype bfloat16 where it is float32, a smaller model or a larger device"
+    raise ConfigError(f"the engine does not fit: {plan.arithmetic()}. {remedy}")
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, three digits: `1.23 GB`."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def _available_on_host() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _left_in_groups() -> list[int]:
+    left = []
+    for name, limit, used, reclaimable in _GROUPS:
+        group = Path(name)
+        try:
+            parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            in_use = int((group / used).read_text()) - int(parts.get(reclaimable, 0))
+            left.append(int((group / limit).read_text()) - in_use)
+        except (OSError, ValueError):
+            continue  # no such version, or "max"
+    return left

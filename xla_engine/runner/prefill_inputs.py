@@ -1,0 +1,49 @@
+"""One prefill call, as the arrays that go up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from xla_engine.graphs.steps.prefill import Lanes
+from xla_engine.runner.row_settings import RowSettings, sampling_rows
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+from xla_engine.scheduler import Chunk
+
+
+def make_lanes(
+    chunks: Sequence[Chunk], last: Mapping[int, RowSettings], lanes: int, chunk_size: int
+) -> Lanes:
+    """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt."""
+    # Any: the records are declared for the arrays a graph sees.
+    tokens: Any = np.zeros((lanes, chunk_size), np.int32)
+    slot, start, count, prompt_length, max_tokens, min_tokens = cast(Any, np.zeros((6, lanes), np.int32))
+    is_last: Any = np.zeros(lanes, np.bool_)
+    stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
+    for lane, chunk in enumerate(chunks):
+        tokens[lane, : len(chunk.tokens)] = chunk.tokens
+        slot[lane], start[lane], count[lane] = chunk.slot.index, chunk.start, len(chunk.tokens)
+    for lane, row in last.items():
+        done = chunks[lane].generated
+        is_last[lane], prompt_length[lane] = True, start[lane] + count[lane] - done
+        max_tokens[lane], min_tokens[lane] = row.max_tokens - done, max(row.min_tokens - done, 0)
+        stop_ids[lane, : len(row.stop_token_ids)] = row.stop_token_ids
+    return Lanes(
+        tokens=tokens,
+        slot=slot,
+        start=start,
+        count=count,
+        is_last=is_last,
+        prompt_length=prompt_length,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_ids=stop_ids,
+        sampling=sampling_rows(lanes, last),
+    )
+
+
+def prompt_targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:
+    """The prompt tokens that the positions of a chunk predict."""
+    return row.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]

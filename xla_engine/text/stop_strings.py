@@ -1,0 +1,147 @@
+"""Stop strings over text that comes in pieces: the same end and the same text, however it is cut.
+
+A request ends at the first character at which one of its stop strings is complete; where several are, the longest
+counts. The search is Aho and Corasick's automaton (Communications of the ACM 18, 1975): each character is read once,
+however many strings there are. Text that may still become a stop string is held back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from xla_engine.text.detokenizer import IncrementalDetokenizer
+
+
+class Match(NamedTuple):
+    """A stop string that is complete after `end` characters of the text searched."""
+
+    end: int
+    string: str
+
+
+class StopStrings:
+    """A set of stop strings, none of them empty. A state is what to remember of the text so far; it begins as 0."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._next: list[dict[str, int]] = [{}]  # by state, then by character
+        self._fail = [0]  # the state of the longest suffix that is a beginning too
+        self._depth = [0]  # characters of the beginning a state stands for
+        self._match: list[str | None] = [None]  # the longest stop string that is a suffix
+        for string in strings:
+            self._add(string)
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, child in self._next[state].items():
+                self._fail[child] = self._step(self._fail[state], character)
+                self._match[child] = self._match[child] or self._match[self._fail[child]]
+                queue.append(child)
+        self._first = frozenset(self._next[0])
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for character in string:
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fail.append(0)
+                self._depth.append(self._depth[state] + 1)
+                self._match.append(None)
+            state = self._next[state][character]
+        self._match[state] = string
+
+    def _step(self, state: int, character: str) -> int:
+        while (found := self._next[state].get(character)) is None and state:
+            state = self._fail[state]
+        return found or 0
+
+    def search(self, state: int, text: str) -> tuple[int, Match | None]:
+        """Read `text`; the state after it, and the first match, after which no more is read."""
+        if not state and self._first.isdisjoint(text):
+            return 0, None
+        for end, character in enumerate(text, 1):
+            state = self._step(state, character)
+            if (string := self._match[state]) is not None:
+                return state, Match(end, string)
+        return state, None
+
+    def skip(self, state: int, text: str) -> int:
+        """Read `text` without stopping at matches; the state after it."""
+        for character in text:
+            state = self._step(state, character)
+        return state
+
+    def undecided(self, state: int) -> int:
+        """How many of the last characters may still become part of a stop string."""
+        return self._depth[state]
+
+
+stop_strings = lru_cache(maxsize=16)(StopStrings)  # requests of one kind share an automaton
+
+
+class GeneratedText:
+    """The text of one request as its tokens come, cut at the first stop string.
+
+    stop: strings that end it. include_stop: the stop string stays in the text.
+    """
+
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stop_strings(stop) if stop else None
+        self._include_stop = include_stop
+        self._pieces: list[str] = []
+        self._state = 0
+        self._held = 0  # characters at the end that are not shown yet
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
+        """Take one token; the stop string that is complete now, if any. Nothing may follow it.
+
+        may_stop: whether a stop string may end with this token.
+        """
+        piece = self._detokenizer.push(token_id)
+        self._pieces.append(piece)
+        if self._stops is None:
+            return None
+        if not may_stop:
+            self._state = self._stops.skip(self._state, piece)
+        else:
+            state, match = self._stops.search(self._state, piece)
+            if match is None and (tail := self._detokenizer.peek()):
+                # Text that is complete unless the next token changes it: there need not be a next token.
+                _, match = self._stops.search(state, tail)
+                if match is not None:
+                    self._pieces.append(tail)
+                    piece = tail
+            self._state = state
+            if match is not None:
+                self._cut(len(piece) - match.end, match.string)
+                return match.string
+        self._held = 0 if self._include_stop else self._stops.undecided(self._state)
+        return None
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take many tokens, where no stop string can end the text."""
+        assert self._stops is None, "text with stop strings takes one token at a time"
+        self._pieces.extend(self._detokenizer.push_all(token_ids))
+
+    def end(self) -> None:
+        """No token follows, and no stop string ended the text: show what was held back."""
+        self._pieces.append(self._detokenizer.flush())
+        self._held = 0
+
+    @property
+    def text(self) -> str:
+        """What is final. It only ever grows."""
+        self._pieces = ["".join(self._pieces)]
+        (text,) = self._pieces
+        return text[: len(text) - self._held]
+
+    def _cut(self, beyond: int, string: str) -> None:
+        self._held = 0
+        text = self.text
+        self._pieces = [text[: len(text) - beyond - (0 if self._include_stop else len(string))]]

@@ -1,0 +1,112 @@
+"""Text to token ids and back, over the `tokenizers` library: tokenizer.json, or the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import tokenizers
+
+from xla_engine.errors import CheckpointError, InvalidRequestError
+from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
+from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
+from xla_engine.model_loader.model_files import model_path
+from xla_engine.text.detokenizer import DecodingRules, IncrementalDetokenizer, TokenBytes, raising
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer"]
+
+
+class Tokenizer:
+    """One model's tokenizer. Truncation and padding that a tokenizer.json may ask for are switched off.
+
+    vocab_size: one more than the highest token id; the model's own vocabulary may be padded beyond it.
+    longest_token: characters of the longest token as it is spelled in the vocabulary.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=1)
+        self._backend = backend
+        self._special = {
+            token.content for token in backend.get_added_tokens_decoder().values() if token.special
+        }
+        self._rules = DecodingRules(backend)
+        self._token_bytes = {
+            skip: TokenBytes(partial(self._visible_token, skip)) for skip in (False, True)
+        }  # by whether special tokens are skipped
+
+    @classmethod
+    def of_model(cls, path: Path | str) -> Tokenizer | None:
+        """The tokenizer of a model directory or GGUF file, None where it has none.
+
+        That of a GGUF file is a tokenizer.json beside it, if there is one, else what its metadata holds. Raises
+        CheckpointError for a broken one, and for metadata that do not make an exact tokenizer.
+        """
+        place = model_path(path)
+        directory = place.parent if is_gguf(place) else place
+        if (directory / "tokenizer.json").exists():
+            return cls.from_directory(directory)
+        if directory is place:
+            return None
+        with raising(CheckpointError, f"{place}: not a usable tokenizer. Download the file again"):
+            backend = tokenizer_of(open_gguf(place))
+            return None if backend is None else cls(backend)
+
+    @classmethod
+    def from_directory(cls, path: Path | str) -> Tokenizer:
+        """The tokenizer of the model directory `path`; CheckpointError if the file is absent or broken."""
+        directory = model_path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file}: no such file, so text cannot be tokenised. Pass token ids, or make the file once, "
+                f"where transformers is installed: AutoTokenizer.from_pretrained({str(directory)!r})"
+                ".save_pretrained(NEW_PATH)"
+            )
+        with raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the begin and end tokens that tokenizer.json adds unless told otherwise.
+
+        Raises InvalidRequestError for text that is not valid Unicode and for whatever the tokenizer fails at.
+        """
+        with raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
+            if isinstance(text, str):
+                text.encode()  # a lone surrogate is reported with its position
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids that no token has give nothing. Raises InvalidRequestError for what is no id."""
+        with raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return str(self._backend.to_str())
+
+    def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A detokenizer for one stream of tokens; the pieces it gives add up to `decode`."""
+        return self._rules.start(
+            self._token_bytes[skip_special_tokens],
+            partial(self._visible_token, skip_special_tokens),
+            partial(self.decode, skip_special_tokens=skip_special_tokens),
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds inside a text, perhaps part of a character; a special token's name."""
+        token = self._visible_token(False, token_id)
+        if token is None:
+            return b""
+        return token.encode() if token in self._special else self._rules.bytes_of(token)
+
+    def _visible_token(self, skip_special_tokens: bool, token_id: int) -> str | None:
+        try:
+            token = self._backend.id_to_token(token_id)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequestError(f"{token_id!r} is no token id. Pass integers from 0 on") from error
+        return None if skip_special_tokens and token in self._special else token
