@@ -19,7 +19,7 @@ from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.snapshot import Counters, Snapshot
-from xla_engine.scheduler.steps.commit import Crediting, Events
+from xla_engine.scheduler.steps.commit import Committer, Events
 from xla_engine.scheduler.steps.decode import Decoding
 from xla_engine.scheduler.steps.host_gated import Lockstep
 from xla_engine.scheduler.steps.prefill import Prefilling, PrefillPlan
@@ -52,7 +52,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._prefilling = Prefilling(config, self._room.cache)
         self._decoding = Decoding()
-        self._crediting = Crediting(self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens)
+        self._crediting = Committer(self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens)
         self._lockstep = Lockstep()
         self._swaps = Swaps(config)
         self._spared: RequestState | None = None  # was head of the line and found nobody to preempt

@@ -28,9 +28,10 @@ from spikes.timing import (
     random_weights,
 )
 from xla_engine.graphs.attention import xla as attention_xla
-from xla_engine.graphs.attention.backend import KEY_BLOCK, KVCache
+from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 
 arguments = argparse.ArgumentParser()
@@ -49,7 +50,7 @@ Write = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 def scatter(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """A scatter that may meet the same index twice."""
-    return cache.at[position // KEY_BLOCK, slot, :, position % KEY_BLOCK].set(
+    return cache.at[position // KEY_SPAN, slot, :, position % KEY_SPAN].set(
         new.astype(cache.dtype), mode="drop"
     )
 
@@ -57,9 +58,9 @@ def scatter(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Arr
 def _write_row(row: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
     """One row `[J, KV, block, Dh]`. dynamic_update_slice clamps: a dropped write must put back what was there."""
     blocks, kv_heads, _, head_dim = row.shape
-    at = (position // KEY_BLOCK, 0, position % KEY_BLOCK, 0)
+    at = (position // KEY_SPAN, 0, position % KEY_SPAN, 0)
     old = lax.dynamic_slice(row, at, (1, kv_heads, 1, head_dim))
-    kept = jnp.where(position < blocks * KEY_BLOCK, new.astype(row.dtype)[None, :, None], old)
+    kept = jnp.where(position < blocks * KEY_SPAN, new.astype(row.dtype)[None, :, None], old)
     return lax.dynamic_update_slice(row, kept, at)
 
 
@@ -72,10 +73,10 @@ def loop_update(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax
     """One dynamic_update_slice per row."""
     blocks, rows, kv_heads, _, head_dim = cache.shape
     for row in range(rows):
-        at = (position[row] // KEY_BLOCK, row, 0, position[row] % KEY_BLOCK, 0)
+        at = (position[row] // KEY_SPAN, row, 0, position[row] % KEY_SPAN, 0)
         old = lax.dynamic_slice(cache, at, (1, 1, kv_heads, 1, head_dim))
         kept = jnp.where(
-            position[row] < blocks * KEY_BLOCK, new[row][None, None, :, None].astype(cache.dtype), old
+            position[row] < blocks * KEY_SPAN, new[row][None, None, :, None].astype(cache.dtype), old
         )
         cache = lax.dynamic_update_slice(cache, kept, at)
     return cache
@@ -83,8 +84,8 @@ def loop_update(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax
 
 def one_hot(cache: jax.Array, new: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """A select over the whole cache."""
-    here = jnp.arange(cache.shape[0] * KEY_BLOCK) == position[:, None]  # [B, S]
-    here = here.reshape(len(position), -1, KEY_BLOCK).swapaxes(0, 1)  # [J, B, block]
+    here = jnp.arange(cache.shape[0] * KEY_SPAN) == position[:, None]  # [B, S]
+    here = here.reshape(len(position), -1, KEY_SPAN).swapaxes(0, 1)  # [J, B, block]
     return jnp.where(here[:, :, None, :, None], new[:, :, None].astype(cache.dtype), cache)
 
 
@@ -151,7 +152,7 @@ def guarded_attention(
     q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, keys_left: bool
 ) -> jax.Array:
     """`_attention` that masks V as well: visible `[B, 1, S]`."""
-    seen = visible.reshape(len(visible), -1, KEY_BLOCK).swapaxes(0, 1)  # [J, B, block]
+    seen = visible.reshape(len(visible), -1, KEY_SPAN).swapaxes(0, 1)  # [J, B, block]
     guarded = jnp.where(seen[:, :, None, :, None], values, 0)
     return plain_attention(q, keys, guarded, visible, keys_left=keys_left)
 

@@ -21,8 +21,9 @@ import numpy as np
 
 from spikes.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
-from xla_engine.graphs.attention.backend import KVCache, LayerCache
+from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import make_rows, make_sampling_rows, make_tables

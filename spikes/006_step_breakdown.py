@@ -28,8 +28,9 @@ from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.attention import xla as attention_xla
-from xla_engine.graphs.attention.backend import AttentionWeights, KVCache, LayerCache
+from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
 from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, feature_major
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.norms import apply_rope, split_heads

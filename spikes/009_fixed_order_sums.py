@@ -27,7 +27,7 @@ from spikes.timing import (
     random_weights,
 )
 from xla_engine.graphs.attention import xla as attention_xla
-from xla_engine.graphs.attention.backend import KEY_BLOCK
+from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops import norms as layers
 from xla_engine.graphs.ops import reductions as vocabulary
@@ -108,7 +108,7 @@ Attention = Callable[..., jax.Array]
 
 def blocks(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, **_: bool) -> jax.Array:
     """The code, as in decode, for keys and values `[N, KV, S, Dh]` and visible `[N, 1, R|1, S]`."""
-    by_block = (*keys.shape[:2], -1, KEY_BLOCK, keys.shape[3])
+    by_block = (*keys.shape[:2], -1, KEY_SPAN, keys.shape[3])
     keys, values = (jnp.moveaxis(each.reshape(by_block), 2, 0) for each in (keys, values))
     return attention_xla._attention(q, keys, values, visible[:, 0], keys_left=True)
 
@@ -144,10 +144,10 @@ def plain_by_block(
     return plain(q, keys, values, visible[:, None])
 
 
-CODE = f"blocks of {KEY_BLOCK}, sum_last (the code)"
+CODE = f"blocks of {KEY_SPAN}, sum_last (the code)"
 ATTENTIONS: dict[str, Attention] = {
     "one softmax, jnp.sum": plain,
-    f"blocks of {KEY_BLOCK}, jnp.sum": blocks_plain_sum,
+    f"blocks of {KEY_SPAN}, jnp.sum": blocks_plain_sum,
     CODE: blocks,
 }
 

@@ -25,14 +25,14 @@ from typing import Any
 from spikes.timing import markdown_table
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.results import Stamp
-from xla_engine.batch.resume import DoneLines
+from xla_engine.batch.results import ResultHeader
+from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-STAMP = Stamp(created=0, model="m", system_fingerprint="0" * 16)
+STAMP = ResultHeader(created=0, model="m", system_fingerprint="0" * 16)
 
 
 # %%
@@ -135,7 +135,7 @@ def resident() -> float:
 def run(kind: str, source: Path, target: Path, count: int, answers: Any) -> None:
     engine = tiny_engine() if kind == "real" else InstantEngine()
     marks: list[float] = []
-    done = DoneLines()
+    done = FinishedLines()
 
     def on_turn() -> None:
         if batch.tally.ok * 10 >= count * (len(marks) + 1):

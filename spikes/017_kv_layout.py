@@ -28,7 +28,7 @@ from spikes.timing import (
     random_weights,
 )
 from xla_engine.config import EngineConfig
-from xla_engine.graphs.attention.backend import KEY_BLOCK, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import make_cache
@@ -59,7 +59,7 @@ class Segments(XlaAttention):
     """Buffers `[B, KV, J, block, Dh]`, one per key bucket: 256, 256, 512, 1024, ... positions."""
 
     def sizes(self, length: int) -> list[int]:
-        ends = [KEY_BLOCK]
+        ends = [KEY_SPAN]
         while ends[-1] < length:
             ends.append(min(2 * ends[-1], length))
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -70,7 +70,7 @@ class Segments(XlaAttention):
         def buffers() -> Any:
             heads = (rows, config.num_key_value_heads)
             return tuple(
-                jnp.zeros((*heads, size // KEY_BLOCK, KEY_BLOCK, config.head_dim), dtype)
+                jnp.zeros((*heads, size // KEY_SPAN, KEY_SPAN, config.head_dim), dtype)
                 for size in self.sizes(length)
             )
 
@@ -88,19 +88,19 @@ class Segments(XlaAttention):
         while base < key_length:
             blocks = stored[0][used].shape[2]
             relative = length - base
-            wanted = live & (relative >= 0) & (relative < blocks * KEY_BLOCK)
-            at = (row, slice(None), jnp.where(wanted, relative // KEY_BLOCK, blocks), relative % KEY_BLOCK)
+            wanted = live & (relative >= 0) & (relative < blocks * KEY_SPAN)
+            at = (row, slice(None), jnp.where(wanted, relative // KEY_SPAN, blocks), relative % KEY_SPAN)
             for side, new in zip(stored, (k, v), strict=True):
                 side[used] = (
                     side[used].at[at].set(new.astype(side[used].dtype), mode="drop", unique_indices=True)
                 )
-            count = min(blocks, (key_length - base) // KEY_BLOCK)  # a part of a buffer is copied
+            count = min(blocks, (key_length - base) // KEY_SPAN)  # a part of a buffer is copied
             keys = stored[0][used][:, :, :count]
             queries = jnp.broadcast_to(grouped, (rows, kv_heads, count, *grouped.shape[3:]))
             found = lax.optimization_barrier(_product(keys, queries, 4)).swapaxes(3, 4) * head_dim**-0.5
-            seen = jnp.arange(count * KEY_BLOCK).reshape(count, KEY_BLOCK) <= relative[:, None, None]
+            seen = jnp.arange(count * KEY_SPAN).reshape(count, KEY_SPAN) <= relative[:, None, None]
             scores.append(jnp.where(seen[:, None, :, None], found, -jnp.inf))
-            base, used = base + count * KEY_BLOCK, used + 1
+            base, used = base + count * KEY_SPAN, used + 1
         peak = scores[0].max(axis=(2, 4), keepdims=True)
         for found in scores[1:]:
             peak = jnp.maximum(peak, found.max(axis=(2, 4), keepdims=True))

@@ -108,7 +108,7 @@ def drain(config: SchedulerConfig, drawn: dict[str, tuple[Request, int]], lag: i
 
 @contextmanager
 def reserving() -> Iterator[None]:
-    """Admission takes all that a request may ever write."""
+    """RequestValidator takes all that a request may ever write."""
     grown = Pages._first_blocks
 
     def whole(self: Pages, state: RequestState) -> int:

@@ -34,7 +34,7 @@ from spikes.timing import (
 from xla_engine.bench.workloads import Sizes, ragged
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.graphs.attention.backend import whole_blocks
+from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import make_cache
@@ -283,7 +283,7 @@ def ragged_job() -> None:
     own = EngineConfig(
         max_num_seqs=8, max_model_len=work.longest, enable_prefix_caching=False, self_check=False
     )
-    blocks = 8 * -(-whole_blocks(work.longest) // own.block_size)
+    blocks = 8 * -(-whole_spans(work.longest) // own.block_size)
     pages = dataclasses.replace(own, max_num_seqs=32, num_blocks=blocks)
     table = []
     for name, config in (("8 slots", own), ("32 slots over their pages", pages))[: options.forms]:

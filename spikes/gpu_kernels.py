@@ -17,7 +17,7 @@ from jax import lax
 
 from spikes.gpu_scale import Scale, milliseconds, read_gigabytes_per_second, timed
 from xla_engine.graphs.attention import gpu_kernels as kernels
-from xla_engine.graphs.attention.backend import KEY_BLOCK, AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT
 from xla_engine.graphs.ops.rope import rope_tables
@@ -50,7 +50,7 @@ def attention(scale: Scale) -> list[Table]:
 
     def measure(backend: Any, rows: int, longest: int) -> tuple[float, float]:
         """Milliseconds, and bytes of keys and values of live rows."""
-        positions = -(-longest // KEY_BLOCK) * KEY_BLOCK
+        positions = -(-longest // KEY_SPAN) * KEY_SPAN
         layer = backend.make_store(config, (0,), rows, positions, jnp.dtype(jnp.bfloat16))
         length = np.linspace(longest // 2, longest - 1, rows).astype(np.int32)
         qkv = jnp.ones((rows, width), jnp.float32)

@@ -32,7 +32,7 @@ from spikes.timing import greedy
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
-from xla_engine.graphs.attention.backend import KEY_BLOCK, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.products import ROWS_LEFT
@@ -246,8 +246,8 @@ def bits(scale: Scale) -> list[Table]:
     found: dict[int, np.ndarray] = {}
     table = []
     for count in widths:
-        sizes = {"rows": count, "live": count, "length": 200, "positions": KEY_BLOCK}
-        programs = Programs(spec, weights, {"step": step_of(spec, KEY_BLOCK)}, **sizes)
+        sizes = {"rows": count, "live": count, "length": 200, "positions": KEY_SPAN}
+        programs = Programs(spec, weights, {"step": step_of(spec, KEY_SPAN)}, **sizes)
         outcomes = []
         for seed, row in ((0, 0), (1, count // 2), (2, count - 1)):
             draw = np.random.default_rng(seed)

@@ -25,10 +25,10 @@ import numpy as np
 from xla_engine.bench import models
 from xla_engine.bench.card import markdown_table as markdown_table
 from xla_engine.bench.limits import describe_machine as machine_words
-from xla_engine.graphs.attention.backend import KVCache
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory, Program
 from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.reductions import argmax
 from xla_engine.graphs.ops.rope import rope_tables

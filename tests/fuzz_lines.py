@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from xla_engine.batch.lines import Line, read_lines
-from xla_engine.batch.results import Stamp, parse_record_id
+from xla_engine.batch.results import ResultHeader, parse_record_id
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
@@ -292,7 +292,7 @@ def fuzz(
         if beat is not None:
             beat(report.lines)
 
-    stamp = Stamp(created=0, model="m", speller=engine.tokenizer)
+    stamp = ResultHeader(created=0, model="m", speller=engine.tokenizer)
     tally = BatchRun(engine, lines(), Sink(), stamp=stamp, on_turn=on_turn).run()
     if tally.failure is not None:
         report.problems.append(f"the run stopped: {tally.failure!r}")

@@ -20,7 +20,7 @@ from tests.test_batch import STAMP, FakeEngine
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.resume import Disk, DoneLines
+from xla_engine.batch.resume import Disk, FinishedLines
 from xla_engine.batch.run import BatchRun
 
 LINES = b"".join(
@@ -84,7 +84,7 @@ class Way:
     retry: bool = False
 
     def run(self, folder: Path, mode: Mode, disk: Disk, *, flaky: bool = False, seed: int = 0) -> None:
-        done = DoneLines()
+        done = FinishedLines()
         with contextlib.ExitStack() as stack:
             names = [name for name in (self.output, self.errors) if name is not None]
             outputs = [stack.enter_context(OutputFile(str(folder / name), mode, disk)) for name in names]

@@ -19,7 +19,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import KEY_BLOCK, Attention, AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, Attention, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
@@ -255,10 +255,10 @@ def test_norms_windows_caps_sinks_and_pages(
 def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
     """Three rounds of it, in lanes of one call and of several, over stale values of another owner; then decode."""
     case = Case((2, 1, 64), jnp.float32, features=Features(window=100))
-    case.rope = jnp.asarray(rope_tables(replace(TINY, head_dim=64), 4 * KEY_BLOCK)[0])
+    case.rope = jnp.asarray(rope_tables(replace(TINY, head_dim=64), 4 * KEY_SPAN)[0])
     draw, runs = np.random.default_rng(2), []
     tokens = draw.standard_normal((900, 256), np.float32)
-    for positions, apart in ((KEY_BLOCK, False), (KEY_BLOCK, True), (4 * KEY_BLOCK, False)):
+    for positions, apart in ((KEY_SPAN, False), (KEY_SPAN, True), (4 * KEY_SPAN, False)):
         cache = tuple(draw.standard_normal((4, 1, positions, 64), np.float32) for _ in range(2))
         found, slot = [], np.array([2, 2], np.int32)
         for at in range(0, 832, 64):
@@ -266,11 +266,11 @@ def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
             start, both = np.array([at, at + 32], np.int32), np.array([32, 32], np.int32)
             for count in [both * [1, 0], both * [0, 1]] if apart else [both]:
                 own = {"slot": slot, "start": start, "count": count.astype(np.int32), "chunks": chunks}
-                cache, out = case.prefill(backend, cache=cache, key_length=4 * KEY_BLOCK, **own)
+                cache, out = case.prefill(backend, cache=cache, key_length=4 * KEY_SPAN, **own)
                 found.append(out[count > 0].reshape(-1, 128))
         for at in range(832, 840):
             own = {"length": np.full(4, at, np.int32), "live": np.arange(4) == 2, "qkv": tokens[[at] * 4]}
-            cache, out = case.decode(backend, cache=cache, key_length=4 * KEY_BLOCK, **own)
+            cache, out = case.decode(backend, cache=cache, key_length=4 * KEY_SPAN, **own)
             found.append(out[2:3])
         runs.append(np.concatenate(found))
     assert bits(runs[0]) == bits(runs[1])
@@ -284,10 +284,10 @@ def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int
     draw = np.random.default_rng(length)
     cache = tuple(draw.standard_normal((2, 1, 512, 64), np.float32) for _ in range(2))
     layer, size = _stored(backend, cache), jnp.int32(length)
-    blocks = [backend.read_block(layer, jnp.int32(0), jnp.int32(block)) for block in range(whole)]
+    blocks = [backend.read_span(layer, jnp.int32(0), jnp.int32(block)) for block in range(whole)]
     for block in range(whole if backend.bounded_by_length else 4):
         moved = blocks[min(block, whole - 1)]
-        layer = backend.write_block(layer, jnp.int32(1), jnp.int32(block), moved, size)
+        layer = backend.write_span(layer, jnp.int32(1), jnp.int32(block), moved, size)
     valid = min(length, 512)
     for old, new in zip(cache, backend.to_host(layer, 64), strict=True):
         assert bits(new[1, :, :valid]) == bits(old[0, :, :valid]) and bits(new[0]) == bits(old[0])

@@ -15,16 +15,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from xla_engine.batch.lines import Line, count_lines, read_lines
-from xla_engine.batch.results import Stamp, parse_record_id
+from xla_engine.batch.results import ResultHeader, parse_record_id
 from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
+from xla_engine.batch.tally import Latencies, RunTotals, summary_lines
 from xla_engine.engine.stats import EngineStats
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.utils.progress import Latencies, Progress, Tally, summary_lines
+from xla_engine.utils.progress import Progress
 
 LIMIT = 200  # bytes of a line in these tests
-STAMP = Stamp(created=1, model="fake", system_fingerprint="f" * 16)
+STAMP = ResultHeader(created=1, model="fake", system_fingerprint="f" * 16)
 
 
 class FakeEngine:
@@ -115,7 +116,9 @@ class FakeEngine:
         )
 
 
-def run(data: bytes, engine: FakeEngine | None = None, **options: Any) -> tuple[list[dict[str, Any]], Tally]:
+def run(
+    data: bytes, engine: FakeEngine | None = None, **options: Any
+) -> tuple[list[dict[str, Any]], RunTotals]:
     sink = io.BytesIO()
     lines = read_lines(io.BytesIO(data), LIMIT)
     tally = BatchRun(engine or FakeEngine(), lines, sink, stamp=STAMP, **options).run()

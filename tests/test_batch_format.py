@@ -19,7 +19,7 @@ from xla_engine.batch.requests import (
     LineRequest,
     parse_line,
 )
-from xla_engine.batch.results import Stamp, error_line, record_id, result_line
+from xla_engine.batch.results import ResultHeader, error_line, record_id, result_line
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
@@ -344,6 +344,8 @@ def test_any_line_is_a_request_or_an_error_that_can_be_written(raw: bytes, line:
         assert result.code in ("invalid_json_line", "invalid_request") and result.message
     else:
         outputs = [finished()] * len(result.prompts)
-        record = json.loads(result_line(result, outputs, record_id(line, 0), Stamp(created=1, model="m")))
+        record = json.loads(
+            result_line(result, outputs, record_id(line, 0), ResultHeader(created=1, model="m"))
+        )
         assert result.prompts and record["error"] is None
     assert record["custom_id"] == result.custom_id

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.test_batch_format import batch, finished, parsed, talk
 from xla_engine.batch.requests import line_error
 from xla_engine.batch.results import (
-    Stamp,
+    ResultHeader,
     error_line,
     line_digest,
     output_error,
@@ -25,12 +25,12 @@ from xla_engine.batch.results import (
 from xla_engine.outputs import Logprob, RequestOutput
 from xla_engine.text.detokenizer import _BYTE_OF, ByteLevelDetokenizer, TokenBytes
 
-STAMP = Stamp(created=1700000000, model="theirs", system_fingerprint="f" * 16)
+STAMP = ResultHeader(created=1700000000, model="theirs", system_fingerprint="f" * 16)
 CHAT = talk(logprobs=True)
 TEXT = batch({"model": "mine", "prompt": "x", "logprobs": 0})
 
 
-def body_of(raw: bytes, *outputs: Any, stamp: Stamp = STAMP) -> dict[str, Any]:
+def body_of(raw: bytes, *outputs: Any, stamp: ResultHeader = STAMP) -> dict[str, Any]:
     line = result_line(parsed(raw), list(outputs), record_id(7, 1), stamp)
     body: dict[str, Any] = json.loads(line)["response"]["body"]
     return body

@@ -17,7 +17,7 @@ import pytest
 from tests.test_batch import FakeEngine, by_line, interrupt_at, prompts
 from tests.test_cli import ROOT, assert_not_started, engine, invoke, records_of, run_file
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.results import Stamp
+from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
@@ -254,7 +254,7 @@ def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embe
     again = start(*command, "--resume")
     _, stderr = again.communicate(timeout=120)
     assert again.returncode == 0, stderr.decode()
-    stamp = Stamp(
+    stamp = ResultHeader(
         created=7,
         model="embedded",
         system_fingerprint=EngineIdentity.of(embedded).digest(),

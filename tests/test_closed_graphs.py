@@ -16,7 +16,7 @@ import xla_engine.runner.runner as runner_module
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.schedule import draw_cases
+from xla_engine.equivalence.cases import draw_cases
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.kv_cache.cache import make_cache

@@ -17,13 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_engine import cli
+from xla_engine.batch.compare import CompareError, compare_files
 from xla_engine.batch.requests import LineRequest, line_error
-from xla_engine.batch.results import Stamp, error_line, record_id, result_line
+from xla_engine.batch.results import ResultHeader, error_line, record_id, result_line
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import (
-    CompareError,
     EngineIdentity,
-    compare_files,
     logprob_bits,
     logprob_bits_sha256,
     logprob_of,
@@ -55,7 +54,9 @@ def line(
     output = RequestOutput(
         request_id="r", prompt="p", prompt_token_ids=(1,), outputs=(choice,), finished=True
     )
-    stamp = Stamp(created=number, model="m", system_fingerprint=fingerprint, hashes=fingerprint is not None)
+    stamp = ResultHeader(
+        created=number, model="m", system_fingerprint=fingerprint, hashes=fingerprint is not None
+    )
     return result_line(request, [output], record_id(number, 0), stamp)
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.schedule import draw_cases
+from xla_engine.equivalence.cases import draw_cases
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
 

@@ -14,9 +14,10 @@ import pytest
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.sequence import LiveRequest
-from xla_engine.engine.token_buffer import Ledger
-from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.token_buffer import TokenBuffer
+from xla_engine.equivalence.cases import draw_cases
+from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.row_state.rows import SamplingRows
@@ -255,12 +256,14 @@ def test_credit_to_the_wrong_epoch_is_caught(
     engine.submit(prompt, params)
     (alone,) = engine.drain()
     assert tokens_after_resubmission() == alone.outputs[0].token_ids
-    begin = Ledger.begin
+    begin = TokenBuffer.begin
 
-    def careless(self: Ledger, request: LiveRequest, slot: int, step: int, until: int | None = None) -> None:
+    def careless(
+        self: TokenBuffer, request: LiveSequence, slot: int, step: int, until: int | None = None
+    ) -> None:
         begin(self, request, slot, self.next_step or step, until)
 
-    monkeypatch.setattr(Ledger, "begin", careless)
+    monkeypatch.setattr(TokenBuffer, "begin", careless)
     assert tokens_after_resubmission() != alone.outputs[0].token_ids
 
 

@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.faults import FAULTS_IN_A_ROW
-from xla_engine.equivalence.schedule import Case, draw_cases, run_alone
+from xla_engine.equivalence.cases import Case, draw_cases
+from xla_engine.equivalence.schedule import run_alone
 from xla_engine.errors import EngineClosedError
 from xla_engine.graphs.row_state import rows
 from xla_engine.outputs import RequestOutput

@@ -14,7 +14,7 @@ from tests import fuzz_checkpoints
 from tests.fuzz_lines import cases, fuzz
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import CHAT_URL, COMPLETIONS_URL
-from xla_engine.batch.results import Stamp
+from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.text.chat_template import ChatTemplate
@@ -77,7 +77,7 @@ def test_the_openai_client_reads_every_result_of_the_real_engine(chatty: XlaBatc
         for body in bodies
     )
     chatty.chat_template = ChatTemplate(sources={"default": "{{ messages[0].content }}"}, special_tokens={})
-    sink, stamp = io.BytesIO(), Stamp(created=1, model="m", speller=chatty.tokenizer)
+    sink, stamp = io.BytesIO(), ResultHeader(created=1, model="m", speller=chatty.tokenizer)
     tally = BatchRun(chatty, read_lines(io.BytesIO(lines)), sink, stamp=stamp, ordered=True).run()
     assert tally.ok == 3, sink.getvalue()
     talk, formed, several = (json.loads(line)["response"]["body"] for line in sink.getvalue().splitlines())

@@ -12,7 +12,8 @@ import pytest
 from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.equivalence.cases import draw_cases
+from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.graphs.config import DeltaForm, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaState

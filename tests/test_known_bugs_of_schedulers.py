@@ -13,7 +13,7 @@ import pytest
 
 from tests.fake_runner import Loop, expected
 from xla_engine.scheduler import FinishReason, QueueFullError, Request, SchedulerConfig
-from xla_engine.scheduler.kv.slot_prefix_cache import PrefixCache
+from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 
 BASE = {"chunk_size": 4, "max_num_batched_tokens": 64, "block_size": 4, "priority_aging": 4}
 
@@ -336,7 +336,7 @@ def test_the_inner_pages_of_a_live_prefix_stay() -> None:
         driven.scheduler.check()
         cache_checked.append(index)
     driven.drain()
-    assert isinstance(driven.scheduler._room.cache, PrefixCache) and len(cache_checked) == 6
+    assert isinstance(driven.scheduler._room.cache, SlotPrefixCache) and len(cache_checked) == 6
 
 
 def test_a_request_that_is_removed_in_mid_step_frees_its_slot_once() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xla_engine.engine.output_collector import Inbox
-from xla_engine.engine.sequence import LiveRequest
-from xla_engine.engine.token_buffer import LAP, Ledger
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.token_buffer import FLUSH_STEPS, TokenBuffer
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import NO_TOKEN, Decoded, FinishReason, Sample
@@ -47,9 +47,11 @@ class Spelling:
         return "".join(map(self.push, ids))
 
 
-def live(ledger: Ledger, name: str, inbox: Inbox | None = None, **params: object) -> LiveRequest:
+def live(
+    ledger: TokenBuffer, name: str, inbox: OutputCollector | None = None, **params: object
+) -> LiveSequence:
     tokenizer: Tokenizer = Spelling()  # type: ignore[assignment]
-    return LiveRequest(
+    return LiveSequence(
         name,
         None,
         (1,),
@@ -59,7 +61,7 @@ def live(ledger: Ledger, name: str, inbox: Inbox | None = None, **params: object
         stop_ids=frozenset(),
         eos_ids=frozenset(),
         ledger=ledger,
-        inbox=Inbox() if inbox is None else inbox,
+        inbox=OutputCollector() if inbox is None else inbox,
         now=0.0,
     )
 
@@ -68,7 +70,7 @@ def live(ledger: Ledger, name: str, inbox: Inbox | None = None, **params: object
 class Row:
     """A request, the slot it decodes in or None, and what it should have."""
 
-    request: LiveRequest
+    request: LiveSequence
     slot: int | None = None
     samples: list[Sample] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -92,11 +94,11 @@ class Row:
 @given(seed=st.integers(0, 2**32))
 def test_everybody_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> None:
     """Requests join, lose their slot, come back in another, are read and end, at any step."""
-    draw, ledger = random.Random(seed), Ledger()
+    draw, ledger = random.Random(seed), TokenBuffer()
     kinds: list[dict[str, object]] = [{}, {"logprobs": 0}, {"logprobs": 2}, {"stop": ["~"]}]
     rows = [Row(live(ledger, str(number), **draw.choice(kinds))) for number in range(9)]
     over: list[Row] = []
-    for step in range(draw.choice([20, 20, 20, 3 * LAP])):
+    for step in range(draw.choice([20, 20, 20, 3 * FLUSH_STEPS])):
         free = set(range(SLOTS)) - {row.slot for row in rows}
         for row in rows:
             if row.slot is not None and draw.random() < 0.1:
@@ -139,25 +141,25 @@ def test_everybody_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> None
 
 def test_what_was_read_long_ago_is_forgotten_and_no_step_does_much() -> None:
     """Also while a request that lost its slot waits for another."""
-    ledger, slots = Ledger(), 3 * LAP
+    ledger, slots = TokenBuffer(), 3 * FLUSH_STEPS
     requests = [live(ledger, str(slot)) for slot in range(slots)]
     for slot, request in enumerate(requests):
         ledger.begin(request, slot, 0)
-    for step in range(20 * LAP):
-        if step == LAP // 2:
+    for step in range(20 * FLUSH_STEPS):
+        if step == FLUSH_STEPS // 2:
             ledger.bound(requests.pop(), step)
         ledger.append(step, Decoded(tokens=[step % 9] * slots), 0.0)
         due = ledger.due()
-        assert len(due) <= slots // LAP
+        assert len(due) <= slots // FLUSH_STEPS
         for request in due:
             request.take()
-        assert len(ledger._columns) <= 3 * LAP
-    assert ledger.num_tokens == (slots - 1) * 20 * LAP + LAP // 2
+        assert len(ledger._columns) <= 3 * FLUSH_STEPS
+    assert ledger.num_tokens == (slots - 1) * 20 * FLUSH_STEPS + FLUSH_STEPS // 2
 
 
 def test_followers_hear_of_every_token_and_others_of_none() -> None:
-    ledger = Ledger()
-    every, ends = Inbox(), Inbox(every_token=False)
+    ledger = TokenBuffer()
+    every, ends = OutputCollector(), OutputCollector(every_token=False)
     requests = [live(ledger, "a", every), live(ledger, "b", ends), live(ledger, "c", every, stop=["~"])]
     for slot, request in enumerate(requests):
         ledger.begin(request, slot, 1 if slot == 0 else 0, None)
@@ -173,7 +175,7 @@ def test_followers_hear_of_every_token_and_others_of_none() -> None:
 
 def test_text_that_cannot_be_made_is_told_when_the_request_goes_on() -> None:
     """A reader in between gets the tokens and the text there is."""
-    ledger = Ledger()
+    ledger = TokenBuffer()
     request = live(ledger, "bad")
     ledger.begin(request, 0, 0)
     for step, token in enumerate((1, 2)):

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import TINY_ENGINE
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import Inbox
+from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 
@@ -220,7 +220,7 @@ def test_streams_read_in_turns_lose_nothing(tiny: XlaBatchEngine) -> None:
 def test_unread_news_merge(tiny: XlaBatchEngine) -> None:
     """An inbox holds one entry per request, however long nobody looks; then everything is there."""
     calls: list[int] = []
-    inbox = Inbox(on_news=lambda: calls.append(1))
+    inbox = OutputCollector(on_news=lambda: calls.append(1))
     expected = _alone(tiny, [1, 2])
     tiny.submit([1, 2], LONG, request_id="slow", inbox=inbox)
     tiny.submit([1, 2], LONG, request_id="other")
@@ -245,7 +245,7 @@ def test_text_deltas_are_never_taken_back(embedded: XlaBatchEngine) -> None:
 
 def test_close_keeps_what_nobody_has_read(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine()
-    inbox = Inbox()
+    inbox = OutputCollector()
     engine.submit([1], replace(LONG, max_tokens=1), request_id="done")
     engine.submit([2], LONG, request_id="running")
     engine.submit([3], LONG, request_id="streamed", inbox=inbox)

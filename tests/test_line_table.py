@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_engine.batch.line_index import LineTable
+from xla_engine.batch.line_index import LineIndex
 
 keys = st.integers(1, 2**64 - 1) | st.integers(1, 20) | st.integers(2**64 - 20, 2**64 - 1)
 
 
 @given(st.lists(st.tuples(keys, st.integers(0, 2**64 - 1))))
 def test_it_is_a_dict(pairs: list[tuple[int, int]]) -> None:
-    table: LineTable = LineTable()
+    table: LineIndex = LineIndex()
     model: dict[int, int] = {}
     for key, value in pairs:
         assert table.get(key) == model.get(key)
@@ -22,7 +22,7 @@ def test_it_is_a_dict(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_it_grows() -> None:
-    table = LineTable()
+    table = LineIndex()
     for number in range(1, 50_000):
         table.setdefault(number, 3 * number)
     assert len(table) == 49_999 and all(table.get(number) == 3 * number for number in range(1, 50_000))

@@ -12,7 +12,7 @@ from tests.fake_runner import PREEMPTED, Loop, expected
 from tests.test_memory_laws import adversary
 from tests.test_policies import PolicyLoop
 from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
-from xla_engine.scheduler.kv.block_hashes import PageKeys
+from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.kv.block_manager import Pages
 from xla_engine.scheduler.kv.block_pool import BlockPool
 from xla_engine.scheduler.request_state import RequestState
@@ -100,7 +100,9 @@ def test_tenants_and_models_share_nothing() -> None:
         driven.drain()
     assert [reuse.request_id for plan in driven.plans for reuse in plan.reuses] == ["c", "d"]
     one, another = (
-        PageKeys(4, model, tails=True).of_context(RequestState(request=request("x", STEM), arrival=0, turn=0))
+        BlockHashes(4, model, tails=True).of_context(
+            RequestState(request=request("x", STEM), arrival=0, turn=0)
+        )
         for model in ("one", "another")
     )
     assert len(one) == 3 and not set(one) & set(another)

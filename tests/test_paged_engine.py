@@ -16,9 +16,10 @@ from tests.test_preemption import PARAMS, PROMPTS, answers, submit_all
 from tests.test_simulator import COST, record
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.replay import replay
-from xla_engine.equivalence.schedule import draw_cases, draw_schedule
+from xla_engine.equivalence.schedule import draw_schedule
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError, TokenLimitError
 from xla_engine.outputs import RequestOutput

@@ -17,7 +17,7 @@ from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import FULL, SLIDING
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.kv_cache.block_io import copy_pages, read_pages, write_pages
+from xla_engine.graphs.kv_cache.block_io import copy_blocks, read_blocks, write_blocks
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
@@ -33,7 +33,7 @@ from xla_engine.graphs.row_state.rows import (
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.runner.backends import choose_attention
-from xla_engine.runner.kv_moves import PageMoves, Parked, State
+from xla_engine.runner.kv_moves import BlockMoves, Parked, State
 from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.runner.programs import COPY_PAGES, READ_PAGES, WRITE_PAGES
 from xla_engine.runner.row_settings import HostTables, RowSettings
@@ -153,9 +153,9 @@ class Calls:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._known: dict[str, Any] = {
-            COPY_PAGES: jax.jit(functools.partial(copy_pages, spec)),
-            READ_PAGES: jax.jit(functools.partial(read_pages, spec)),
-            WRITE_PAGES: jax.jit(functools.partial(write_pages, spec)),
+            COPY_PAGES: jax.jit(functools.partial(copy_blocks, spec)),
+            READ_PAGES: jax.jit(functools.partial(read_blocks, spec)),
+            WRITE_PAGES: jax.jit(functools.partial(write_blocks, spec)),
         }
 
     def __call__(self, name: str, *arguments: Any) -> Any:
@@ -197,7 +197,7 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
         noise, (cache, pack_rows(make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
     )
     parked = Parked()
-    moves = PageMoves(cast(Inventory, Calls(spec)), parked, 64)
+    moves = BlockMoves(cast(Inventory, Calls(spec)), parked, 64)
     expected, slots = by_page(state), by_slot(state[1])
     assert by_page(moves.warm_up(state, swaps=True)) == expected
 

@@ -21,8 +21,9 @@ from tests.fake_runner import Loop, PlanError
 from tests.test_equivalence import FAULTY, attend_decode, attend_prefill, poison_free_slots
 from tests.test_scheduler_laws import credit_goes_to_the_slot
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.reference import Reference
-from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import EngineClosedError
 from xla_engine.graphs.ops.fixed_order_sums import sum_last

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.fake_runner import PREEMPTED, VOCABULARY, Loop
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.schedule import draw_cases, draw_schedule, run_alone, run_schedule
+from xla_engine.equivalence.cases import draw_cases
+from xla_engine.equivalence.schedule import draw_schedule, run_alone, run_schedule
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import (
     FinishReason,

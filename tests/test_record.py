@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.equivalence.record import Record, RecordError, Trace
 from xla_engine.equivalence.record_file import from_json, read_record, to_json, write_record
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.replay import RecordMismatchError, engine_config, replay
 from xla_engine.equivalence.schedule import (
     Action,
-    Case,
     Schedule,
     ScheduleError,
-    draw_cases,
     draw_schedule,
     run_alone,
     run_schedule,

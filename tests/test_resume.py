@@ -17,17 +17,17 @@ from tests.test_batch import STAMP, FakeEngine, by_line, line_of, prompts
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines
 from xla_engine.batch.output_file import Mode, OutputError, OutputFile
-from xla_engine.batch.resume import Disk, DoneLines, ResumeError
+from xla_engine.batch.resume import Disk, FinishedLines, ResumeError
 from xla_engine.batch.run import BatchRun
-from xla_engine.utils.progress import Tally
+from xla_engine.batch.tally import RunTotals
 
 ROOT = Path(__file__).parent.parent
 
 
 def run(
     path: Path, data: bytes, mode: Mode = Mode.RESUME, engine: FakeEngine | None = None, **options: Any
-) -> Tally:
-    done = DoneLines()
+) -> RunTotals:
+    done = FinishedLines()
     with OutputFile(str(path), mode) as output:
         output.claim(done)
         lines = read_lines(io.BytesIO(data))
@@ -66,7 +66,7 @@ def test_any_beginning_of_a_file_is_a_file_to_go_on_with(
     counts = set()
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
-        done = DoneLines()
+        done = FinishedLines()
         done.read(path, FastDisk())
         counts.add(len(done))
         assert records(path) == all_records[: len(done)]  # whole lines only, and all of them
@@ -166,7 +166,7 @@ def test_two_files_of_different_inputs_do_not_go_together(tmp_path: Path) -> Non
     one, other = tmp_path / "one", tmp_path / "other"
     run(one, prompts(2), Mode.NEW)
     run(other, b'{"prompt": "else"}\n', Mode.NEW)
-    done = DoneLines()
+    done = FinishedLines()
     done.read(one, Disk())
     with pytest.raises(ResumeError, match="two different inputs"):
         done.read(other, Disk())
@@ -175,12 +175,12 @@ def test_two_files_of_different_inputs_do_not_go_together(tmp_path: Path) -> Non
 def test_only_one_run_writes_a_file(tmp_path: Path) -> None:
     path = str(tmp_path / "out.jsonl")
     with OutputFile(path, Mode.NEW) as first:
-        first.claim(DoneLines())
+        first.claim(FinishedLines())
         for mode in Mode:
             with pytest.raises(OutputError, match="another process"), OutputFile(path, mode) as second:
-                second.claim(DoneLines())
+                second.claim(FinishedLines())
     with OutputFile(path, Mode.NEW) as third:
-        third.claim(DoneLines())
+        third.claim(FinishedLines())
     assert not Path(path).exists()  # it stayed empty
 
 
@@ -192,7 +192,7 @@ def test_standard_output_cannot_be_resumed() -> None:
 def test_each_line_is_the_systems_at_once(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with OutputFile(str(path), Mode.NEW) as output:
-        output.claim(DoneLines())
+        output.claim(FinishedLines())
         sink = output.begin()
         for count in (1, 2):
             sink.write(b"x\n")

@@ -31,7 +31,7 @@ from xla_engine.scheduler import (
 )
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps import commit as crediting
-from xla_engine.scheduler.steps.commit import Crediting
+from xla_engine.scheduler.steps.commit import Committer
 from xla_engine.scheduler.steps.decode import Decoding
 
 QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -422,17 +422,17 @@ def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which everybody gets one token more is taken too easily."""
-    joined = Crediting.joined
+    joined = Committer.joined
 
-    def careless(self: Crediting, state: RequestState) -> None:
+    def careless(self: Committer, state: RequestState) -> None:
         joined(self, state)
         self._stops.clear()
 
-    monkeypatch.setattr(Crediting, "joined", careless)
+    monkeypatch.setattr(Committer, "joined", careless)
 
 
 def samples_of_the_dead_are_credited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Crediting, "over", lambda *_: None)
+    monkeypatch.setattr(Committer, "over", lambda *_: None)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -16,7 +16,8 @@ from tests.conftest import TINY, TINY_ENGINE
 from tests.test_equivalence import attend_decode, attend_prefill, top_k_of_the_batch
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.schedule import draw_cases, run_alone
+from xla_engine.equivalence.cases import draw_cases
+from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.graphs.row_state.rows import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling

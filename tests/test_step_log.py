@@ -15,10 +15,11 @@ from click.testing import CliRunner
 from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.record import RecordError
 from xla_engine.equivalence.record_file import write_record
 from xla_engine.equivalence.recorder import record_schedule
-from xla_engine.equivalence.schedule import draw_cases, draw_schedule
+from xla_engine.equivalence.schedule import draw_schedule
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import Scheduler
 from xla_engine.timeline import Timeline, read_timeline, write_timeline

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import Inbox
-from xla_engine.engine.sequence import LiveRequest
-from xla_engine.engine.token_buffer import Ledger
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.token_buffer import TokenBuffer
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import FinishReason, Sample
 from xla_engine.text.detokenizer import IncrementalDetokenizer
@@ -157,7 +157,7 @@ def test_what_ends_a_request_goes_before_what_would_have(
     The texts of stop ids contain stop strings here, which must not count.
     """
     params = SamplingParams(stop=[".", ">"], include_stop_str_in_output=include, stop_token_ids=[STOP_ID])
-    request = LiveRequest(
+    request = LiveSequence(
         "r",
         None,
         (9,),
@@ -166,8 +166,8 @@ def test_what_ends_a_request_goes_before_what_would_have(
         None,
         stop_ids=frozenset({EOS, STOP_ID}),
         eos_ids=frozenset({EOS}),
-        ledger=Ledger(),
-        inbox=Inbox(),
+        ledger=TokenBuffer(),
+        inbox=OutputCollector(),
         now=0.0,
     )
     assert not request.add(Sample(PLAIN), 0.0)

@@ -15,7 +15,8 @@ from tests.test_sampling_features import comparable
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.structured_outputs import Grammars, StructuredOutputsParams
+from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.text.grammar import Grammars
 from xla_engine.text.token_mask import TokenMask, pack_bits
 
 pytest.importorskip("llguidance")

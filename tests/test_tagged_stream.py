@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_batch import FakeEngine
-from xla_engine.batch.event_stream import TaggedStream
+from xla_engine.batch.event_stream import EventStream
+from xla_engine.batch.tally import RunTotals
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.utils.progress import Tally
 
 Event = dict[str, Any]
 HOT: dict[str, Any] = {"temperature": 3.0, "ignore_eos": True}  # bytes of half characters come, too
@@ -49,12 +49,12 @@ class Aborting(FakeEngine):
         return [*super().step(only_finished=only_finished), *ended]
 
 
-def serve(engine: Any, *lines: Any, **options: Any) -> tuple[list[Event], Tally]:
+def serve(engine: Any, *lines: Any, **options: Any) -> tuple[list[Event], RunTotals]:
     source = b"".join(
         line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines
     )
     sink = io.BytesIO()
-    tally = TaggedStream(engine, io.BytesIO(source), sink, **options).run()
+    tally = EventStream(engine, io.BytesIO(source), sink, **options).run()
     return [json.loads(line) for line in sink.getvalue().splitlines()], tally
 
 
@@ -192,8 +192,8 @@ def pipe() -> tuple[Any, Any]:
     return os.fdopen(read, "rb"), os.fdopen(write, "wb", buffering=0)
 
 
-def in_thread(stream: TaggedStream) -> tuple[threading.Thread, list[Tally]]:
-    result: list[Tally] = []
+def in_thread(stream: EventStream) -> tuple[threading.Thread, list[RunTotals]]:
+    result: list[RunTotals] = []
     thread = threading.Thread(target=lambda: result.append(stream.run()), daemon=True)
     thread.start()
     return thread, result
@@ -203,7 +203,7 @@ def test_another_program_drives_it_over_pipes() -> None:
     """Each answer is awaited before the next line is written; an id may be used again after its end."""
     source, ask = pipe()
     answers, sink = pipe()
-    thread, result = in_thread(TaggedStream(FakeEngine(), source, sink))
+    thread, result = in_thread(EventStream(FakeEngine(), source, sink))
     for n in range(5):
         ask.write(b'{"id": "same", "prompt": "p%d"}\n' % n)
         events: Iterator[Event] = (json.loads(line) for line in iter(answers.readline, b""))
@@ -235,7 +235,7 @@ def test_a_slow_reader_loses_nothing_and_holds_up_nobody() -> None:
     gate, turns = Gate(), []
     engine = FakeEngine(max_num_seqs=4)
     source = b"".join(b'{"prompt": "p%d"}\n' % n for n in range(200))
-    stream = TaggedStream(
+    stream = EventStream(
         engine, io.BytesIO(source), gate, on_turn=lambda: turns.append(len(engine.live)), max_unsent=10_000
     )
     thread, result = in_thread(stream)
@@ -256,12 +256,12 @@ def test_a_reader_that_goes_away_ends_the_run_cleanly() -> None:
 
     engine = FakeEngine()
     lines = io.BytesIO(b'{"prompt": "x"}\n' * 5000)
-    tally = TaggedStream(engine, lines, Gone()).run()
+    tally = EventStream(engine, lines, Gone()).run()
     assert isinstance(tally.failure, BrokenPipeError) and not engine.live and tally.done < 5000
 
 
 def test_interrupts() -> None:
-    def run(at: tuple[int, ...]) -> tuple[FakeEngine, list[Event], Tally]:
+    def run(at: tuple[int, ...]) -> tuple[FakeEngine, list[Event], RunTotals]:
         def on_step(step: int) -> None:
             if step in at:
                 stream.interrupt()
@@ -269,7 +269,7 @@ def test_interrupts() -> None:
         sink = io.BytesIO()
         engine = FakeEngine(on_step=on_step)
         lines = io.BytesIO(b'{"prompt": "x"}\n' * 64)
-        stream = TaggedStream(engine, lines, sink, max_unfinished=10)
+        stream = EventStream(engine, lines, sink, max_unfinished=10)
         tally = stream.run()
         return engine, [json.loads(line) for line in sink.getvalue().splitlines()], tally
 
@@ -301,7 +301,7 @@ def test_an_input_that_cannot_be_read_on_finishes_what_was_read() -> None:
             return super().readline(limit)
 
     sink = io.BytesIO()
-    tally = TaggedStream(FakeEngine(), Broken(b'{"prompt": "x"}\n' * 9), sink).run()
+    tally = EventStream(FakeEngine(), Broken(b'{"prompt": "x"}\n' * 9), sink).run()
     assert tally.ok == 3 and isinstance(tally.failure, OSError)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import Inbox
+from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM, Prompt
 from xla_engine.outputs import RequestOutput
@@ -65,7 +65,7 @@ class AsyncLLM:
         reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
         """
         news = asyncio.Event()
-        inbox = Inbox(on_news=news.set)
+        inbox = OutputCollector(on_news=news.set)
         request_id = self.engine.submit(
             prompt,
             sampling_params,

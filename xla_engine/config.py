@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import whole_blocks
+from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.scheduler.policy import POLICIES
 
 AUTO: Final = "auto"
@@ -220,9 +220,9 @@ class EngineConfig:
 
     def buckets(self, context_length: int) -> tuple[int, ...]:
         """Key lengths attention is compiled for, whole blocks; the last one holds the whole context."""
-        longest = whole_blocks(context_length)
+        longest = whole_spans(context_length)
         sizes = self.key_buckets or (SMALLEST_KEY_BUCKET, round(math.sqrt(SMALLEST_KEY_BUCKET * longest)))
-        return (*sorted({whole_blocks(size) for size in sizes if whole_blocks(size) < longest}), longest)
+        return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def fingerprint(self) -> str:
         """Hash of every option that shapes the graphs."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import Inbox
+from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -199,7 +199,7 @@ class LLM:
         **options: Any,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs with their prompt's place until all have ended; those left when the caller stops are aborted."""
-        inbox = Inbox(every_token=not only_finished)
+        inbox = OutputCollector(every_token=not only_finished)
         places: dict[str, int] = {}  # of what has not ended
         params = _per_prompt(
             "sampling_params", sampling_params or self.engine.default_params, SamplingParams, len(prompts)

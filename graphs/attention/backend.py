@@ -1,7 +1,7 @@
 """What an attention backend is: rotation, cache layout, KV write and attention, owned together.
 
 A graph hands it projected heads and never looks into a cache. All backends share one capacity: whole blocks of
-`KEY_BLOCK` keys. Law 1 rests on them: what a row gets is a function of its own q, k, v, length and cache, bit for
+`KEY_SPAN` keys. Law 1 rests on them: what a row gets is a function of its own q, k, v, length and cache, bit for
 bit, whatever the other rows, the `key_length` and the values behind its own keys.
 """
 
@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.config import AttentionForm, ModelConfig
-from xla_engine.graphs.delta_net.layer import DeltaState
 
-KEY_BLOCK = 256  # cache lengths and key buckets are multiples of it (findings/007)
+KEY_SPAN = 256  # cache lengths and key buckets are multiples of it (findings/007)
 
 
 class LayerCache(NamedTuple):
@@ -26,9 +25,6 @@ class LayerCache(NamedTuple):
 
     keys: jax.Array
     values: jax.Array
-
-
-KVCache = list[LayerCache | DeltaState]
 
 
 class AttentionWeights(NamedTuple):
@@ -140,8 +136,8 @@ class Attention(Protocol):
         """
         ...
 
-    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        """`KEY_BLOCK` positions of a slot from `KEY_BLOCK * block` on, as they are, of all layers of a store; `slot`,
+    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        """`KEY_SPAN` positions of a slot from `KEY_SPAN * block` on, as they are, of all layers of a store; `slot`,
         `block` i32 scalars.
 
         Of a ring what lies in their place. All blocks of a slot, written again in order, are the slot again. A page is
@@ -149,10 +145,10 @@ class Attention(Protocol):
         """
         ...
 
-    def write_block(
+    def write_span(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        """Put what `read_block` gave into any slot. The slot's positions from `length` on are nobody's: afterwards
+        """Put what `read_span` gave into any slot. The slot's positions from `length` on are nobody's: afterwards
         stale NaN must be harmless in those of this block."""
         ...
 
@@ -165,9 +161,9 @@ class Attention(Protocol):
         ...
 
 
-def whole_blocks(length: int) -> int:
+def whole_spans(length: int) -> int:
     """`length` rounded up to whole key blocks."""
-    return -(-length // KEY_BLOCK) * KEY_BLOCK
+    return -(-length // KEY_SPAN) * KEY_SPAN
 
 
 def kept_positions(form: AttentionForm, length: int, call_positions: int | None) -> int:
@@ -175,13 +171,13 @@ def kept_positions(form: AttentionForm, length: int, call_positions: int | None)
     beside all that the call writes, `call_positions` at most to one slot. None: keep all."""
     if form.window is None or call_positions is None:
         return length
-    return min(length, whole_blocks(form.window + call_positions))
+    return min(length, whole_spans(form.window + call_positions))
 
 
 def check_length(length: int, least: int = 16) -> None:
     """Slots are whole key blocks; pages divide one and hold at least `least` positions. Raises ValueError."""
-    if length != whole_blocks(length) and (KEY_BLOCK % length or length < least):
-        sizes = [str(KEY_BLOCK >> shift) for shift in range(5) if KEY_BLOCK >> shift >= least]
+    if length != whole_spans(length) and (KEY_SPAN % length or length < least):
+        sizes = [str(KEY_SPAN >> shift) for shift in range(5) if KEY_SPAN >> shift >= least]
         raise ValueError(f"block_size must be one of {', '.join(reversed(sizes))} here, not {length}")
 
 

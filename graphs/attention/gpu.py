@@ -1,7 +1,7 @@
 """Attention backend `gpu`: Pallas kernels for CUDA, lowered through Triton.
 
 One K and one V buffer per layer, `[B, KV, S, Dh]`, donated and written in place. Decode is three kernels: rotate and
-write; partial softmax over splits of `KEY_BLOCK` keys, one program per (row, key/value head, split); combine. It is
+write; partial softmax over splits of `KEY_SPAN` keys, one program per (row, key/value head, split); combine. It is
 flash-decoding (Dao et al. 2023) with a split of fixed size instead of a fixed number of splits. Prefill is one
 program per (lane, head, block of queries), an online softmax over tiles of keys (FlashAttention-2, Dao 2023).
 
@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from xla_engine.graphs.attention.backend import (
-    KEY_BLOCK,
+    KEY_SPAN,
     AttentionWeights,
     LayerCache,
     check_length,
@@ -139,11 +139,11 @@ class GpuAttention:
         )
         return layer, out.reshape(lanes * width, -1)
 
-    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        size = min(KEY_BLOCK, layer.keys.shape[2])
+    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+        size = min(KEY_SPAN, layer.keys.shape[2])
         return LayerCache(*(read_positions(leaf, slot, block * size, size) for leaf in layer))
 
-    def write_block(
+    def write_span(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
         return LayerCache(
@@ -202,7 +202,7 @@ class GpuAttention:
         `[B, KV, J, G]`; splits without a key that the row sees are left as they were."""
         rows, kv_heads, groups, head_dim = q.shape
         pages = 1 if block_tables is None else block_tables.shape[1]
-        splits = -(-pages * layer.keys.shape[2] // KEY_BLOCK)
+        splits = -(-pages * layer.keys.shape[2] // KEY_SPAN)
         state = jax.ShapeDtypeStruct((rows, kv_heads, splits, groups), jnp.float32)
         return self._call(
             functools.partial(split_kernel, form=form),

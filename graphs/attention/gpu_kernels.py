@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from xla_engine.graphs.attention.backend import KEY_BLOCK
+from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.config import AttentionForm
 
-KEY_TILE = 64  # keys per step of a program; divides KEY_BLOCK
+KEY_TILE = 64  # keys per step of a program; divides KEY_SPAN
 _SPLITS = 8  # that are loaded together: each load waits for memory once
 _LEAST_ROWS = 16  # of a tensor core product
 
@@ -98,10 +98,10 @@ def split_kernel(
     row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     groups, head_dim = q_ref.shape[2:]
     position = position_ref[row]
-    first = split * KEY_BLOCK
+    first = split * KEY_SPAN
     lowest = _lowest(position, form.window)
 
-    @pl.when((first <= position) & (lowest < first + KEY_BLOCK))
+    @pl.when((first <= position) & (lowest < first + KEY_SPAN))
     def _() -> None:
         group, column = jnp.arange(whole_tile(groups)), jnp.arange(_power_of_two(head_dim))
         inside = (group[:, None] < groups) & (column[None] < head_dim)
@@ -114,7 +114,7 @@ def split_kernel(
             position=jnp.broadcast_to(position, group.shape),
             tiles=(
                 jnp.maximum(lowest, first) // KEY_TILE,
-                pl.cdiv(jnp.minimum(position + 1, first + KEY_BLOCK), KEY_TILE),
+                pl.cdiv(jnp.minimum(position + 1, first + KEY_SPAN), KEY_TILE),
             ),
         )
         _store(parts_ref, (row, kv_head, split, group[:, None], column[None]), weighted, inside)
@@ -138,7 +138,7 @@ def combine_kernel(
     group, column = jnp.arange(_power_of_two(groups)), jnp.arange(_power_of_two(head_dim))
     inside = (group[:, None] < groups) & (column[None] < head_dim)
     position = position_ref[row]
-    first, end = _lowest(position, window) // KEY_BLOCK, pl.cdiv(position + 1, KEY_BLOCK)
+    first, end = _lowest(position, window) // KEY_SPAN, pl.cdiv(position + 1, KEY_SPAN)
 
     def add(step: jax.Array, state: State) -> State:
         peak, total, weighted = state

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.attention.backend import (
-    KEY_BLOCK,
+    KEY_SPAN,
     AttentionWeights,
     LayerCache,
     check_length,
@@ -96,14 +96,14 @@ class NativeAttention:
         attend = self._call(form, weights, block_tables, place)
         return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
 
-    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
         keys, values, own = self._tiles(layer, block)
         return LayerCache(
             read_positions(layer.keys, slot, own * keys, keys, axis=1),
             read_positions(layer.values, slot, own * values, values, axis=1),
         )
 
-    def write_block(
+    def write_span(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
         keys, values, own = self._tiles(layer, block)
@@ -115,7 +115,7 @@ class NativeAttention:
     def _tiles(self, layer: LayerCache, block: jax.Array) -> tuple[int, int, jax.Array]:
         """Tiles of keys and of values in a block, and where a block lies: rings go round."""
         tiles = layer.keys.shape[3]
-        keys = min(KEY_BLOCK // _LANES, tiles)
+        keys = min(KEY_SPAN // _LANES, tiles)
         return keys, keys // _pack(layer.keys.dtype), block % (tiles // keys)
 
     def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.attention.backend import (
-    KEY_BLOCK,
+    KEY_SPAN,
     AttentionWeights,
     LayerCache,
     check_length,
@@ -53,7 +53,7 @@ class XlaAttention:
     ) -> LayerCache:
         check_length(length)
         (index,) = layers
-        block = min(length, KEY_BLOCK)
+        block = min(length, KEY_SPAN)
         stored = self.cache_dtype or dtype
         kept = kept_positions(config.attention(index), length, self.call_positions)
         shape = (kept // block, rows, config.num_key_value_heads, block, config.head_dim)
@@ -93,10 +93,10 @@ class XlaAttention:
         )
         blocks: _Slots | _Pages
         if block_tables is None:
-            blocks = _Slots(*(leaf[: key_length // KEY_BLOCK].astype(compute_dtype) for leaf in layer))
+            blocks = _Slots(*(leaf[: key_length // KEY_SPAN].astype(compute_dtype) for leaf in layer))
         else:
             blocks = _Pages(layer, block_tables, length, key_length, compute_dtype)
-        capacity = None if block_tables is not None else len(layer.keys) * KEY_BLOCK
+        capacity = None if block_tables is not None else len(layer.keys) * KEY_SPAN
         visible = _visible(length[:, None], blocks.positions, form.window, capacity)  # [B, 1, S]
         grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
         sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1)
@@ -136,10 +136,10 @@ class XlaAttention:
         )
         blocks: _Slots | _Pages
         if block_tables is None:
-            blocks = _Slots(*(leaf[: key_length // KEY_BLOCK, slot].astype(compute_dtype) for leaf in layer))
+            blocks = _Slots(*(leaf[: key_length // KEY_SPAN, slot].astype(compute_dtype) for leaf in layer))
         else:
             blocks = _Pages(layer, block_tables[slot], start + count - 1, key_length, compute_dtype)
-        capacity = None if block_tables is not None else len(layer.keys) * KEY_BLOCK
+        capacity = None if block_tables is not None else len(layer.keys) * KEY_SPAN
         visible = _visible(position, blocks.positions, form.window, capacity)  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
@@ -155,13 +155,13 @@ class XlaAttention:
         by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
         return layer, by_token.reshape(lanes * width, -1)
 
-    def read_block(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
         return LayerCache(*(leaf[block % len(leaf), slot] for leaf in layer))
 
-    def write_block(
+    def write_span(
         self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        position = block * KEY_BLOCK + jnp.arange(layer.keys.shape[3], dtype=jnp.int32)
+        position = block * KEY_SPAN + jnp.arange(layer.keys.shape[3], dtype=jnp.int32)
         own, round_again = block % len(layer.keys), block >= len(layer.keys)  # of a ring, which is full then
         owned = (position < length) | round_again
 
@@ -179,7 +179,7 @@ class XlaAttention:
         return keys.reshape(shape), values.reshape(shape)
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        by_block = (*keys.shape[:2], -1, min(KEY_BLOCK, keys.shape[2]), keys.shape[3])
+        by_block = (*keys.shape[:2], -1, min(KEY_SPAN, keys.shape[2]), keys.shape[3])
         return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_block), 2, 0)) for x in (keys, values)))
 
 
@@ -191,7 +191,7 @@ class _Slots(NamedTuple):
 
     @property
     def positions(self) -> int:
-        return len(self.keys) * KEY_BLOCK
+        return len(self.keys) * KEY_SPAN
 
     def scores(self, q: jax.Array, *, keys_left: bool) -> jax.Array:
         """Products of `q [N, KV, R, Dh]` with all keys, `[J, N, KV, R, block]`."""
@@ -222,7 +222,7 @@ class _Pages(NamedTuple):
 
     def weigh(self, weights: jax.Array) -> jax.Array:
         def part(block: jax.Array) -> jax.Array:
-            position = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+            position = block * KEY_SPAN + jnp.arange(KEY_SPAN, dtype=jnp.int32)
             inside = (position <= self.last[:, None])[:, None, :, None]  # [N, 1, block, 1]
             values = jnp.where(inside, self._fetch(self.pool.values, block), 0)
             return _product(weights[block].astype(values.dtype), values)
@@ -231,14 +231,14 @@ class _Pages(NamedTuple):
 
     @property
     def _blocks(self) -> int:
-        return self.positions // KEY_BLOCK
+        return self.positions // KEY_SPAN
 
     def _fetch(self, leaf: jax.Array, block: jax.Array) -> jax.Array:
         """Block of every row, `[N, KV, block, Dh]`."""
-        many = KEY_BLOCK // leaf.shape[3]
+        many = KEY_SPAN // leaf.shape[3]
         pages = lax.dynamic_slice_in_dim(self.tables, block * many, many, axis=1)  # [N, many]
         parts = leaf.at[0, pages].get(mode="clip").swapaxes(1, 2)  # [N, KV, many, block_size, Dh]
-        return parts.reshape(*parts.shape[:2], KEY_BLOCK, -1).astype(self.dtype)
+        return parts.reshape(*parts.shape[:2], KEY_SPAN, -1).astype(self.dtype)
 
 
 def _visible(position: jax.Array, keys: int, window: int | None, capacity: int | None) -> jax.Array:
@@ -270,7 +270,7 @@ def _attention(
     scores = blocks.scores(q, keys_left=keys_left) * form.scale  # [J, N, KV, R, block]
     if form.softcap is not None:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
-    seen = visible.reshape(*visible.shape[:2], -1, KEY_BLOCK)
+    seen = visible.reshape(*visible.shape[:2], -1, KEY_SPAN)
     scores = jnp.where(jnp.moveaxis(seen, 2, 0)[:, :, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=(0, 4), keepdims=True)
     if sinks is not None:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.attention.backend import KEY_BLOCK, KVCache, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import RowState
 
@@ -25,10 +26,10 @@ Row = RowState  # without the leading axis, and without what lies in pages
 
 def pages_per_call(block_size: int) -> int:
     """Pages that one call moves at most: those of a key block."""
-    return KEY_BLOCK // block_size
+    return KEY_SPAN // block_size
 
 
-def copy_pages(
+def copy_blocks(
     spec: ModelSpec, cache: KVCache, rows: RowState, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> tuple[KVCache, RowState]:
     """Page `target[i]` becomes what `source[i]` is, for the first `count` of `[G]`, in order."""
@@ -39,7 +40,7 @@ def copy_pages(
     return _with_history(rows, lax.fori_loop(0, count, copy, (cache, rows.history)))
 
 
-def read_pages(
+def read_blocks(
     spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, pages: jax.Array
 ) -> tuple[Pages, Row]:
     """The content of `pages [G]`, and a slot's row state."""
@@ -47,7 +48,7 @@ def read_pages(
     return found, jax.tree.map(lambda leaf: leaf[slot], _own(rows))
 
 
-def write_pages(
+def write_blocks(
     spec: ModelSpec,
     cache: KVCache,
     rows: RowState,
@@ -58,7 +59,7 @@ def write_pages(
     moved: Pages,
     row: Row,
 ) -> tuple[KVCache, RowState]:
-    """The inverse of `read_pages`, into any slot and of `pages [G]` into those from `first` to before `end`."""
+    """The inverse of `read_blocks`, into any slot and of `pages [G]` into those from `first` to before `end`."""
 
     def write(index: jax.Array, state: Pages) -> Pages:
         return _put(spec, state, pages[index], jax.tree.map(lambda leaf: leaf[index], moved))
@@ -76,14 +77,14 @@ def _own(rows: RowState) -> Row:
 
 def _get(spec: ModelSpec, state: Pages, page: jax.Array) -> Pages:
     cache, history = state
-    return [spec.attention.read_block(store, page, jnp.int32(0)) for store in cache], history[page]
+    return [spec.attention.read_span(store, page, jnp.int32(0)) for store in cache], history[page]
 
 
 def _put(spec: ModelSpec, state: Pages, page: jax.Array, content: Pages) -> Pages:
     (cache, history), (blocks, tokens) = state, content
     first, length = jnp.int32(0), jnp.int32(history.shape[1])
     stores = [
-        spec.attention.write_block(store, page, first, LayerCache(*moved), length)
+        spec.attention.write_span(store, page, first, LayerCache(*moved), length)
         for store, moved in zip(cache, blocks, strict=True)
     ]
     return stores, history.at[page].set(tokens)

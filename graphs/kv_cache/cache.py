@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from xla_engine.graphs.attention.backend import KVCache, LayerCache
+from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.delta_net.layer import DeltaState, make_state
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from xla_engine.graphs.attention.backend import whole_blocks
+from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, pack_rows
@@ -19,7 +19,7 @@ def tree_bytes(tree: Any) -> int:
 
 def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
     """Bytes of the cache of `rows` slots of `length` positions, as the spec's attention lays it out."""
-    return tree_bytes(jax.eval_shape(lambda: make_cache(spec, rows, whole_blocks(length))))
+    return tree_bytes(jax.eval_shape(lambda: make_cache(spec, rows, whole_spans(length))))
 
 
 def block_bytes(spec: ModelSpec, block_size: int) -> int:
@@ -38,11 +38,11 @@ def keeps_every_position(spec: ModelSpec, length: int) -> bool:
         cache = jax.eval_shape(lambda: make_cache(spec, 1, positions))
         return [tree_bytes(store) for store in cache]
 
-    once = whole_blocks(length)
+    once = whole_spans(length)
     return [2 * size for size in stores(once)] == stores(2 * once)
 
 
 def rows_bytes(rows: int, stop_width: int, length: int, block_size: int | None = None) -> int:
     """Bytes of the row state of `rows` slots, without what lies in pages if they have such."""
-    pool = None if block_size is None else Pool(0, block_size, whole_blocks(length) // block_size)
+    pool = None if block_size is None else Pool(0, block_size, whole_spans(length) // block_size)
     return tree_bytes(jax.eval_shape(lambda: pack_rows(make_rows(rows, stop_width, length, pool))))

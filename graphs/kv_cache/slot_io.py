@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from xla_engine.graphs.attention.backend import KEY_BLOCK, KVCache, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import RowState
 
@@ -19,7 +20,7 @@ Blocks = list[Any]  # one pytree per store
 Row = RowState  # without the leading axis
 
 
-def copy_block(
+def copy_span(
     spec: ModelSpec,
     cache: KVCache,
     rows: RowState,
@@ -36,14 +37,14 @@ def copy_block(
     return moved, _with_history(rows, target, rows.history[source])
 
 
-def read_block(
+def read_span(
     spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, block: jax.Array
 ) -> tuple[Blocks, Row]:
     """A block of a slot, and the slot's row state."""
     return _read(spec, cache, slot, block), jax.tree.map(lambda leaf: leaf[slot], rows)
 
 
-def write_block(
+def write_span(
     spec: ModelSpec,
     cache: KVCache,
     rows: RowState,
@@ -53,19 +54,19 @@ def write_block(
     blocks: Blocks,
     row: Row,
 ) -> tuple[KVCache, RowState]:
-    """The inverse of `read_block`, into any slot; `length` as in `copy_block`."""
+    """The inverse of `read_span`, into any slot; `length` as in `copy_span`."""
     put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), rows, row)
     return _write(spec, cache, slot, block, blocks, length), put
 
 
 def num_blocks(length: int) -> int:
     """Blocks that hold `length` positions."""
-    return -(-length // KEY_BLOCK)
+    return -(-length // KEY_SPAN)
 
 
 def _read(spec: ModelSpec, cache: KVCache, slot: jax.Array, block: jax.Array) -> Blocks:
     return [
-        spec.attention.read_block(store, slot, block)
+        spec.attention.read_span(store, slot, block)
         if isinstance(store, LayerCache)
         else jax.tree.map(lambda leaf: leaf[slot], store)
         for store in cache
@@ -76,7 +77,7 @@ def _write(
     spec: ModelSpec, cache: KVCache, slot: jax.Array, block: jax.Array, blocks: Blocks, length: jax.Array
 ) -> KVCache:
     return [
-        spec.attention.write_block(store, slot, block, moved, length)
+        spec.attention.write_span(store, slot, block, moved, length)
         if isinstance(store, LayerCache)
         else jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), store, moved)
         for store, moved in zip(cache, blocks, strict=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.attention.backend import AttentionWeights, KVCache
+from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_decode
 from xla_engine.graphs.kv_cache.cache import places
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Rows, Tables, pack_samples, remaining_after

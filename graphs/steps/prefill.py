@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.attention.backend import AttentionWeights, KVCache, LayerCache
+from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_prefill
 from xla_engine.graphs.kv_cache.cache import places
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import Pages
-from xla_engine.scheduler.kv.slot_prefix_cache import PrefixCache
+from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 from xla_engine.scheduler.kv.slots import Slots
 from xla_engine.scheduler.plan import Slot, Swap
 from xla_engine.scheduler.request import Status
@@ -24,11 +24,11 @@ class Room:
     def __init__(self, config: SchedulerConfig) -> None:
         self.slots = Slots(config.max_num_seqs)
         self.pages = None if config.num_blocks is None else Pages(config)
-        self._held: PrefixCache | None = None  # by slots
-        self.cache: PrefixCache | Pages | None = None
+        self._held: SlotPrefixCache | None = None  # by slots
+        self.cache: SlotPrefixCache | Pages | None = None
         if config.enable_prefix_caching:
             if self.pages is None:
-                self._held = PrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
+                self._held = SlotPrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
             self.cache = self.pages or self._held
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:

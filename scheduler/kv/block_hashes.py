@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from xla_engine.scheduler.request_state import RequestState
 
 
-class PageKeys:
+class BlockHashes:
     """Keys of pages of `page` tokens. `model`: its name. tails: what fills a page in part has a key as well."""
 
     def __init__(self, page: int, model: str, *, tails: bool = False) -> None:

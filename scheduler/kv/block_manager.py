@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
-from xla_engine.scheduler.kv.block_hashes import PageKeys
+from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.kv.block_pool import BlockPool
 from xla_engine.scheduler.plan import BlockCopy, BlockTable, Slot, Swap
 from xla_engine.scheduler.request import Status
@@ -39,7 +39,7 @@ class Pages:
         self.pool = BlockPool(config.num_blocks, config.block_size, config.num_blocks // _WATERMARK)
         self._config = config
         self._page = config.block_size
-        self._keys = PageKeys(config.block_size, config.cache_key, tails=True)
+        self._keys = BlockHashes(config.block_size, config.cache_key, tails=True)
         self._due: dict[int, list[tuple[RequestState, Slot]]] = {}  # by step, stale ones among them
         self._copies: list[BlockCopy] = []
         self._tables: list[BlockTable] = []

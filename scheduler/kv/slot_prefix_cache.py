@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from xla_engine.scheduler.kv.block_hashes import PageKeys
+from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.plan import Slot
 from xla_engine.scheduler.request_state import RequestState
 
@@ -30,11 +30,11 @@ class _Content:
     tenancy: Slot | None = None
 
 
-class PrefixCache:
+class SlotPrefixCache:
     """Contents of `slots` slots by pages of `page` tokens. `key`: the model's name."""
 
     def __init__(self, slots: int, page: int, key: str) -> None:
-        self._keys = PageKeys(page, key)
+        self._keys = BlockHashes(page, key)
         self._contents = [_Content() for _ in range(slots)]
         self._holders: dict[bytes, dict[int, None]] = {}  # page key to slots, in the order they got it
 

@@ -64,7 +64,7 @@ class Events:
                 yield TokenEvent(row.request_id, self._decoded.sample(slot), None)
 
 
-class Crediting:
+class Committer:
     """Credits the samples of steps, in the order of the plans, to the tenancies of the plan.
 
     Every row is its request's still, but for those known to be over, and reaches its cap in the step that was

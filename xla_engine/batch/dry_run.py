@@ -11,7 +11,7 @@ from typing import Any
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import Chat, LineError, LineRequest, explain, line_error
 from xla_engine.config import EngineConfig
-from xla_engine.engine.validation import Admission
+from xla_engine.engine.validation import RequestValidator
 from xla_engine.model_loader.config_json import read_config, read_special_tokens
 from xla_engine.model_loader.model_files import model_path
 from xla_engine.text.chat_template import ChatTemplate, chosen_template, render_chat
@@ -53,7 +53,7 @@ class DryRun:
         place = model_path(model_name)
         model = read_config(place)
         self._template = ChatTemplate.from_directory(place)
-        self._admission = Admission(
+        self._admission = RequestValidator(
             vocab_size=model.vocab_size,
             eos_token_ids=read_special_tokens(place, model).eos_token_ids,
             max_model_len=config.context_length(model.max_position_embeddings),

@@ -24,15 +24,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
-from xla_engine.batch.event_writer import Outbox
+from xla_engine.batch.event_writer import EventWriter
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_record
 from xla_engine.batch.submit import Submits, submit_prompt, whole_request
+from xla_engine.batch.tally import RunTotals
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import Snapshot
 from xla_engine.utils.json_line import dump_line, load_object
-from xla_engine.utils.progress import Tally
 
 MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
 MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
@@ -58,7 +58,7 @@ class _Live:
     characters: dict[int, int] = field(default_factory=dict)
 
 
-class TaggedStream:
+class EventStream:
     """Serves one input and one output until the input ends.
 
     source, sink: open for reading and for writing bytes.
@@ -79,10 +79,10 @@ class TaggedStream:
         max_unsent: int = MAX_UNSENT,
         on_turn: Callable[[], None] | None = None,
     ) -> None:
-        self.tally = Tally()
+        self.tally = RunTotals()
         self._engine = engine
         self._source = source
-        self._outbox = Outbox(sink)
+        self._outbox = EventWriter(sink)
         self._defaults = dict(defaults or {})
         self._max_line_bytes = max_line_bytes
         self._max_unfinished = max_unfinished
@@ -93,7 +93,7 @@ class TaggedStream:
         self._by_name: dict[str, str] = {}  # the caller's id -> the engine's
         self._ended = self._draining = False
 
-    def run(self) -> Tally:
+    def run(self) -> RunTotals:
         """Serve until the input has ended and every request with it, the reader is gone, or the engine dies."""
         threading.Thread(target=self._read, name="xla-engine-stream-in", daemon=True).start()
         try:

@@ -7,7 +7,7 @@ from collections import deque
 from typing import BinaryIO
 
 
-class Outbox:
+class EventWriter:
     """Writes lines in a thread of its own, so that a slow reader does not hold up the engine; loses none.
 
     failure: why the pipe is gone, once it is.

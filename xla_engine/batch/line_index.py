@@ -7,7 +7,7 @@ from array import array
 _MULTIPLIER = 0x9E3779B97F4A7C15  # Fibonacci hashing: 2**64 divided by the golden ratio
 
 
-class LineTable:
+class LineIndex:
     """A map from 64-bit keys above 0 to 64-bit values, by open addressing in two flat arrays.
 
     A dict of a million entries takes 100 MB and more; this takes 32.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, BinaryIO
 
-from xla_engine.batch.line_index import LineTable
+from xla_engine.batch.line_index import LineIndex
 from xla_engine.batch.requests import LineError, LineRequest, line_error, parse_line
 
 MAX_LINE_BYTES = 8 * 2**20
@@ -71,7 +71,7 @@ class LineReader:
 
     def __init__(self, defaults: Mapping[str, Any] | None = None) -> None:
         self._defaults = dict(defaults or {})
-        self._first_use = LineTable()  # 64 bits of a custom_id's hash -> 32 more and its line
+        self._first_use = LineIndex()  # 64 bits of a custom_id's hash -> 32 more and its line
 
     def read(self, line: Line) -> LineRequest | LineError:
         """The request of a line, or why it has none. Never raises for anything in the line."""

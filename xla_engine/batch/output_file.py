@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from xla_engine.batch.resume import Disk, DoneLines, Sink, is_packed, sink_of
+from xla_engine.batch.resume import Disk, FinishedLines, Sink, is_packed, sink_of
 from xla_engine.errors import XlaEngineError
 
 
@@ -52,7 +52,7 @@ class OutputFile:
         self._is_new = not os.path.lexists(path)
         self._open(self._path)
 
-    def claim(self, done: DoneLines) -> None:
+    def claim(self, done: FinishedLines) -> None:
         """Lock the file, and add to `done` what it says is done where the mode asks for it."""
         if self._path is None:
             return

@@ -54,7 +54,7 @@ class Speller(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stamp:
+class ResultHeader:
     """What all results of a run have in common.
 
     created: Unix seconds, one value for the whole run, so that it is the only field two runs can differ in.
@@ -83,7 +83,9 @@ def output_error(request: LineRequest, output: RequestOutput) -> LineError | Non
     return replace(line_error(request.line, code, message, request.custom_id), partial=texts)
 
 
-def result_line(request: LineRequest, outputs: Sequence[RequestOutput], name: str, stamp: Stamp) -> bytes:
+def result_line(
+    request: LineRequest, outputs: Sequence[RequestOutput], name: str, stamp: ResultHeader
+) -> bytes:
     """The output line of a request whose prompts all ended by "stop" or "length".
 
     outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite

@@ -1,8 +1,8 @@
 """Files of result lines that grow by whole lines, and what a file that is there already says is done.
 
 A process may die at any moment. What it leaves is a file of whole lines and at most one torn piece at its end: of a
-line, or, in a gzip file, of a member of some 64 KiB of lines. `DoneLines.read` cuts the piece off and reads the rest:
-the `id` of each line names the input line it answers and a hash of its bytes.
+line, or, in a gzip file, of a member of some 64 KiB of lines. `FinishedLines.read` cuts the piece off and reads the
+rest: the `id` of each line names the input line it answers and a hash of its bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from xla_engine.batch.line_index import LineTable
+from xla_engine.batch.line_index import LineIndex
 from xla_engine.batch.results import parse_record_id
 from xla_engine.errors import XlaEngineError
 
@@ -101,7 +101,7 @@ def sink_of(file: BinaryIO, *, packed: bool, disk: Disk) -> Sink:
     return GzipSink(file, disk) if packed else PlainSink(file, disk)
 
 
-class DoneLines:
+class FinishedLines:
     """Input lines that have their output, by number.
 
     results, errors: how many of either. created, system_fingerprint: of the first result, None without one.
@@ -113,7 +113,7 @@ class DoneLines:
         self.created: int | None = None
         self.system_fingerprint: str | None = None
         self.ordered_from = 0
-        self._digests = LineTable()
+        self._digests = LineIndex()
 
     def __len__(self) -> int:
         return len(self._digests)

@@ -16,13 +16,20 @@ from typing import Any, Protocol
 
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, explain, line_error
-from xla_engine.batch.results import Stamp, error_line, line_digest, output_error, record_id, result_line
-from xla_engine.batch.resume import DoneLines, ResumeError
+from xla_engine.batch.results import (
+    ResultHeader,
+    error_line,
+    line_digest,
+    output_error,
+    record_id,
+    result_line,
+)
+from xla_engine.batch.resume import FinishedLines, ResumeError
 from xla_engine.batch.submit import Submits, submit_prompt, whole_request
+from xla_engine.batch.tally import RunTotals
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import RequestOutput
 from xla_engine.utils.json_line import dump_line
-from xla_engine.utils.progress import Tally
 
 SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
 ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
@@ -76,14 +83,14 @@ class BatchRun:
         lines: Iterable[Line],
         sink: Writer,
         *,
-        stamp: Stamp,
+        stamp: ResultHeader,
         errors: Writer | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
-        done: DoneLines | None = None,
+        done: FinishedLines | None = None,
         on_turn: Callable[[], None] | None = None,
     ) -> None:
-        self.tally = Tally()
+        self.tally = RunTotals()
         self._engine = engine
         self._lines = iter(lines)
         self._sink = sink
@@ -92,7 +99,7 @@ class BatchRun:
         self._reader = LineReader(defaults)
         self._salt = blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
         self._ordered = ordered
-        self._done = DoneLines() if done is None else done
+        self._done = FinishedLines() if done is None else done
         self._on_turn = on_turn
         self._max_in_flight = 2 * engine.max_num_seqs
         self._live: dict[str, tuple[_Job, int]] = {}  # by engine request id: the job and which of its prompts
@@ -103,7 +110,7 @@ class BatchRun:
         ] = {}  # ordered output: results waiting for an earlier line
         self._exhausted = self._reading = self._draining = False
 
-    def run(self) -> Tally:
+    def run(self) -> RunTotals:
         """Run until every line has its output, the user interrupts, or the engine dies.
 
         However it ends, no request of this run stays in the engine and what finished is in the file (with `ordered`,

@@ -17,15 +17,16 @@ import click
 
 from xla_engine.batch.lines import count_lines, read_lines
 from xla_engine.batch.output_file import Mode, OutputError, OutputFile, same_file
-from xla_engine.batch.results import Stamp
-from xla_engine.batch.resume import DoneLines
+from xla_engine.batch.results import ResultHeader
+from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
+from xla_engine.batch.tally import RunTotals, summary_lines
 from xla_engine.cli import _common, _files, _signals
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import XlaEngineError
 from xla_engine.tracing.status_file import StatusFile
 from xla_engine.tracing.step_log_writer import logging_steps
-from xla_engine.utils.progress import Progress, Tally, summary_lines
+from xla_engine.utils.progress import Progress
 
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -72,7 +73,7 @@ def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -
         sys.exit(_common.SOME_FAILED)
 
 
-def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tuple[Tally, list[str]]:
+def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tuple[RunTotals, list[str]]:
     with contextlib.ExitStack() as stack:
         with _common.starting():
             source = stack.enter_context(_files.open_input(files.source))
@@ -81,7 +82,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             first = next(lines, None)
             if first is None:
                 raise _common.NotStarted(f"empty_file: {files.source} holds no request")
-            done = DoneLines()
+            done = FinishedLines()
             outputs = [
                 stack.enter_context(OutputFile(path, files.mode))
                 for path in (files.output, files.errors)
@@ -129,7 +130,9 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
             raise OutputError(f"{first} and {second} are the same file; results need one of their own")
 
 
-def _stamp(engine: XlaBatchEngine, settings: Settings, done: DoneLines, model: str | None) -> Stamp:
+def _stamp(
+    engine: XlaBatchEngine, settings: Settings, done: FinishedLines, model: str | None
+) -> ResultHeader:
     """What all results say. A resumed run says what the first one said."""
     digest = EngineIdentity.of(engine).digest()
     if done.system_fingerprint not in (None, digest):
@@ -138,7 +141,7 @@ def _stamp(engine: XlaBatchEngine, settings: Settings, done: DoneLines, model: s
             "option, version or device. Resume with the same, or use another file"
         )
     created = next(time for time in (settings.created, done.created, int(time.time())) if time is not None)
-    return Stamp(
+    return ResultHeader(
         created=created,
         model="embedded" if model is None else Path(model).resolve().name,
         system_fingerprint=digest,
@@ -160,7 +163,7 @@ def _status_file(files: Files, engine: XlaBatchEngine, batch: BatchRun) -> Statu
     return status
 
 
-def run_state(tally: Tally) -> dict[str, Any]:
+def run_state(tally: RunTotals) -> dict[str, Any]:
     """What a run has done, as JSON values."""
     state = {name: getattr(tally, name) for name in ("ok", "resumed", "prompt_tokens", "generated_tokens")}
     return {**state, "failed": dict(tally.failed), "interrupted": tally.interrupted}
@@ -169,7 +172,7 @@ def run_state(tally: Tally) -> dict[str, Any]:
 def _show(
     progress: Progress,
     engine: XlaBatchEngine,
-    tally: Tally,
+    tally: RunTotals,
     status: StatusFile | None,
     *,
     last: bool = False,
@@ -181,7 +184,7 @@ def _show(
         status.update(force=last)
 
 
-def _explain(tally: Tally, files: Files) -> None:
+def _explain(tally: RunTotals, files: Files) -> None:
     """Say what went wrong, before the summary."""
     where = files.errors or files.output
     for error in tally.first_errors:

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import click
 
-from xla_engine.batch.event_stream import TaggedStream
+from xla_engine.batch.event_stream import EventStream
 from xla_engine.cli import _common, _files, _signals
 from xla_engine.cli._batch_run import explain_failure, run_state
 from xla_engine.tracing.status_file import StatusFile
@@ -40,7 +40,7 @@ def run_stream(
             engine = stack.enter_context(_common.load_engine(options, show=True))
             if record_path is not None:
                 stack.enter_context(logging_steps(engine, record_path))
-        stream = TaggedStream(
+        stream = EventStream(
             engine,
             file,
             sys.stdout.buffer,

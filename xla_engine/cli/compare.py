@@ -6,8 +6,8 @@ import sys
 
 import click
 
+from xla_engine.batch.compare import compare_files
 from xla_engine.cli import _common
-from xla_engine.engine.identity import compare_files
 
 
 @click.command(short_help="Compare two result files.")

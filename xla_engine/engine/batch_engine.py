@@ -8,13 +8,14 @@ from typing import Any
 
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.loop import Loop
-from xla_engine.engine.output_collector import Inbox
-from xla_engine.engine.request_table import RequestBook
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.scheduler_options import scheduler_config
-from xla_engine.engine.sequence import LiveRequest
-from xla_engine.engine.sequence_group import Fanout, request_seed
+from xla_engine.engine.seeds import request_seed
+from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.sequence_group import SequenceGroup
 from xla_engine.engine.stats import EngineStats
-from xla_engine.engine.validation import Admission
+from xla_engine.engine.validation import RequestValidator
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
@@ -67,18 +68,18 @@ class XlaBatchEngine(Loop):
         if config.self_check:
             self.self_check = run_self_check(runner, checkpoint.config.vocab_size)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
-        super().__init__(scheduler, runner, RequestBook(tokenizer), lag=config.lag)
+        super().__init__(scheduler, runner, RequestTable(tokenizer), lag=config.lag)
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.default_params = SamplingParams()  # of requests that bring none
-        self.admission = Admission(
+        self.admission = RequestValidator(
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
             max_model_len=runner.context_length,
             tokenizer=tokenizer,
         )
-        self._inbox = Inbox()  # of requests that were submitted without one; `step` reads it
+        self._inbox = OutputCollector()  # of requests that were submitted without one; `step` reads it
 
     @classmethod
     def from_pretrained(
@@ -120,7 +121,7 @@ class XlaBatchEngine(Loop):
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
         cache_salt: str = "",
-        inbox: Inbox | None = None,
+        inbox: OutputCollector | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
@@ -240,7 +241,7 @@ class XlaBatchEngine(Loop):
 
     def drain(self) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion."""
-        ended: list[LiveRequest | Fanout] = []
+        ended: list[LiveSequence | SequenceGroup] = []
         self._inbox.every_token = False
         try:
             while self.has_unfinished:

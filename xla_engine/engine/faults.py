@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xla_engine.engine.sequence import LiveRequest
+from xla_engine.engine.sequence import LiveSequence
 from xla_engine.scheduler import Chunk, Plan, Row
 
 FAULTS_SURVIVED = 1  # failed steps after which a request is run again; one more ends it
@@ -34,7 +34,7 @@ class Faults:
         self._in_a_row += 1
         return self._in_a_row < FAULTS_IN_A_ROW
 
-    def condemned(self, live: Iterable[LiveRequest]) -> list[LiveRequest]:
+    def condemned(self, live: Iterable[LiveSequence]) -> list[LiveSequence]:
         """Of the live requests those that were in the step that failed, and in more failed ones than they may."""
         concerned = None
         if self.plan is not None:

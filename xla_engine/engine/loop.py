@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
-from xla_engine.engine.request_table import RequestBook
-from xla_engine.engine.sequence import LiveRequest
+from xla_engine.engine.request_table import RequestTable
+from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.stats import Work
 from xla_engine.errors import EngineClosedError
 from xla_engine.runner.in_flight import InFlight
@@ -44,7 +44,7 @@ class Loop:
         sequence as it is queued, and as it ends. For records and tests.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, book: RequestBook, *, lag: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, book: RequestTable, *, lag: int) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.lag = lag
@@ -230,7 +230,7 @@ class Loop:
         for request in ledger.due():
             self._give(request, request.take, None)
 
-    def _give(self, request: LiveRequest, take: Callable[[], bool], reason: FinishReason | None) -> None:
+    def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
         """Let a request take what is there, and end it if it is to: for this reason, a stop string or a failure."""
         error, by_scheduler, tokens = None, reason is not None, request.num_tokens
         try:

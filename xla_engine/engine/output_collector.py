@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from xla_engine.engine.sequence import LiveRequest
-    from xla_engine.engine.sequence_group import Fanout
+    from xla_engine.engine.sequence import LiveSequence
+    from xla_engine.engine.sequence_group import SequenceGroup
 
 
-class Inbox:
+class OutputCollector:
     """Requests with unread news, each once and in the order in which their news began.
 
     News merge: however late a reader comes, a request is here once and holds all its tokens. So a slow reader loses
@@ -23,20 +23,20 @@ class Inbox:
     def __init__(self, on_news: Callable[[], None] | None = None, *, every_token: bool = True) -> None:
         self.every_token = every_token
         self._requests: dict[
-            LiveRequest | Fanout, None
+            LiveSequence | SequenceGroup, None
         ] = {}  # by identity: an id may come again before it was read
         self._on_news = on_news
 
     def __bool__(self) -> bool:
         return bool(self._requests)
 
-    def put(self, request: LiveRequest | Fanout) -> None:
+    def put(self, request: LiveSequence | SequenceGroup) -> None:
         was_empty = not self._requests
         self._requests[request] = None
         if was_empty and self._on_news is not None:
             self._on_news()
 
-    def take(self) -> list[LiveRequest | Fanout]:
+    def take(self) -> list[LiveSequence | SequenceGroup]:
         """Everything there is, which is read now."""
         taken, self._requests = self._requests, {}
         return list(taken)

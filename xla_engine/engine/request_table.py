@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from xla_engine.engine.output_collector import Inbox
-from xla_engine.engine.sequence import LiveRequest
-from xla_engine.engine.sequence_group import Fanout, sequence_ids, sequence_seed
-from xla_engine.engine.token_buffer import Ledger
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.seeds import sequence_ids, sequence_seed
+from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.sequence_group import SequenceGroup
+from xla_engine.engine.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
@@ -17,7 +18,7 @@ from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
 
-class RequestBook:
+class RequestTable:
     """Sequences by id, which is the request's own id where n is 1. Each is opened once and ended once.
 
     settings: by sequence, for the runner. ledger: where sequences take their tokens from.
@@ -26,12 +27,12 @@ class RequestBook:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.settings: dict[str, RowSettings] = {}
-        self.ledger = Ledger()
+        self.ledger = TokenBuffer()
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self._tokenizer = tokenizer
-        self._live: dict[str, LiveRequest] = {}
-        self._fanouts: dict[str, Fanout] = {}  # the requests that are more than one sequence
+        self._live: dict[str, LiveSequence] = {}
+        self._fanouts: dict[str, SequenceGroup] = {}  # the requests that are more than one sequence
 
     def __len__(self) -> int:
         return len(self._live)
@@ -40,10 +41,10 @@ class RequestBook:
         """The ids of the live sequences, oldest first; it may change meanwhile."""
         return iter(list(self._live))
 
-    def __getitem__(self, name: str) -> LiveRequest:
+    def __getitem__(self, name: str) -> LiveSequence:
         return self._live[name]
 
-    def get(self, name: str) -> LiveRequest | None:
+    def get(self, name: str) -> LiveSequence | None:
         """A live sequence, None when there is none of this id."""
         return self._live.get(name)
 
@@ -70,7 +71,7 @@ class RequestBook:
         stop_ids: tuple[int, ...],
         eos_ids: tuple[int, ...],
         seed: int,
-        inbox: Inbox,
+        inbox: OutputCollector,
         now: float,
     ) -> list[str]:
         """Take a request of `params.n` sequences, with a mask for each; returns their ids. The id must be free."""
@@ -86,7 +87,7 @@ class RequestBook:
                 mask=mask,
                 prompt_token_ids=token_ids,
             )
-            self._live[name] = LiveRequest(
+            self._live[name] = LiveSequence(
                 name,
                 prompt if isinstance(prompt, str) else None,
                 token_ids,
@@ -101,7 +102,7 @@ class RequestBook:
             )
             parts.append(self._live[name])
         if params.n > 1:
-            self._fanouts[request_id] = Fanout(request_id, tuple(parts))
+            self._fanouts[request_id] = SequenceGroup(request_id, tuple(parts))
         self.submitted += 1
         return names
 
@@ -122,6 +123,6 @@ class RequestBook:
         reason = request.finish(reason, now, error)
         request.inbox.put(request.reader)
         self.finished[reason] += 1
-        if isinstance(request.reader, Fanout) and request.reader.finished:
+        if isinstance(request.reader, SequenceGroup) and request.reader.finished:
             del self._fanouts[request.reader.request_id]
         return reason

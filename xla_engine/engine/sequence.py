@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from xla_engine.engine.output_collector import Inbox
-from xla_engine.engine.token_buffer import Ledger, Taken
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.token_buffer import Taken, TokenBuffer
 from xla_engine.errors import XlaEngineError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -18,7 +18,7 @@ from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from xla_engine.engine.sequence_group import Fanout
+    from xla_engine.engine.sequence_group import SequenceGroup
 
 
 class ReplayError(XlaEngineError, RuntimeError):
@@ -27,7 +27,7 @@ class ReplayError(XlaEngineError, RuntimeError):
     code = "replay_error"
 
 
-class LiveRequest:
+class LiveSequence:
     """Accumulates what the device sampled for one request until it ends.
 
     inbox: who is told of news. reader: what it is told of, the request itself or the one it is a sequence of.
@@ -45,13 +45,13 @@ class LiveRequest:
         *,
         stop_ids: frozenset[int],
         eos_ids: frozenset[int],
-        ledger: Ledger,
-        inbox: Inbox,
+        ledger: TokenBuffer,
+        inbox: OutputCollector,
         now: float,
     ) -> None:
         self.request_id = request_id
         self.inbox = inbox
-        self.reader: LiveRequest | Fanout = self  # what a reader finds in the inbox
+        self.reader: LiveSequence | SequenceGroup = self  # what a reader finds in the inbox
         self.faults = 0
         self._ledger = ledger
         self._num_cached_tokens = 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
-from xla_engine.engine.sequence import LiveRequest
+from xla_engine.engine.sequence import LiveSequence
 from xla_engine.outputs import RequestMetrics, RequestOutput
 
 
-class Fanout:
+class SequenceGroup:
     """The sequences of a request with n above 1, in order; it stands in their reader's inbox in their place."""
 
-    def __init__(self, request_id: str, parts: tuple[LiveRequest, ...]) -> None:
+    def __init__(self, request_id: str, parts: tuple[LiveSequence, ...]) -> None:
         self.request_id = request_id
         self.parts = parts
         for part in parts:
@@ -42,21 +41,3 @@ class Fanout:
             ),
             error=next((output.error for output in outputs if output.error is not None), None),
         )
-
-
-def sequence_ids(request_id: str, n: int) -> list[str]:
-    """The ids under which the scheduler knows the sequences of a request."""
-    return [request_id] if n == 1 else [f"{request_id}[{index}]" for index in range(n)]
-
-
-def request_seed(seed: int, request_id: str) -> int:
-    """The noise key of a request without a seed of its own, 64-bit unsigned, from the engine's seed and its id."""
-    digest = hashlib.sha256(f"{seed}\0{request_id}".encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """The noise key of a request's sequence, 64-bit unsigned; the first one's is the request's own."""
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}\0{index}".encode()).digest()[:8], "big")

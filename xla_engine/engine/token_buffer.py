@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from xla_engine.scheduler import Decoded
 
 if TYPE_CHECKING:
-    from xla_engine.engine.output_collector import Inbox
-    from xla_engine.engine.sequence import LiveRequest
+    from xla_engine.engine.output_collector import OutputCollector
+    from xla_engine.engine.sequence import LiveSequence
 
-LAP = 192  # steps in which everybody has taken what there was
+FLUSH_STEPS = 192  # steps in which everybody has taken what there was
 
 
 class Taken(NamedTuple):
@@ -40,7 +40,7 @@ class _Span:
         return self.step <= step and (self.until is None or step < self.until)
 
 
-class Ledger:
+class TokenBuffer:
     """What steps decoded and when they were read, and in which of them each request has tokens.
 
     A request that is attentive takes each token as it comes. The others take what has gathered when they end or are
@@ -55,9 +55,9 @@ class Ledger:
         self._first = 0  # the step of the oldest column
         self._columns: list[Decoded] = []
         self._times: list[float] = []
-        self._spans: dict[LiveRequest, _Span] = {}  # who took longest ago first
-        self._attentive: dict[LiveRequest, None] = {}  # of these
-        self._quiet: dict[Inbox, dict[LiveRequest, _Span]] = {}  # the others, by who reads them
+        self._spans: dict[LiveSequence, _Span] = {}  # who took longest ago first
+        self._attentive: dict[LiveSequence, None] = {}  # of these
+        self._quiet: dict[OutputCollector, dict[LiveSequence, _Span]] = {}  # the others, by who reads them
 
     @property
     def next_step(self) -> int:
@@ -73,7 +73,7 @@ class Ledger:
         assert step == self.next_step, f"step {step} was read when {self.next_step} was due"
         self._columns.append(decoded)
         self._times.append(now)
-        if len(self._columns) % LAP == 0:
+        if len(self._columns) % FLUSH_STEPS == 0:
             stale = min((span.step for span in self._spans.values()), default=step + 1) - self._first
             del self._columns[:stale], self._times[:stale]
             self._first += stale
@@ -86,7 +86,7 @@ class Ledger:
 
     # -- who decodes ------------------------------------------------------------------------------------------
 
-    def begin(self, request: LiveRequest, slot: int, step: int, until: int | None = None) -> None:
+    def begin(self, request: LiveSequence, slot: int, step: int, until: int | None = None) -> None:
         """A request decodes in a slot from `step` on; what it had in another it has taken."""
         self.end(request)
         self._spans[request] = span = _Span(slot, step, until)
@@ -95,14 +95,14 @@ class Ledger:
         else:
             self._quiet.setdefault(request.inbox, {})[request] = span
 
-    def bound(self, request: LiveRequest, step: int) -> None:
+    def bound(self, request: LiveSequence, step: int) -> None:
         """A request does not decode from `step` on."""
         if (span := self._spans.get(request)) is not None:
             span.until = step if span.until is None else min(span.until, step)
             if span.step >= span.until:
                 self.end(request)
 
-    def end(self, request: LiveRequest) -> None:
+    def end(self, request: LiveSequence) -> None:
         """Nothing more of a request is to be taken."""
         if self._spans.pop(request, None) is None:
             return
@@ -116,7 +116,7 @@ class Ledger:
         if not self._spans:
             self.clear()
 
-    def take(self, request: LiveRequest) -> Taken | None:
+    def take(self, request: LiveSequence) -> Taken | None:
         """What there is for a request and it has not taken."""
         span = self._spans.pop(request, None)
         if span is None:
@@ -135,22 +135,22 @@ class Ledger:
 
     # -- whose turn it is -------------------------------------------------------------------------------------
 
-    def attentive(self) -> list[LiveRequest]:
+    def attentive(self) -> list[LiveSequence]:
         """Those that take each token as it comes."""
         return list(self._attentive)
 
-    def calm_down(self, request: LiveRequest) -> None:
+    def calm_down(self, request: LiveSequence) -> None:
         """An attentive request need not be any more."""
         if request in self._attentive:
             del self._attentive[request]
             self._quiet.setdefault(request.inbox, {})[request] = self._spans[request]
 
-    def due(self) -> list[LiveRequest]:
+    def due(self) -> list[LiveSequence]:
         """Those whose turn it is to take what has gathered: few in every step."""
-        foremost = islice(self._spans.items(), -(-len(self._spans) // LAP))
-        return [request for request, span in foremost if span.waiting(self.next_step) >= LAP // 2]
+        foremost = islice(self._spans.items(), -(-len(self._spans) // FLUSH_STEPS))
+        return [request for request, span in foremost if span.waiting(self.next_step) >= FLUSH_STEPS // 2]
 
-    def followed(self) -> Iterator[LiveRequest]:
+    def followed(self) -> Iterator[LiveSequence]:
         """The quiet ones that have a token in the latest step and a reader who wants to hear of each."""
         step = self.next_step - 1
         for inbox, requests in self._quiet.items():

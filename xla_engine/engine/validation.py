@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import PRIORITIES
-from xla_engine.structured_outputs import Grammars
+from xla_engine.text.grammar import Grammars
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ _NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than thi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class RequestValidator:
     """The limits of one model in one engine.
 
     vocab_size, eos_token_ids: the model's. max_model_len: tokens of a request at most, prompt and generated.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
+from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import Record
 from xla_engine.equivalence.replay import sampled
-from xla_engine.equivalence.schedule import Case
 from xla_engine.sampling_params import SamplingParams
 
 SHOWN_TURNS = 60  # rows of the printed table

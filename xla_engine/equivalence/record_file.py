@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.engine.identity import EngineIdentity
+from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import Record, RecordError, Step, Trace
-from xla_engine.equivalence.schedule import PREEMPTS, Action, Case, Schedule
+from xla_engine.equivalence.schedule import PREEMPTS, Action, Schedule
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tracing.step_log import delta

@@ -12,10 +12,11 @@ from itertools import pairwise
 from typing import TypeVar
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.describe import describe
 from xla_engine.equivalence.record import Record, Trace, trace
 from xla_engine.equivalence.recorder import record_schedule
-from xla_engine.equivalence.schedule import Action, Case, Schedule, run_alone, run_schedule
+from xla_engine.equivalence.schedule import Action, Schedule, run_alone, run_schedule
 from xla_engine.sampling_params import SamplingParams
 
 T = TypeVar("T")

@@ -15,15 +15,9 @@ from typing import Any
 import numpy as np
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.recorder import RecordKeeper
-from xla_engine.equivalence.schedule import (
-    PREEMPTS,
-    Action,
-    draw_cases,
-    draw_schedule,
-    run_alone,
-    run_schedule,
-)
+from xla_engine.equivalence.schedule import PREEMPTS, Action, draw_schedule, run_alone, run_schedule
 from xla_engine.outputs import CompletionOutput
 
 

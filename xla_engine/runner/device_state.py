@@ -8,8 +8,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from xla_engine.graphs.attention.backend import KVCache
 from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, Rows, RowState, Tables, make_rows, pack_rows
 from xla_engine.runner.row_settings import HostTables

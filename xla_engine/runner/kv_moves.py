@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from xla_engine.graphs.attention.backend import KEY_BLOCK, KVCache
+from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.kv_cache.block_io import pages_per_call
 from xla_engine.graphs.kv_cache.slot_io import num_blocks
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.row_state.rows import RowState
 from xla_engine.runner.programs import COPY, COPY_PAGES, READ, READ_PAGES, WRITE, WRITE_PAGES
 from xla_engine.scheduler import BlockCopy, Reuse, Swap
@@ -78,7 +79,7 @@ class SlotMoves:
     def reuse(self, state: State, reuse: Reuse) -> State:
         """Bring the first positions of another slot; of the request's own slot nothing moves."""
         target, length = reuse.slot.index, reuse.length
-        first = length // KEY_BLOCK if target == reuse.source else 0
+        first = length // KEY_SPAN if target == reuse.source else 0
         for block in range(first, self._last(length, moves=target != reuse.source)):
             state = self._inventory(COPY, *state, *_scalars(reuse.source, target, block, length))
         return state
@@ -103,7 +104,7 @@ class SlotMoves:
 
     def warm_up(self, state: State, *, copies: bool, swaps: bool) -> State:
         """Run every program once so that no byte changes."""
-        whole = self._blocks * KEY_BLOCK
+        whole = self._blocks * KEY_SPAN
         if copies:
             state = self._inventory(COPY, *state, *_scalars(0, 0, 0, whole))
         if swaps:
@@ -118,7 +119,7 @@ class SlotMoves:
         return self._blocks
 
 
-class PageMoves:
+class BlockMoves:
     """Moves of pages, as many a call as a key block has. The cache and row state are donated and returned."""
 
     def __init__(self, inventory: Inventory, parked: Parked, block_size: int) -> None:

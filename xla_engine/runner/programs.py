@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
-from xla_engine.graphs.attention.backend import KVCache
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.kv_cache.block_io import copy_pages, pages_per_call, read_pages, write_pages
-from xla_engine.graphs.kv_cache.slot_io import copy_block, read_block, write_block
+from xla_engine.graphs.kv_cache.block_io import copy_blocks, pages_per_call, read_blocks, write_blocks
+from xla_engine.graphs.kv_cache.slot_io import copy_span, read_span, write_span
+from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.packing import pack, unpack
 from xla_engine.graphs.row_state.rows import Rows, RowState, Tables, pack_rows, unpack_rows
@@ -92,14 +92,14 @@ def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     write: Callable[..., Any]
     if config.num_blocks is None:
-        copy = _move(COPY, copy_block, spec, (*held, *[scalar] * 4))
-        read = _move(READ, read_block, spec, (*held, *[scalar] * 2), donate=())
-        name, write, place, copies = WRITE, write_block, [scalar] * 3, config.reuses_slots
+        copy = _move(COPY, copy_span, spec, (*held, *[scalar] * 4))
+        read = _move(READ, read_span, spec, (*held, *[scalar] * 2), donate=())
+        name, write, place, copies = WRITE, write_span, [scalar] * 3, config.reuses_slots
     else:
         pages = jax.ShapeDtypeStruct((pages_per_call(config.block_size),), jnp.int32)
-        copy = _move(COPY_PAGES, copy_pages, spec, (*held, pages, pages, scalar))
-        read = _move(READ_PAGES, read_pages, spec, (*held, scalar, pages), donate=())
-        name, write, place, copies = WRITE_PAGES, write_pages, [scalar, pages, scalar, scalar], True
+        copy = _move(COPY_PAGES, copy_blocks, spec, (*held, pages, pages, scalar))
+        read = _move(READ_PAGES, read_blocks, spec, (*held, scalar, pages), donate=())
+        name, write, place, copies = WRITE_PAGES, write_blocks, [scalar, pages, scalar, scalar], True
     moves = [copy] if copies else []
     if config.parks:
         moved = jax.eval_shape(read.function, *read.arguments)

@@ -37,7 +37,7 @@ from xla_engine.runner.in_flight import (
     fetch_prompt_scores,
     fetch_samples,
 )
-from xla_engine.runner.kv_moves import PageMoves, Parked, SlotMoves
+from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves
 from xla_engine.runner.prefill_inputs import make_lanes, prompt_targets
 from xla_engine.runner.programs import decode_name, make_programs, prefill_name, prompt_name
 from xla_engine.runner.row_settings import RowSettings
@@ -109,7 +109,7 @@ class Runner:
             num_blocks(self.buckets[-1]),
             stale_is_harmless=self._spec.attention.bounded_by_length,
         )
-        self._page_moves = PageMoves(self._inventory, self._parked, config.block_size)
+        self._page_moves = BlockMoves(self._inventory, self._parked, config.block_size)
         began = time.perf_counter()
         programs = make_programs(
             self._spec,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from xla_engine.graphs.attention.backend import KEY_BLOCK
+from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
@@ -201,8 +201,8 @@ class _Probe:
         self._draw = random.Random(bucket)
         self.bucket = bucket
         below = max((size for size in runner.bucket_choices if size < bucket), default=0)
-        if not below and bucket > KEY_BLOCK:
-            below = KEY_BLOCK
+        if not below and bucket > KEY_SPAN:
+            below = KEY_SPAN
         chunk, room = runner.config.chunk_size, min(runner.context_length, bucket)
         self._samples = min(_SAMPLES, room - 1)
         length = min(below + int(_CHUNKS * chunk), room - self._samples)

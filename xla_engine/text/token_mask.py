@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from xla_engine.errors import InvalidRequestError
-from xla_engine.structured_outputs import Matcher
+from xla_engine.text.grammar import Matcher
 
 
 class TokenMask:

@@ -3,91 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, TextIO
-
-from xla_engine.batch.requests import LineError
-from xla_engine.engine.stats import EngineStats
-from xla_engine.outputs import RequestOutput
 
 BAR_SECONDS = 0.1  # between redraws on a terminal
 LINE_SECONDS = 5.0  # between lines anywhere else
 BAR_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} requests [{elapsed}<{remaining}{postfix}]"
 BAR_FORMAT_OPEN_END = "{desc}{n_fmt} requests [{elapsed}{postfix}]"
-
-
-class Latencies:
-    """Quantiles of any number of durations in constant memory: counts in buckets 1 % wide."""
-
-    _WIDTH = math.log(1.01)
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, seconds: float) -> None:
-        self._counts[round(math.log(max(seconds, 1e-9)) / self._WIDTH)] += 1
-
-    def quantile(self, share: float) -> float | None:
-        """Nearest-rank quantile in seconds, right to 1 %; None when nothing was added."""
-        rank, seen = max(1, math.ceil(share * self._counts.total())), 0
-        for bucket in sorted(self._counts):
-            seen += self._counts[bucket]
-            if seen >= rank:
-                return math.exp(bucket * self._WIDTH)
-        return None
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """What a run has done so far.
-
-    ok, failed: lines with a result, and lines without one by error code. first_errors: a few of these.
-    prompt_tokens, generated_tokens: of the lines with a result. ttft, inter_token: of the same, in seconds.
-    first_token_at: on the run's clock; None before the first token.
-    resumed: lines passed over because an earlier run had answered them.
-    interrupted: the user stopped the run. failure: the engine died, the input could not be read on, or the output
-        was that of another run.
-    written: output lines, errors too. unwritten: lines read that have none after an interrupt; lines not yet read
-        come on top.
-    """
-
-    ok: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    first_errors: list[LineError] = field(default_factory=list)
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    ttft: Latencies = field(default_factory=Latencies)
-    inter_token: Latencies = field(default_factory=Latencies)
-    first_token_at: float | None = None
-    resumed: int = 0
-    interrupted: bool = False
-    failure: Exception | None = None
-    written: int = 0
-    unwritten: int = 0
-
-    @property
-    def done(self) -> int:
-        """Lines that came to their end in this run."""
-        return self.ok + self.failed.total()
-
-    def count(self, output: RequestOutput) -> None:
-        """Add the tokens and times of a finished request."""
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        if (metrics := output.metrics) is None:
-            return
-        at = metrics.first_token_time
-        if at is not None and (self.first_token_at is None or at < self.first_token_at):
-            self.first_token_at = at
-        if metrics.ttft is not None:
-            self.ttft.add(metrics.ttft)
-        for seconds in metrics.inter_token_latencies:
-            self.inter_token.add(seconds)
 
 
 class Progress:
@@ -187,48 +111,6 @@ def loading(stream: TextIO) -> Iterator[Callable[[int, int], None] | None]:
         yield show
 
 
-def summary_lines(tally: Tally, stats: EngineStats, *, wall: float, cold_start: float | None) -> list[str]:
-    """The lines printed when a run is over.
-
-    wall: seconds from the first line read to the last one written. cold_start: seconds from the start of the
-    process to the first token, None when there was none.
-    """
-    rate = tally.generated_tokens / max(wall, 1e-9)
-    codes = ", ".join(f"{code} {count}" for code, count in sorted(tally.failed.items()))
-    before = f"; {tally.resumed} done before" if tally.resumed else ""
-    rows = [
-        (
-            "requests",
-            f"{tally.done}: {tally.ok} ok, {tally.failed.total()} failed"
-            + (codes and f" ({codes})")
-            + before,
-        ),
-        ("wall time", f"{wall:.2f} s"),
-        ("tokens", f"{tally.prompt_tokens} prompt, {tally.generated_tokens} generated, {rate:.1f} tok/s"),
-        *_memory_lines(stats),
-        ("time to first token", _quantiles(tally.ttft)),
-        ("inter-token latency", _quantiles(tally.inter_token)),
-        ("slot occupancy", f"{stats.occupancy:.1%}"),
-        ("start-up", f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
-        (
-            "cold start",
-            "no token" if cold_start is None else f"{cold_start:.2f} s from process start to first token",
-        ),
-        ("compiles", f"{stats.compiles_warmup} before, {stats.compiles_after_warmup} after warm-up"),
-    ]
-    return [f"{name:<20} {text}" for name, text in rows]
-
-
-def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
-    """What was not computed because it lay in memory, and what had to leave it; nothing where there was neither."""
-    lines = []
-    if stats.cached_tokens:
-        lines.append(("prefix cache", f"{stats.cached_tokens} tokens found, {stats.prompt_tokens} computed"))
-    if stats.preemptions:
-        lines.append(("preemptions", f"{stats.preemptions}"))
-    return lines
-
-
 def _bar(stream: TextIO, total: int | None, bar_format: str, **options: Any) -> Any:
     from tqdm import tqdm  # imported where used: a run without a terminal needs none
 
@@ -238,8 +120,3 @@ def _bar(stream: TextIO, total: int | None, bar_format: str, **options: Any) -> 
         columns = 0
     size = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}  # some terminals have none
     return tqdm(total=total, file=stream, bar_format=bar_format, **{"mininterval": 0, **size, **options})
-
-
-def _quantiles(latencies: Latencies) -> str:
-    p50, p99 = latencies.quantile(0.5), latencies.quantile(0.99)
-    return "none" if p50 is None or p99 is None else f"p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms"

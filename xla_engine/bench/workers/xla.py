@@ -15,7 +15,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.reference import Reference
 from xla_engine.equivalence.verify import verify
-from xla_engine.graphs.attention.backend import whole_blocks
+from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
@@ -65,7 +65,7 @@ class Engine:
             quantization=self.quantization,
             enable_prefix_caching=False,  # prompts come again in the next round, and are to be computed again
         )
-        config = self.laid_out(config, whole_blocks(max_model_len))
+        config = self.laid_out(config, whole_spans(max_model_len))
         self._engine = XlaBatchEngine(load_checkpoint(model, dtype=dtype), None, config)
         stats = self._engine.stats()
         return {

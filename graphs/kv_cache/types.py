@@ -1,0 +1,8 @@
+"""The cache as the steps hand it on."""
+
+from __future__ import annotations
+
+from xla_engine.graphs.attention.backend import LayerCache
+from xla_engine.graphs.delta_net.layer import DeltaState
+
+KVCache = list[LayerCache | DeltaState]

@@ -1,0 +1,216 @@
+"""Two result files held against each other."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
+from xla_engine.errors import XlaEngineError
+
+SHOWN_IDS = 5  # first differing ids in a report, per kind
+
+
+class CompareError(XlaEngineError, ValueError):
+    """A file is not a result file; the message names file and line."""
+
+    code = "invalid_results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What is kept of one result line; None where the line does not tell. `text` is a hash of text and end."""
+
+    text: str
+    tokens: str | None
+    bits: str | None
+    fingerprint: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Counts over the ids of two files, and the first ids of each kind of difference.
+
+    same: requests whose tokens agree, whatever their logprobs. by_text: of these and of `tokens`, the requests
+    compared by their text because a file tells no token ids. bits_unknown: same tokens, no logprobs to compare.
+    errors: ids with an error and no result, in A and in B.
+    """
+
+    same: int = 0
+    by_text: int = 0
+    bits_unknown: int = 0
+    errors: tuple[int, int] = (0, 0)
+    differing: dict[str, list[str]] = field(
+        default_factory=lambda: {kind: [] for kind in ("tokens", "logprob bits", "only in A", "only in B")}
+    )
+    fingerprints: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.differing.values())
+
+    def lines(self) -> list[str]:
+        """The comparison as text."""
+        by_text = f"  ({self.by_text} of the requests compared by text: no token ids)" if self.by_text else ""
+        unknown = f"  (not known for {self.bits_unknown}: no logprobs)" if self.bits_unknown else ""
+        rows = [
+            f"same tokens              {self.same}{by_text}",
+            f"differing tokens         {len(self.differing['tokens'])}",
+            f"differing logprob bits   {len(self.differing['logprob bits'])}{unknown}",
+            f"only in A                {len(self.differing['only in A'])}",
+            f"only in B                {len(self.differing['only in B'])}",
+            f"errors in A, in B        {self.errors[0]}, {self.errors[1]}",
+            f"fingerprints             {self._fingerprint_words()}",
+        ]
+        for kind, ids in self.differing.items():
+            if ids:
+                more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+                rows.append(f"  {kind}: {', '.join(map(_shown, ids[:SHOWN_IDS]))}{more}")
+        rows.append("same" if self.ok else "NOT the same")
+        return rows
+
+    def _fingerprint_words(self) -> str:
+        a, b = self.fingerprints
+        if not a or not b:
+            where = "either file" if not a and not b else "A" if not a else "B"
+            return f"none in {where} (run with --fingerprint)"
+        if a == b and len(a) == 1:
+            return f"agree: {next(iter(a))}"
+        return f"differ: {', '.join(sorted(a))} and {', '.join(sorted(b))}"
+
+
+def _shown(custom_id: str) -> str:
+    return custom_id if custom_id.isprintable() else ascii(custom_id)
+
+
+def compare_files(a: Path | str, b: Path | str) -> Comparison:
+    """Match the lines of two result files by custom_id and compare tokens and logprob bits.
+
+    Hashes are compared where a line has them; else they are made of its token ids and logprobs; and where one of
+    two lines tells no token ids, text and finish reason decide. Raises CompareError for a broken file, OSError.
+    """
+    results_a, errors_a = _read_results(a)
+    results_b, errors_b = _read_results(b)
+    report = Comparison(
+        errors=(len(errors_a), len(errors_b)),
+        fingerprints=(_fingerprints(results_a), _fingerprints(results_b)),
+    )
+    for custom_id, left in results_a.items():
+        right = results_b.get(custom_id)
+        if right is None:
+            report.differing["only in A"].append(custom_id)
+            continue
+        by_text = left.tokens is None or right.tokens is None
+        report.by_text += by_text
+        if left.text != right.text if by_text else left.tokens != right.tokens:
+            report.differing["tokens"].append(custom_id)
+            continue
+        report.same += 1
+        if left.bits is None or right.bits is None:
+            report.bits_unknown += 1
+        elif left.bits != right.bits:
+            report.differing["logprob bits"].append(custom_id)
+    report.differing["only in B"] += [custom_id for custom_id in results_b if custom_id not in results_a]
+    for kind, mine, other in (("only in A", errors_a, errors_b), ("only in B", errors_b, errors_a)):
+        known = results_b if kind == "only in A" else results_a
+        # An error on one side where the other has a result is listed with that result already.
+        report.differing[kind] += [name for name in mine if name not in other and name not in known]
+    return report
+
+
+def _fingerprints(results: Mapping[str, _Result]) -> frozenset[str]:
+    return frozenset(result.fingerprint for result in results.values() if result.fingerprint is not None)
+
+
+def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]]:
+    """Results by custom_id, and the ids that have nothing but an error, in the order of the file."""
+    results: dict[str, _Result] = {}
+    errors: dict[str, None] = {}
+    number = 0
+    for number, custom_id, record in _lines(path):
+        if record.get("error") is not None:
+            errors[custom_id] = None
+            continue
+        if custom_id in results:
+            raise CompareError(f"{path} line {number}: a second result for custom_id {custom_id!r}")
+        try:
+            results[custom_id] = _result(record)
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            OverflowError,
+            struct.error,
+        ) as error:
+            message = f"neither a result nor an error of xla-engine run ({type(error).__name__}: {error})"
+            raise CompareError(f"{path} line {number}: {message}") from error
+    if not number:
+        raise CompareError(f"{path}: the file holds no result line")
+    return results, {name: None for name in errors if name not in results}
+
+
+def _lines(path: Path | str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    packed = str(path).endswith(".gz")
+    with gzip.open(path) if packed else open(path, "rb") as source:
+        for number, raw in enumerate(source, 1):
+            if not raw.strip():
+                continue
+            try:
+                record = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                ending = "" if raw.endswith(b"\n") else "; the file may be cut off"
+                raise CompareError(f"{path} line {number}: not JSON ({error}){ending}") from error
+            if not isinstance(record, dict) or not isinstance(record.get("custom_id"), str):
+                raise CompareError(f"{path} line {number}: not a result line: no custom_id")
+            yield number, record["custom_id"], record
+
+
+def _result(record: Mapping[str, Any]) -> _Result:
+    body = record["response"]["body"]
+    choices = body["choices"]
+    if not choices:
+        raise ValueError("no choices")
+    stamp: Mapping[str, Any] = body.get("xla_engine") or {}
+    text = json.dumps([[_content(choice), choice["finish_reason"]] for choice in choices])
+    tokens, bits, engine = map(stamp.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
+    if not all(value is None or isinstance(value, str) for value in (tokens, bits, engine)):
+        raise TypeError("a hash must be a string")
+    token_ids, logprobs = _listed(choices)
+    if tokens is None and token_ids is not None:
+        tokens = tokens_sha256(token_ids)
+    if bits is None and logprobs is not None and None not in logprobs:  # null: the bits are not in the file
+        bits = logprob_bits_sha256(logprobs)
+    return _Result(
+        text=hashlib.sha256(text.encode()).hexdigest(),
+        tokens=tokens,
+        bits=bits,
+        fingerprint=engine,
+    )
+
+
+def _content(choice: Mapping[str, Any]) -> str:
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def _listed(choices: Sequence[Mapping[str, Any]]) -> tuple[list[int] | None, list[float] | None]:
+    """Token ids and logprobs of all choices one after the other; None where a choice does not tell."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    for choice in choices:
+        block = choice.get("logprobs") or {}
+        values = block.get("token_logprobs")
+        if values is None and block.get("content") is not None:
+            values = [token["logprob"] for token in block["content"]]
+        if values is None or block.get("token_ids") is None:
+            return None, None
+        token_ids += block["token_ids"]
+        logprobs += values
+    return token_ids, logprobs
