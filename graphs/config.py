@@ -63,7 +63,7 @@ class RoutedExperts:
     num_experts_per_tok: experts that a token takes. norm_topk_prob: their probabilities are made to sum to one.
     moe_intermediate_size, shared_expert_intermediate_size: width of each expert, and of one more that every token
     takes, behind a gate of its own; 0: there is none. bias: of router and experts.
-    swiglu_limit: the gate is gpt-oss's, clamped (`graphs.moe.gate`); None is SwiGLU.
+    swiglu_limit: the gate is gpt-oss's, clamped (`graphs.experts.routing.gate`); None is SwiGLU.
     """
 
     num_experts: int
@@ -83,7 +83,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaForm:
-    """Sizes of a gated DeltaNet layer (`graphs.delta_net`); each key head serves consecutive value heads.
+    """Sizes of a gated DeltaNet layer (`graphs.delta_net.layer`); each key head serves consecutive value heads.
 
     kernel: positions that the convolution sees, its own included. norm_eps: of the norm of the output.
     """

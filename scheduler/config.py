@@ -22,10 +22,11 @@ class SchedulerConfig:
     priority_aging: later arrivals that one class of priority is worth, see `scheduler.policy.place`; under policies
         that bound no wait by themselves, how many requests may go before the one that waits longest.
     quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
-    enable_prefix_caching: slots keep what they hold for prompts that begin alike; see `scheduler.prefix_cache`.
+    enable_prefix_caching: slots keep what they hold for prompts that begin alike; see
+    `scheduler.kv.slot_prefix_cache`.
     block_size: tokens of one page of the prefix cache.
-    num_blocks: pages of `block_size` tokens that slots borrow, see `scheduler.pages`; None: every slot has room of its
-        own. Where pages run out, requests lose their slots whatever `preemption` says.
+    num_blocks: pages of `block_size` tokens that slots borrow, see `scheduler.kv.block_manager`; None: every slot
+        has room of its own. Where pages run out, requests lose their slots whatever `preemption` says.
     cache_key: what the keys of pages begin with; names the model.
     prefill_equals_decode: prefill gives the bits of decode on this device, so that generated tokens may be reused and
         recomputed.

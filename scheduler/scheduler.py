@@ -317,7 +317,7 @@ class Scheduler:
     def _grow(self, pages: Pages, decisions: list[Decision]) -> None:
         """Give rows the pages that they write to in this step, the first in line first; the last makes room.
 
-        `scheduler.pages` says how long anybody waits.
+        `scheduler.kv.block_manager` says how long anybody waits.
         """
         step = self._next_step
         short = pages.due(step)

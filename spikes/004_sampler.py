@@ -204,7 +204,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = [measure(batch, arguments.rounds) for batch in arguments.batches]
     print(describe_machine())
-    print("\nms per call, median (least-most); * is what graphs/sampling.py does:\n")
+    print("\nms per call, median (least-most); * is what graphs/sampling/sampler.py does:\n")
     header = ["form", *(f"B = {batch}" for batch in arguments.batches), "compile, ms"]
     names = list(found[0][0])
     compile_ms = found[-1][1]

@@ -14,7 +14,7 @@ import faulthandler
 import resource
 import time
 
-from tests.fuzz_lines import FuzzReport, fuzz
+from tests.support.fuzz_lines import FuzzReport, fuzz
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 

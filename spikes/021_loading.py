@@ -1,9 +1,10 @@
 """How long does a checkpoint of 1.2 billion parameters take from the files to the device, and how much host memory?
 
 The checkpoint has Llama 3.2 1B's shape and random bfloat16 weights in two shards; it is written once, below --cache.
-Ways take turns, each in a fresh process: the engine's (leaf by leaf out of a memory map, `xla_engine.weights`), the
-same from float32 files, and the plain one (all leaves as numpy arrays, then `jax.device_put` of the list). The peak is
-what the process's resident memory rose by (VmHWM against VmRSS before); the files are in the page cache.
+Ways take turns, each in a fresh process: the engine's (leaf by leaf out of a memory map,
+`xla_engine.model_loader.weights`), the same from float32 files, and the plain one (all leaves as numpy arrays, then
+`jax.device_put` of the list). The peak is what the process's resident memory rose by (VmHWM against VmRSS before);
+the files are in the page cache.
 
     python -m spikes.021_loading
 """

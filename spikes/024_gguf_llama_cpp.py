@@ -1,8 +1,8 @@
 """Does llama.cpp read the tests' GGUF files as we do: the same greedy tokens in float32, the same token ids of a text?
 
-The files are those of `tests/test_gguf.py`: tiny models of every architecture, written by the gguf library, with
-tokenizers of every kind. llama.cpp runs as a process of an interpreter that has llama-cpp-python (findings/012 tells
-how to install it).
+The files are those of `tests/model_loader/test_gguf.py`: tiny models of every architecture, written by the gguf
+library, with tokenizers of every kind. llama.cpp runs as a process of an interpreter that has llama-cpp-python
+(findings/012 tells how to install it).
 
     python -m spikes.024_gguf_llama_cpp --python PATH
 """
@@ -73,7 +73,7 @@ def write_models(folder: Path) -> list[dict[str, Any]]:
     """Greedy tokens of our engine for each model, and where its file is."""
     import numpy as np
 
-    from tests.gguf_files import write_gguf
+    from tests.support.gguf_files import write_gguf
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.sampling_params import SamplingParams
@@ -103,7 +103,7 @@ def write_models(folder: Path) -> list[dict[str, Any]]:
 
 def write_tokenizers(folder: Path) -> list[dict[str, Any]]:
     """Token ids of random texts for each kind of tokenizer."""
-    from tests import test_gguf_tokenizer as kinds
+    from tests.model_loader import test_gguf_tokenizer as kinds
 
     byte_level, draw = kinds.byte_level(), random.Random(0)
     fills = {

@@ -120,7 +120,7 @@ def busy_rows(config: ModelConfig, count: int, length: int, seed: int = 0) -> Ro
 
 
 def greedy(logits: jax.Array, rows: SamplingRows, *_: Any, **__: Any) -> sampling.Sampled:
-    """`graphs.sampling.sample` for greedy rows."""
+    """`graphs.sampling.sampler.sample` for greedy rows."""
     token = argmax(logits)
     return sampling.Sampled(token, token_logprob(logits, token), jnp.zeros((1, len(token)), jnp.int32))
 

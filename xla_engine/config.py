@@ -31,7 +31,7 @@ class EngineConfig:
     """Engine options; names follow vLLM where it has one.
 
     max_num_seqs: requests decoded together, the B_max of every graph; "auto" takes what the device has memory for, up
-        to what pays off there (`xla_engine.sizing`).
+        to what pays off there (`xla_engine.runner.sizing`).
     memory_utilization: share of the memory that is available at start-up that the engine may take.
     max_model_len: prompt plus generated tokens of one request at most; None takes the model's limit, 2048 at most.
     dtype: "auto" (the checkpoint's), "bfloat16" or "float32".

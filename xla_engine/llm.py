@@ -125,7 +125,7 @@ class LLM:
             sampling_params, use_tqdm, priority, deadline_s, queue_timeout_s, cache_salt: as in `generate`.
             chat_template: jinja2 source to use in place of the checkpoint's.
             options: `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
-                `xla_engine.chat.render_chat`.
+                `xla_engine.text.chat_template.render_chat`.
 
         Raises InvalidRequestError naming the first bad conversation before any of them runs; ChatTemplateError, one of
         these, where the checkpoint has no chat template.

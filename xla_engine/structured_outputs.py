@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xla_engine.errors import InvalidRequestError
-from xla_engine.text.grammar import _UNSUPPORTED
-
-if TYPE_CHECKING:
-    pass
 
 MAX_CONSTRAINT_CHARACTERS = 1 << 18  # of a schema, an expression or a grammar, written out
 MAX_CHOICES = 1024
@@ -106,3 +102,9 @@ def _check_choice(choice: object) -> None:
         )
     if not all(isinstance(each, str) and each for each in choice):
         raise InvalidRequestError("structured_outputs: a choice must be a string that is not empty")
+
+
+# Of vLLM's fields, those that are refused by name.
+_UNSUPPORTED = frozenset(
+    {"disable_additional_properties", "disable_fallback", "structural_tag", "whitespace_pattern"}
+)

@@ -48,7 +48,7 @@ QUERY_TILE = 64  # queries per program in prefill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuAttention:
-    """See `graphs.attention.Attention`. `interpret` runs the kernels as plain JAX, anywhere and slowly."""
+    """See `graphs.attention.backend.Attention`. `interpret` runs the kernels as plain JAX, anywhere and slowly."""
 
     interpret: bool = False
     name = "gpu"

@@ -3,7 +3,7 @@
 It rotates, writes and attends in place and reads each row's own keys and nothing behind them. There are no key buckets
 and no masks, and prefill and decode run the same code for a query: their bits agree by construction.
 
-The library is built and registered outside (`xla_engine.native`); a graph only names its target.
+The library is built and registered outside (`xla_engine.runner.native_build`); a graph only names its target.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LANES = 16  # keys, and dimensions, side by side in a tile
 
 @dataclass(frozen=True, slots=True)
 class NativeAttention:
-    """See `graphs.attention.Attention`; the layout of the cache is described in `attention_cache.h`.
+    """See `graphs.attention.backend.Attention`; the layout of the cache is described in `attention_cache.h`.
 
     call_positions: see `kept_positions`.
     """

@@ -37,7 +37,7 @@ from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XlaAttention:
-    """See `graphs.attention.Attention`.
+    """See `graphs.attention.backend.Attention`.
 
     cache_dtype: what keys and values are stored in; None: as computed. call_positions: see `kept_positions`.
     """

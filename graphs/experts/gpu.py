@@ -1,9 +1,9 @@
 """Routed experts on CUDA, in Pallas for Triton: a program for each block of rows of one expert and tile of features.
 
-What `graphs.moe.blocked_experts` does, without its loop of as many turns as there are blocks, before each of which
-the host would wait for the device (findings/016). Blocks that hold nobody end at once, so that an expert whom nobody
-takes is not read. Law 1: the place of a row in a block changes no bit of it, and features are summed up in tiles of
-one size in one order.
+What `graphs.experts.routing.blocked_experts` does, without its loop of as many turns as there are blocks, before
+each of which the host would wait for the device (findings/016). Blocks that hold nobody end at once, so that an
+expert whom nobody takes is not read. Law 1: the place of a row in a block changes no bit of it, and features are
+summed up in tiles of one size in one order.
 """
 
 from __future__ import annotations

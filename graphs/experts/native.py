@@ -1,6 +1,6 @@
 """Routed experts on the matrix tiles of a CPU, in bf16: one C++ call per layer (`native/experts.cc`).
 
-The library is built and registered outside (`xla_engine.native`); a graph only names its target.
+The library is built and registered outside (`xla_engine.runner.native_build`); a graph only names its target.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXPERTS = "xla_engine_experts"
 
 
 def native_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
-    """See `graphs.moe.blocked_experts`. D and F are multiples of 32."""
+    """See `graphs.experts.routing.blocked_experts`. D and F are multiples of 32."""
     call = jax.ffi.ffi_call(EXPERTS, jax.ShapeDtypeStruct(residual.shape, jnp.float32))
     none = jnp.zeros((0, 0), jnp.float32)
     biases = (none if bias is None else bias for bias in (experts.gate_up_bias, experts.down_bias))

@@ -3,7 +3,8 @@
 The weights of layers are packed when they are loaded (`pack`), in the order in which tiles take them; the head's are
 not, because the embedding may be the same array.
 
-The library (`native/linear.cc`) is built and registered outside (`xla_engine.native`); a graph only names its targets.
+The library (`native/linear.cc`) is built and registered outside (`xla_engine.runner.native_build`); a graph only
+names its targets.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _WHOLE = 32  # features of a task
 
 @dataclass(frozen=True, slots=True)
 class NativeProducts:
-    """See `graphs.projection.Products`. Rows of prefill and of decode run the same code: their bits agree.
+    """See `graphs.linear.products.Products`. Rows of prefill and of decode run the same code: their bits agree.
 
     Rows that are not live are not multiplied: zeros stand in their places, or the residual.
     """

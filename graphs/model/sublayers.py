@@ -61,7 +61,7 @@ class RoutedMlp(nnx.Module):
 
 
 class DeltaNet(nnx.Module):
-    """A gated DeltaNet layer between its two products (`graphs.delta_net`)."""
+    """A gated DeltaNet layer between its two products (`graphs.delta_net.layer`)."""
 
     def __init__(self, form: DeltaForm, d: int, dtype: jnp.dtype) -> None:
         self.projected = zeros((form.projected_features, d), dtype)

@@ -1,7 +1,7 @@
 """Reads over the vocabulary axis of `[V, N]`, per column, in two levels: blocks of entries, then the entries of one.
 
 XLA:CPU fuses what runs over blocks of 64 into one pass (findings/004). Sums are written out in one order, so that a
-column's bits do not depend on the number of columns (`graphs.sums`).
+column's bits do not depend on the number of columns (`graphs.ops.fixed_order_sums`).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Rows:
     history: i32 `[B, S]`, the tokens themselves by position, written as their KV is: valid up to `length`. Where slots
         have pages, `[num_blocks, block_size]`: a page's tokens lie with its keys and values.
     sampling: the request's sampling parameters.
-    block_tables: i32 `[B, max_blocks]`, the pages of each slot, see `graphs.attention`; None: contiguous.
+    block_tables: i32 `[B, max_blocks]`, the pages of each slot, see `graphs.attention.backend`; None: contiguous.
 
     A row is active while `remaining > 0`; sampling a stop id sets it to 0 on the device, so that a step
     dispatched before the host has seen the token is already right.

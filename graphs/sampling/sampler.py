@@ -1,8 +1,8 @@
 """From logits to one token per row. Logits are vocabulary-major: float32 `[V, N]`.
 
-Order: adjustments (`graphs.adjust`), temperature, min-p, top-k, top-p, draw. Each row is a function of its own logits,
-parameters, history, seed and position; `lax.cond` only decides whether work that no row wants is skipped, never
-what a row gets.
+Order: adjustments (`graphs.sampling.logits_processors`), temperature, min-p, top-k, top-p, draw. Each row is a
+function of its own logits, parameters, history, seed and position; `lax.cond` only decides whether work that no row
+wants is skipped, never what a row gets.
 
 The draw inverts the cumulative distribution in vocabulary order with one uniform number per row, keyed by (seed,
 position): a quarter of the cost of Gumbel noise over the whole vocabulary (findings/004).
@@ -33,7 +33,7 @@ from xla_engine.graphs.sampling.truncation import threshold
 
 
 class Sampled(NamedTuple):
-    """One token per row. token: i32 `[N]`. logprob: f32 `[N]`. top: see `graphs.logprobs.logprobs`."""
+    """One token per row. token: i32 `[N]`. logprob: f32 `[N]`. top: see `graphs.sampling.logprobs.logprobs`."""
 
     token: jax.Array
     logprob: jax.Array

@@ -32,10 +32,10 @@ def decode_step(
 
     Static: `spec`; `key_length`, the bucket of keys attended to, every live row's length is below it;
     `processed_logprobs`, see `sample`.
-    `rope [K, S, 2, Dh/2]`, see `graphs.rope`; `scheduled bool [B]`: rows the plan names. A row is live when it is
+    `rope [K, S, 2, Dh/2]`, see `graphs.ops.rope`; `scheduled bool [B]`: rows the plan names. A row is live when it is
     scheduled and still has tokens to sample; other rows write nothing and keep their state.
     Returns cache, rows, the packed samples `[2, B]` (token -1 where the row was not live), and the most likely tokens
-    as `graphs.logprobs.logprobs` packs them.
+    as `graphs.sampling.logprobs.logprobs` packs them.
     """
     rows = rows.with_tables(tables)
     live = scheduled & (rows.remaining > 0)

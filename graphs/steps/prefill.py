@@ -64,7 +64,7 @@ def prefill_chunk(
     the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
     `processed_logprobs`, see `sample`.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
-    as `graphs.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`.
+    as `graphs.sampling.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`.
     """
     count, width = lanes.tokens.shape
     rows = rows.with_tables(tables)

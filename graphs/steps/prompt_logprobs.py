@@ -20,7 +20,8 @@ def prompt_logprobs(
 
     Static: `spec`; `head_rows`, as in `prefill_chunk`. A target of -1 asks for nothing. The output head runs over
     `head_rows` positions at a time, so that no more logits exist at once than in a prefill step.
-    Returns i32 `[N, 2 + 2 * MAX_LOGPROBS]`: bits of the log-probability, then what `graphs.logprobs.logprobs` packs.
+    Returns i32 `[N, 2 + 2 * MAX_LOGPROBS]`: bits of the log-probability, then what
+    `graphs.sampling.logprobs.logprobs` packs.
     """
     model = spec.merge(weights)
     count = target.shape[0]

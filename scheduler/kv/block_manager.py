@@ -1,8 +1,9 @@
 """Pages of KV that slots borrow: how many a request gets when, and which of them it shares.
 
 A request is admitted with pages for its context and one position more; a row that decodes gets its next page in the
-plan that first writes to it. With the prefix cache, pages are found by the keys of `scheduler.page_keys`: whole ones
-are shared, of one that is used in part a copy is made. So each page has one writer, and once it is full none.
+plan that first writes to it. With the prefix cache, pages are found by the keys of `scheduler.kv.block_hashes`:
+whole ones are shared, of one that is used in part a copy is made. So each page has one writer, and once it is full
+none.
 
 When pages run out, the last in line loses its own. So the first of all that have some never does, and as each request
 can have all it needs when it is alone, in every step somebody gets nearer to its end for good. Nobody goes before the

@@ -1,7 +1,7 @@
 """What slots hold, found by the tokens it belongs to: requests that begin alike prefill only the rest.
 
 A slot's content is a sequence of tokens whose keys and values lie at its first positions. It is known by the keys of
-its pages (`scheduler.page_keys`), and what lies behind the last whole page is compared token by token.
+its pages (`scheduler.kv.block_hashes`), and what lies behind the last whole page is compared token by token.
 
 Content is entered when the plan that writes it has been made and struck out when the plan that overwrites it is being
 made. The device runs plans in order, and in each the copies before all else; so a hit, which is used in the plan that

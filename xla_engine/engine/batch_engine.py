@@ -1,4 +1,4 @@
-"""The engine: a model, its scheduler and its runner, driven by the loop in `xla_engine.loop`."""
+"""The engine: a model, its scheduler and its runner, driven by the loop in `xla_engine.engine.loop`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What holds beyond one engine configuration: levels B and C of the equivalence promise.
 
-A (`xla_engine.verify`): alone equals batched, bit for bit, always.
+A (`xla_engine.equivalence.verify`): alone equals batched, bit for bit, always.
 B (`across_configurations`): other batch widths, lane counts, chunk sizes and key buckets, and prefill in place of
 decode, give the same bits. So on CPUs in bfloat16 (findings/011); reported, not promised. Each first difference is
 explained by the gap between the two largest logits there.

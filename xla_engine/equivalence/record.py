@@ -2,7 +2,8 @@
 
 A record has the requests, the caller's actions turn by turn, what every step was planned to do, a hash of what was
 read from it, and tokens and logprob bits of each request, batched and, where known, alone. Steps and slot epochs
-count from the start of the schedule. `xla_engine.recording` makes them, `xla_engine.record_json` is their file.
+count from the start of the schedule. `xla_engine.equivalence.recorder` makes them,
+`xla_engine.equivalence.record_file` is their file.
 """
 
 from __future__ import annotations

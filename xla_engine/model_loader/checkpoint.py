@@ -40,7 +40,7 @@ class Checkpoint:
 
     path: the directory or file it came from.
     config: its shape.
-    weights: leaf name (of `graphs.model.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
+    weights: leaf name (of `graphs.model.decoder.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
         Each access to a loaded checkpoint's reads the files anew and holds nothing (`StoredWeights`).
     eos_token_ids: every id that ends a text; empty if the files name none.
     bos_token_id: the id that begins a text, or None.
@@ -59,7 +59,8 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
-    """Load the model directory, hub id or GGUF file `path` (`model_path`), of one of `xla_engine.families`.
+    """Load the model directory, hub id or GGUF file `path` (`model_path`), of one of
+    `xla_engine.model_loader.families`.
 
     dtype: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so, otherwise
     bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask for

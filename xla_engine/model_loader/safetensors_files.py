@@ -2,7 +2,7 @@
 
 `model.safetensors`, or shards named by `model.safetensors.index.json`; the single file wins where both exist,
 as in transformers. The safetensors library verifies each header (lengths, overlaps, holes, overflow) against
-the file. Tensors are then read through maps of our own (`xla_engine.tensor_files`).
+the file. Tensors are then read through maps of our own (`xla_engine.model_loader.tensor_files`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def serving_device() -> Any:
 def choose_attention(name: str, call_positions: int | None = None) -> Attention:
     """The attention backend that `EngineConfig.attention_backend` names on this platform. Raises ConfigError.
 
-    `call_positions` lets layers with a window forget what is behind it (`graphs.attention.kept_positions`).
+    `call_positions` lets layers with a window forget what is behind it (`graphs.attention.backend.kept_positions`).
     """
     platform = jax.default_backend()
     if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):

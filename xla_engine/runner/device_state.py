@@ -76,7 +76,7 @@ class DeviceState:
         self.cache = []
 
     def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See `graphs.cache.to_host`."""
+        """See `graphs.kv_cache.cache.to_host`."""
         return to_host(self._spec, self.cache)
 
     def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:

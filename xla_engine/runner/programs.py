@@ -39,7 +39,7 @@ def make_programs(
 ) -> list[Program]:
     """Everything one engine runs. `buckets` are the key lengths; the arrays are looked at for their shapes only.
 
-    Row state and lanes are packed (`graphs.words`) outside of the programs.
+    Row state and lanes are packed (`graphs.row_state.packing`) outside of the programs.
     """
     rows = _abstract(rows)
     state = (*_abstract((weights, rope, cache)), jax.eval_shape(pack_rows, rows))

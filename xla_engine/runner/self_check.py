@@ -25,7 +25,7 @@ from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, Plan, Row, Sample, Slot
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("xla_engine.self_check")
 
 _CHUNKS = 2.5  # of a probe's prompt beyond the bucket below: keys enough to be summed in another order
 _SAMPLES = 3  # of the probe: one by the prefill graph, the rest by decode

@@ -15,11 +15,6 @@ from xla_engine.text.tokenizer import Tokenizer
 
 _KEPT = 32  # compiled constraints kept for requests that bring the same
 
-# Of vLLM's fields, those that are refused by name.
-_UNSUPPORTED = frozenset(
-    {"disable_additional_properties", "disable_fallback", "structural_tag", "whitespace_pattern"}
-)
-
 
 class Matcher:
     """Follows one sequence through its constraint."""

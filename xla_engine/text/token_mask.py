@@ -13,7 +13,8 @@ from xla_engine.text.grammar import Matcher
 class TokenMask:
     """The allowed tokens of one sequence: `allowed_token_ids` and what a constraint lets come, less bad words' ends.
 
-    words: u32 `[ceil(V / 32)]`, as in `graphs.rows.Tables`; replaced, never written to, when a token is pushed.
+    words: u32 `[ceil(V / 32)]`, as in `graphs.row_state.rows.Tables`; replaced, never written to, when a token is
+    pushed.
     lockstep: whether the words depend on the tokens so far, so that each step needs the token before.
     """
 

@@ -1,8 +1,8 @@
 """Step logs: what a scheduler was asked, planned and got back, with times; one JSON line per event.
 
 `xla-engine run --record` writes one while it runs, a simulation writes the same, and `timeline` and `simulate` read
-them. Unlike the records of `xla_engine.record` a step log has no prompts and no tokens, only how many, and it is
-written as it happens, in bounded memory.
+them. Unlike the records of `xla_engine.equivalence.record` a step log has no prompts and no tokens, only how many,
+and it is written as it happens, in bounded memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing step logs: from a running engine, or from a simulation. `xla_engine.step_log` says what one holds."""
+"""Writing step logs, from a running engine or from a simulation; `xla_engine.tracing.step_log` says what one holds."""
 
 from __future__ import annotations
 

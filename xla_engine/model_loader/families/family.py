@@ -24,7 +24,7 @@ class Source:
     """A checkpoint tensor as a part of a leaf: its rows come behind those of the parts before it.
 
     shape: in the file. rotary_heads: its first rows are so many heads, each put in the engine's rotary order
-    (`graphs.rope.rotary_order`). offset: added in float32 (Gemma stores norm weights less one).
+    (`graphs.ops.rope.rotary_order`). offset: added in float32 (Gemma stores norm weights less one).
     order: its rows that the leaf takes, in the leaf's order; None: all of them as they stand.
     convert: what becomes of a block of its leading entries before it is cut into rows.
     scales: the tensor of its scales where it is stored in MXFP4, as `[..., blocks, 16]` bytes.

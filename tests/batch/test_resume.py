@@ -1,0 +1,217 @@
+"""Going on with result files: nothing lost, nothing twice, whatever a dead run has left; and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batch.test_run import STAMP, FakeEngine, by_line, line_of, prompts
+from tests.support.kill_points import FastDisk
+from xla_engine.batch import resume as result_files
+from xla_engine.batch.lines import Line, LineReader, read_lines
+from xla_engine.batch.output_file import Mode, OutputError, OutputFile
+from xla_engine.batch.resume import Disk, FinishedLines, ResumeError
+from xla_engine.batch.run import BatchRun
+from xla_engine.batch.tally import RunTotals
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(
+    path: Path, data: bytes, mode: Mode = Mode.RESUME, engine: FakeEngine | None = None, **options: Any
+) -> RunTotals:
+    done = FinishedLines()
+    with OutputFile(str(path), mode) as output:
+        output.claim(done)
+        lines = read_lines(io.BytesIO(data))
+        batch = BatchRun(engine or FakeEngine(), lines, output.begin(), stamp=STAMP, done=done, **options)
+        return batch.run()
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    raw = path.read_bytes()
+    raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    return [json.loads(line) for line in raw.splitlines()]
+
+
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.kill_points", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "DIFFERENT" not in done.stdout, done.stdout + done.stderr
+    moments = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    assert len(moments) == 9 and sum(moments) > 200  # three to each write, two to each other operation
+
+
+def test_the_kill_test_can_fail(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.kill_points", str(tmp_path), "--plant"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stdout.count("DIFFERENT") > 5, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_any_beginning_of_a_file_is_a_file_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(result_files, "MEMBER_BYTES", 900)
+    path = tmp_path / name
+    run(path, prompts(3) + b"{\n", Mode.NEW, ordered=True)
+    whole, all_records = path.read_bytes(), records(path)
+    counts = set()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        done = FinishedLines()
+        done.read(path, FastDisk())
+        counts.add(len(done))
+        assert records(path) == all_records[: len(done)]  # whole lines only, and all of them
+        assert whole.startswith(path.read_bytes()) and (len(done) == 0) == (done.created is None)
+    assert max(counts) == 4 and (len(counts) == 5 or name.endswith(".gz"))
+
+
+def test_a_resumed_run_skips_what_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    run(path, prompts(5), Mode.NEW)
+    before = path.read_bytes()
+    engine = FakeEngine()
+    tally = run(path, prompts(9), engine=engine)  # the input has grown
+    assert (tally.resumed, tally.ok, len(engine.submitted)) == (5, 4, 4)
+    assert path.read_bytes().startswith(before) and sorted(by_line(records(path))) == list(range(1, 10))
+    assert run(path, prompts(9)).done == 0
+
+
+def test_retry_runs_errors_again_and_only_them(tmp_path: Path) -> None:
+    class Down(FakeEngine):
+        def submit(self, prompt: Any, *arguments: Any, **options: Any) -> str:
+            if prompt in ("p2", "p4"):
+                raise RuntimeError("down")
+            return super().submit(prompt, *arguments, **options)
+
+    path = tmp_path / "out.jsonl"
+    run(path, prompts(5), Mode.NEW, Down())
+    assert run(path, prompts(5)).done == 0  # resume leaves errors
+    engine = FakeEngine()
+    tally = run(path, prompts(5), Mode.RETRY, engine)
+    assert sorted(engine.submitted) == ["batch-2", "batch-4"] and (tally.resumed, tally.ok) == (3, 2)
+    assert all(record["error"] is None for record in by_line(records(path)).values())
+    assert len(records(path)) == 5 and list(tmp_path.iterdir()) == [path]
+
+
+def test_ids_of_lines_that_are_done_stay_taken(tmp_path: Path) -> None:
+    path, taken = tmp_path / "out.jsonl", b'{"prompt": "a", "custom_id": "x"}\n'
+    run(path, taken, Mode.NEW)
+    tally = run(path, taken * 2)
+    assert tally.failed == {"duplicate_custom_id": 1} and tally.resumed == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (prompts(4) + b'{"prompt": "other"}\n', {}, "line 5"),
+        (b"\n" + prompts(5), {}, "line 2"),
+        (prompts(5), {"defaults": {"max_tokens": 3}}, "line 1"),
+        (prompts(4), {}, "of an input that was longer"),
+    ],
+)
+def test_another_input_is_refused(tmp_path: Path, data: bytes, options: dict[str, Any], message: str) -> None:
+    path = tmp_path / "out.jsonl"
+    run(path, prompts(5), Mode.NEW)
+    before = path.read_bytes()
+    tally = run(path, data, **options)
+    assert isinstance(tally.failure, ResumeError) and message in str(tally.failure)
+    if message != "line 2":  # there an empty first line let line 6 in, which is new
+        assert path.read_bytes() == before
+
+
+def test_an_unordered_file_is_not_continued_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    run(path, prompts(6), Mode.NEW, ordered=True)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[3:]))
+    tally = run(path, prompts(6), ordered=True)
+    assert isinstance(tally.failure, ResumeError) and "--ordered" in str(tally.failure)
+    assert [line_of(record) for record in records(path)] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "foreign", [b"{}\n", b"precious\n", b"[1]\n", b'{"id": "batch_req_1", "response": 1, "error": null}\n']
+)
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, foreign: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(foreign)
+    with pytest.raises(ResumeError, match=r"out\.jsonl"):
+        run(path, prompts(1))
+    assert path.read_bytes() == foreign
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl.gz"
+    run(path, prompts(20), Mode.NEW)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(ResumeError, match="damaged"):
+        run(path, prompts(20))
+    path.write_bytes(b"no gzip file\n")
+    with pytest.raises(ResumeError, match="damaged"):
+        run(path, prompts(20))
+
+
+def test_two_files_of_different_inputs_do_not_go_together(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    run(one, prompts(2), Mode.NEW)
+    run(other, b'{"prompt": "else"}\n', Mode.NEW)
+    done = FinishedLines()
+    done.read(one, Disk())
+    with pytest.raises(ResumeError, match="two different inputs"):
+        done.read(other, Disk())
+
+
+def test_only_one_run_writes_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "out.jsonl")
+    with OutputFile(path, Mode.NEW) as first:
+        first.claim(FinishedLines())
+        for mode in Mode:
+            with pytest.raises(OutputError, match="another process"), OutputFile(path, mode) as second:
+                second.claim(FinishedLines())
+    with OutputFile(path, Mode.NEW) as third:
+        third.claim(FinishedLines())
+    assert not Path(path).exists()  # it stayed empty
+
+
+def test_standard_output_cannot_be_resumed() -> None:
+    with pytest.raises(OutputError, match="standard output"):
+        OutputFile("-", Mode.RESUME)
+
+
+def test_each_line_is_the_systems_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with OutputFile(str(path), Mode.NEW) as output:
+        output.claim(FinishedLines())
+        sink = output.begin()
+        for count in (1, 2):
+            sink.write(b"x\n")
+            assert path.read_bytes() == b"x\n" * count
+
+
+def test_a_packed_file_is_one_gzip_file_of_few_members(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl.gz"
+    run(path, prompts(1000), Mode.NEW)
+    assert sorted(by_line(records(path))) == list(range(1, 1001))
+    assert path.stat().st_size < 60_000 and path.read_bytes().count(b"\x1f\x8b\x08") < 10
+
+
+def test_a_hash_that_was_met_before_is_no_second_use() -> None:
+    """Of 96 bits 64 find the place, the others decide; a million ids of one line each meet nobody."""
+    reader = LineReader()
+    for number in range(1, 20_001):
+        raw = b'{"prompt": "x", "custom_id": "%d"}' % number
+        assert reader.read(Line(number, len(raw), raw)).custom_id == str(number)
+    again = b'{"prompt": "x", "custom_id": "77"}'
+    error = reader.read(Line(20_001, len(again), again))
+    assert "line 77" in error.message  # type: ignore[union-attr]

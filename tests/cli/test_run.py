@@ -1,0 +1,265 @@
+"""`xla-engine run` and its files: resume, error files, gzip, dry run, status file, stream."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batch.test_run import FakeEngine, by_line, interrupt_at, prompts
+from tests.cli.test_cli import ROOT, assert_not_started, engine, invoke, records_of, run_file
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.results import ResultHeader
+from xla_engine.batch.run import BatchRun
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import EngineIdentity
+from xla_engine.scheduler import Scheduler, SchedulerConfig
+
+__all__ = ["engine"]  # a fixture
+
+DRY = ("--dry-run", "--max-model-len", "64")
+
+
+def test_an_interrupted_run_is_resumed(tmp_path: Path, engine: FakeEngine) -> None:
+    engine._on_step = interrupt_at(5)
+    result, first = run_file(tmp_path, prompts(50), "--created", "17")
+    assert result.exit_code == 130 and 0 < len(first) < 50
+    engine._on_step = None
+    engine.submitted.clear()
+    result, both = run_file(tmp_path, prompts(50), "--resume")
+    assert result.exit_code == 0 and f"{len(first)} done before" in result.stderr
+    assert both[: len(first)] == first and sorted(by_line(both)) == list(range(1, 51))
+    assert {record["response"]["body"]["created"] for record in both} == {17}  # as the first run said
+    result, again = run_file(tmp_path, prompts(50), "--resume")
+    assert result.exit_code == 0 and again == both and len(engine.submitted) == 50 - len(first)
+
+
+def test_another_engine_does_not_go_on(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file(tmp_path, prompts(3))
+    other = EngineIdentity(model="other", dtype="none", config={}, platform={})
+    monkeypatch.setattr(EngineIdentity, "of", lambda engine: other)
+    result, records = run_file(tmp_path, prompts(5), "--resume")
+    assert_not_started(result, "another model")
+    assert len(records) == 3
+
+
+def test_error_file_and_retry(tmp_path: Path, engine: FakeEngine) -> None:
+    errors = tmp_path / "errors.jsonl"
+    data = prompts(3) + b'{"prompt": "no!"}\n'
+    result, records = run_file(tmp_path, data, "--errors", str(errors))
+    assert result.exit_code == 1 and len(records) == 3
+    (error,) = records_of(errors)
+    assert error["error"]["line"] == 4 and "in " + str(errors) not in result.stdout
+    engine.submitted.clear()
+    result, records = run_file(tmp_path, data, "--errors", str(errors), "--retry-failed")
+    assert result.exit_code == 1 and len(records) == 3 and len(records_of(errors)) == 1
+    assert "1: 0 ok, 1 failed (invalid_request 1); 3 done before" in result.stderr
+    assert_not_started(run_file(tmp_path, data, "--retry-failed", "--ordered")[0], "--ordered")
+
+
+def test_packed_in_and_out(tmp_path: Path, engine: FakeEngine) -> None:
+    source, target = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz"
+    source.write_bytes(gzip.compress(prompts(20)[:80]) + gzip.compress(prompts(20)[80:]))
+    result = invoke("run", source, "-o", target, "--ordered")
+    assert result.exit_code == 0, result.output
+    lines = gzip.decompress(target.read_bytes()).splitlines()
+    assert [json.loads(line)["custom_id"] for line in lines] == [f"line-{n}" for n in range(1, 21)]
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_a_damaged_packed_input_ends_with_what_was_read(tmp_path: Path, engine: FakeEngine, cut: int) -> None:
+    source, target = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl"
+    source.write_bytes(gzip.compress(prompts(20)) + gzip.compress(prompts(20))[:-cut])
+    result = invoke("run", source, "-o", target)
+    assert result.exit_code == 1 and "damaged gzip file" in result.stderr and len(records_of(target)) >= 20
+
+
+def test_files_must_differ(tmp_path: Path, engine: FakeEngine) -> None:
+    out = str(tmp_path / "out.jsonl")
+    assert_not_started(run_file(tmp_path, prompts(1), "--errors", out)[0], "same file")
+    assert_not_started(run_file(tmp_path, prompts(1), "--errors", str(tmp_path / "in.jsonl"))[0], "same file")
+
+
+def test_status_file(tmp_path: Path, engine: FakeEngine) -> None:
+    engine.snapshot = Scheduler(
+        SchedulerConfig(max_num_seqs=2, chunk_size=8, max_num_batched_tokens=32)
+    ).snapshot  # type: ignore[attr-defined]
+    path = tmp_path / "status.json"
+    result, _ = run_file(tmp_path, prompts(9) + b"{\n", "--status-file", str(path))
+    assert result.exit_code == 1
+    status = json.loads(path.read_text())
+    assert status["run"]["ok"] == 9 and status["run"]["failed"] == {"invalid_json_line": 1}
+    assert len(status["slots"]) == 2 and not status["run"]["draining"]
+    result, _ = run_file(
+        tmp_path, prompts(1), "--overwrite", "--status-file", str(tmp_path / "no" / "s.json")
+    )
+    assert_not_started(result, "No such file")
+
+
+@pytest.mark.parametrize(
+    "options", [("--resume", "--overwrite"), ("--dry-run", "--stream"), ("--resume", "--retry-failed")]
+)
+def test_options_that_exclude_each_other(
+    tmp_path: Path, engine: FakeEngine, options: tuple[str, ...]
+) -> None:
+    assert_not_started(run_file(tmp_path, prompts(1), *options)[0], "exclude each other")
+
+
+def test_what_must_be_named(engine: FakeEngine) -> None:
+    assert_not_started(invoke("run"), "Missing argument 'INPUT'")
+    assert_not_started(invoke("run", "-", stdin=b""), "Missing option '-o'")
+
+
+# -- dry run -------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_finds_every_bad_line(tmp_path: Path) -> None:
+    lines = [
+        b'{"prompt": "def f(x):", "max_tokens": 4}',
+        b"{",
+        b'{"prompt": [1, 2, 3], "max_tokens": 10}',
+        b'{"prompt": "x", "custom_id": "line-1"}',
+        b'{"prompt": "x", "max_tokens": 64}',
+        b'{"prompt": [99999]}',
+        b'{"prompt": "x", "stop_token_ids": [99999]}',
+        b'{"messages": [{"role": "user", "content": "Hello"}]}',
+        b'{"url": "/v1/completions", "body": {"prompt": ["x", "y"], "max_tokens": 2}}',
+        b'{"prompt": "x", "cache_salt": 7}',
+        b'{"prompt": "x", "cache_salt": "tenant", "max_tokens": 2}',
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    result = invoke("run", source, *DRY)
+    assert result.exit_code == 1, result.output
+    errors = [line.split(":")[:2] for line in result.stdout.splitlines() if line.startswith("line ")]
+    assert errors == [
+        ["line 2", " invalid_json_line"],
+        ["line 4", " duplicate_custom_id"],
+        ["line 5", " token_limit_exceeded"],
+        ["line 6", " invalid_request"],
+        ["line 7", " invalid_request"],
+        ["line 8", " chat_template_error"],
+        ["line 10", " invalid_request"],
+    ]
+    assert "11: 4 ok, 7 would fail" in result.stdout and "20 at most" in result.stdout
+
+
+def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
+    """The embedded model has none."""
+    chat = b'{"messages": [{"role": "user", "content": "abc"}]}'
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}# {{ each.content }}\n{% endfor %}")
+    result = invoke("run", "-", *DRY, "--chat-template", template, stdin=chat)
+    assert result.exit_code == 0 and "1 ok" in result.stdout
+    plain = invoke("run", "-", *DRY, stdin=b'{"prompt": "# abc\\n"}').stdout
+    counted = [line for line in result.stdout.splitlines() if line.startswith("prompt tokens")]
+    assert counted == [line for line in plain.splitlines() if line.startswith("prompt tokens")]
+    template.write_bytes(b"\xff")
+    assert_not_started(invoke("run", "-", *DRY, "--chat-template", template, stdin=chat), "not text in UTF-8")
+    result = invoke("run", "-", *DRY, "--chat-template", tmp_path / "none", stdin=chat)
+    assert_not_started(result, "none: No such file")
+
+
+def test_results_of_another_template_are_not_gone_on_with(tmp_path: Path, engine: FakeEngine) -> None:
+    template = tmp_path / "template.jinja"
+    for text, status in (("first", 0), ("second", 1)):
+        template.write_text(text)
+        result, _ = run_file(tmp_path, prompts(3), "--resume", "--chat-template", str(template))
+        assert result.exit_code == status, result.stderr
+    assert "not those that the output was made with" in result.stderr
+
+
+def test_a_dry_run_counts_what_a_run_counts(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "requests.jsonl"
+    result = invoke("run", example, "--dry-run")
+    assert result.exit_code == 0 and "codes                none" in result.stdout
+    assert_not_started(invoke("run", tmp_path / "none.jsonl", "--dry-run"), "none.jsonl: No such file")
+    assert "empty_file" in invoke("run", "-", "--dry-run", stdin=b"\n").stderr
+
+
+# -- the whole thing, in its own process ---------------------------------------------------------------------
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    listen = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import xla_engine.__main__"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", listen, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def events_until(process: subprocess.Popen[bytes], event: str) -> list[dict[str, Any]]:
+    assert process.stdout is not None
+    events: list[dict[str, Any]] = []
+    while not events or events[-1]["event"] != event:
+        line = process.stdout.readline()
+        assert line, process.stderr and process.stderr.read().decode()
+        events.append(json.loads(line))
+    return events
+
+
+def test_a_stream_is_driven_and_interrupted_in_its_own_process(tmp_path: Path) -> None:
+    """One question at a time, a long request cancelled, then Ctrl-C while the input is still open."""
+    status = tmp_path / "status.json"
+    process = start("run", "--stream", "--max-num-seqs", "8", "--status-file", str(status))
+    assert process.stdin is not None and process.stderr is not None and process.stdout is not None
+    process.stdin.write(b'{"id": "a", "prompt": "def f(", "max_tokens": 3, "ignore_eos": true}\n')
+    process.stdin.flush()
+    events = events_until(process, "finish")
+    assert sum(len(event.get("token_ids", ())) for event in events) == 3
+    process.stdin.write(b'{"id": "b", "prompt": "def f(", "max_tokens": 450, "ignore_eos": true}\n')
+    process.stdin.flush()
+    events_until(process, "delta")
+    process.stdin.write(b'{"op": "cancel", "id": "b"}\n')
+    process.stdin.flush()
+    assert events_until(process, "finish")[-1]["finish_reasons"] in (["abort"], ["length"])
+    process.send_signal(signal.SIGINT)
+    assert events_until(process, "end")[-1]["requests"] == 2
+    stderr = process.stderr.read()
+    assert process.wait(timeout=30) == 130, stderr
+    assert b"Traceback" not in stderr and b"Fatal" not in stderr
+    assert json.loads(status.read_text())["run"]["ok"] == 2
+    for file in (process.stdin, process.stdout, process.stderr):
+        file.close()
+
+
+def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embedded: XlaBatchEngine) -> None:
+    """SIGKILL in the middle; the resumed ordered file has the bytes of a run that was left alone."""
+    lines = b"".join(b'{"prompt": "def f%d(", "max_tokens": 30, "logprobs": 0}\n' % n for n in range(120))
+    (tmp_path / "in.jsonl").write_bytes(lines)
+    out = tmp_path / "out.jsonl"
+    command = ("run", str(tmp_path / "in.jsonl"), "--ordered", "--created", "7", "-o", str(out))
+    killed = start(*command)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.stat().st_size > 3000) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    assert 0 < out.read_bytes().count(b"\n") < 120
+    again = start(*command, "--resume")
+    _, stderr = again.communicate(timeout=120)
+    assert again.returncode == 0, stderr.decode()
+    stamp = ResultHeader(
+        created=7,
+        model="embedded",
+        system_fingerprint=EngineIdentity.of(embedded).digest(),
+        speller=embedded.tokenizer,
+    )
+    whole = io.BytesIO()
+    BatchRun(embedded, read_lines(io.BytesIO(lines)), whole, stamp=stamp, ordered=True).run()
+    assert out.read_bytes() == whole.getvalue()

@@ -1,0 +1,464 @@
+"""Make the golden files of the model families: tiny random configurations of transformers' own architectures.
+
+    python tests/golden/make/make_golden_families.py [NAME ...]     # all that are named; without a name, all
+
+Run with the `oracle` extra installed. `tests/golden/families/NAME/` is a model directory, weights in bfloat16, plus
+`golden.npz`, what transformers computes of it in float32:
+
+    prompts   int32 [N, L]      token ids, padded with -1: shorter and longer than windows and chunks
+    tokens    int32 [N, 48]     greedy continuation, eos ids ignored
+    gaps      float32 [N, 48]   logit of the chosen token less the next best
+    logits    float32 [N, V]    logits at the last prompt position
+
+Every token comes from one forward pass, without a cache, over sequences of exactly LENGTH positions: what stands
+behind a position changes nothing before it, and rope scalings that look at a sequence's length see LENGTH always, as
+in an engine with that `max_model_len`. It imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+torch.set_num_threads(1)  # sums in one order on every machine
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "families"
+LENGTH, NEW_TOKENS, VOCABULARY = 160, 48, 199
+PROMPT_LENGTHS = (1, 7, 16, 31, 33, 64, 90, 112)
+LEAST_GAP = 0.004  # the float32 noise of these logits is some 2e-5; seeds with nearer ties are passed over
+
+
+def shape(hidden: int, heads: int, kv_heads: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 256,
+        **fields,
+    }
+
+
+def rope(kind: str, theta: float = 10000.0, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **fields}}
+
+
+def linear(key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": kernel,
+    }
+
+
+# name -> (architecture, weights' deviation, configuration)
+CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
+    "llama_linear": (
+        "LlamaForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, max_position_embeddings=64, attention_bias=True, mlp_bias=True)
+        | rope("linear", factor=4.0),
+    ),
+    "llama_dynamic": (
+        "LlamaForCausalLM",
+        0.4,
+        shape(36, 3, 3, max_position_embeddings=64) | rope("dynamic", factor=4.0),
+    ),
+    "llama_yarn": (
+        "LlamaForCausalLM",
+        0.4,
+        shape(40, 2, 2, head_dim=24)
+        | rope("yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=1.0),
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        0.4,
+        shape(40, 5, 5, num_hidden_layers=4, head_dim=8, no_rope_layer_interval=2, eos_token_id=[3, 5]),
+    ),
+    "smollm3_bias": (
+        "SmolLM3ForCausalLM",
+        0.4,
+        shape(36, 6, 2, no_rope_layers=[0, 1], attention_bias=True, tie_word_embeddings=False)
+        | {"use_sliding_window": True, "sliding_window": 20},
+    ),
+    "mistral_window": ("MistralForCausalLM", 0.4, shape(40, 5, 1, head_dim=16, sliding_window=24)),
+    "mistral_full": (
+        "MistralForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=10, sliding_window=None, tie_word_embeddings=True) | rope("default", 1e6),
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        0.4,
+        shape(48, 3, 1, head_dim=20, num_hidden_layers=3, sliding_window=17)
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        0.4,
+        shape(42, 7, 1, tie_word_embeddings=True, eos_token_id=[7, 9]) | rope("default", 1e6),
+    ),
+    "qwen2_window": (
+        "Qwen2ForCausalLM",
+        0.4,
+        shape(40, 4, 2, use_sliding_window=True, sliding_window=21, max_window_layers=1)
+        | rope("yarn", 1e6, factor=4.0, original_max_position_embeddings=64),
+    ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, tie_word_embeddings=True) | rope("default", 1e6),
+    ),
+    "qwen3_bias": (
+        "Qwen3ForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=10, attention_bias=True)
+        | {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
+    ),
+    "gemma": ("GemmaForCausalLM", 0.3, shape(40, 3, 1, head_dim=16)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        0.3,
+        shape(40, 4, 2, head_dim=16, query_pre_attn_scalar=20, sliding_window=19, eos_token_id=[1, 107])
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma2_untied": (
+        "Gemma2ForCausalLM",
+        0.3,
+        shape(36, 6, 3, head_dim=10, num_hidden_layers=3, query_pre_attn_scalar=10, sliding_window=40)
+        | {"tie_word_embeddings": False, "attention_bias": True, "attn_logit_softcapping": 20.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        0.3,
+        shape(40, 4, 1, head_dim=16, num_hidden_layers=3, query_pre_attn_scalar=16, sliding_window=22)
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
+    "gemma3_pattern": (
+        "Gemma3ForCausalLM",
+        0.3,
+        shape(36, 6, 6, head_dim=10, num_hidden_layers=2, query_pre_attn_scalar=30, sliding_window=33)
+        | {"sliding_window_pattern": 2, "tie_word_embeddings": False, "final_logit_softcapping": 25.0},
+    ),
+    "phi3_long": (
+        "Phi3ForCausalLM",
+        0.4,
+        shape(64, 4, 2, partial_rotary_factor=0.75, original_max_position_embeddings=64)
+        | {"tie_word_embeddings": True}
+        | rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            long_factor=[1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+        ),
+    ),
+    "phi3_short": (
+        "Phi3ForCausalLM",
+        0.4,
+        shape(36, 3, 1, sliding_window=26, max_position_embeddings=512)
+        | {"original_max_position_embeddings": 256}
+        | rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            long_factor=[1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+        ),
+    ),
+    "olmo2": ("Olmo2ForCausalLM", 0.4, shape(40, 5, 5) | rope("default", 5e5)),
+    "olmo2_grouped": (
+        "Olmo2ForCausalLM",
+        0.9,
+        shape(36, 6, 2, attention_bias=True, tie_word_embeddings=True),
+    ),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        0.4,
+        shape(40, 5, 1, num_hidden_layers=4, sliding_window=18)
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+                | {"original_max_position_embeddings": 64},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        0.4,
+        shape(40, 5, 1, tie_word_embeddings=True, attention_multiplier=0.2, residual_multiplier=0.5)
+        | {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    ),
+    "granite_bias": (
+        "GraniteForCausalLM",
+        0.4,
+        shape(36, 6, 3, attention_bias=True, mlp_bias=True, attention_multiplier=0.3)
+        | {"residual_multiplier": 0.7, "embedding_multiplier": 1.5},
+    ),
+    "cohere": ("CohereForCausalLM", 0.4, shape(40, 5, 1, logit_scale=0.5)),
+    "cohere_bias": (
+        "CohereForCausalLM",
+        0.4,
+        shape(36, 6, 3, attention_bias=True, tie_word_embeddings=False, logit_scale=1.5),
+    ),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        0.4,
+        shape(40, 5, 5, num_hidden_layers=3, sliding_window=23, logit_scale=0.7)
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_local_experts=5, num_experts_per_tok=2),
+    ),
+    "mixtral_window": (
+        "MixtralForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=10, num_local_experts=4, num_experts_per_tok=3, sliding_window=21)
+        | {"tie_word_embeddings": True},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
+        | {"norm_topk_prob": True, "num_hidden_layers": 3, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe_bias": (
+        "Qwen3MoeForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+        | {"attention_bias": True, "tie_word_embeddings": True, "mlp_only_layers": [1]},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_local_experts=5, num_experts_per_tok=2, sliding_window=19)
+        | {"swiglu_limit": 1.5}
+        | rope("yarn", 150000.0, factor=8.0, original_max_position_embeddings=32, truncate=False),
+    ),
+    "gpt_oss_mxfp4": (
+        "GptOssForCausalLM",
+        0.3,
+        shape(64, 6, 2, head_dim=20, num_local_experts=3, num_experts_per_tok=2, sliding_window=26)
+        | {"intermediate_size": 32, "num_hidden_layers": 3}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | rope("yarn", 150000.0, factor=4.0, original_max_position_embeddings=64),
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
+        | {"shared_expert_intermediate_size": 20, "num_hidden_layers": 3}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | linear(3, 6, 12, 20, 4),
+    ),
+    "qwen3_next_dense": (
+        "Qwen3NextForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=20, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=20)
+        | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True}
+        | linear(2, 2, 16, 8, 3)
+        | rope("default", 1e6, partial_rotary_factor=0.5),
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        0.3,
+        shape(
+            40,
+            5,
+            1,
+            head_dim=16,
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            **linear(2, 6, 16, 12, 4),
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        0.4,
+        shape(36, 6, 2, head_dim=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20)
+        | {"shared_expert_intermediate_size": 16, "num_hidden_layers": 2, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "linear_attention"]}
+        | linear(3, 3, 8, 16, 4),
+    ),
+}
+
+
+def beside(vision: str, text: dict[str, Any]) -> dict[str, Any]:
+    """A decoder within a model that also sees, whose vision part is as small as can be."""
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    seeing = {"model_type": vision, "image_size": 16, "patch_size": 8, "head_dim": 8, **size}
+    return {"text_config": {"vocab_size": VOCABULARY, **text}, "vision_config": seeing}
+
+
+CASES |= {
+    "gemma3_vision": (
+        "Gemma3ForConditionalGeneration",
+        0.3,
+        beside("siglip_vision_model", CASES["gemma3"][2]) | {"mm_tokens_per_image": 4},
+    ),
+    "mistral3_vision": (
+        "Mistral3ForConditionalGeneration",
+        0.4,
+        beside("pixtral", {"model_type": "mistral", **CASES["mistral_full"][2], "tie_word_embeddings": False})
+        | {"tie_word_embeddings": False},
+    ),
+    "qwen3_5_vision": (
+        "Qwen3_5ForConditionalGeneration",
+        0.4,
+        {
+            "text_config": CASES["qwen3_5"][2]
+            | {"vocab_size": VOCABULARY}
+            | rope(
+                "default", 1e6, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
+            ),
+            "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
+            | {"out_hidden_size": 40, "patch_size": 4, "num_position_embeddings": 4},
+        },
+    ),
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or CASES:
+        for seed in range(1000):
+            model = random_model(name, seed)
+            arrays = golden(model, seed, LEAST_GAP)
+            if arrays and fewest(arrays["tokens"]) >= 8:
+                break
+        else:
+            raise SystemExit(f"{name}: no seed without near-ties; change the case")
+        directory = GOLDEN / name
+        model.bfloat16().save_pretrained(directory)
+        if name.endswith("mxfp4"):
+            quantise_files(directory, seed)
+        np.savez_compressed(directory / "golden.npz", seed=seed, **arrays)
+        size = sum(file.stat().st_size for file in directory.iterdir())
+        print(
+            f"{name}: seed {seed}, smallest gap {arrays['gaps'].min():.4f}, distinct tokens from "
+            f"{fewest(arrays['tokens'])}, largest logit {np.abs(arrays['logits']).max():.1f}, {size} bytes",
+            flush=True,
+        )
+
+
+def random_model(name: str, seed: int) -> Any:
+    """A model of the case `name` in float32, its values exact in bfloat16; norms and biases are random too."""
+    architecture, deviation, fields = CASES[name]
+    kind = getattr(transformers, architecture)
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = kind.config_class(**{"vocab_size": VOCABULARY, **ids, **fields})
+    config._attn_implementation = "eager"
+    model = kind(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    less_one = architecture.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # their norm weights are stored so
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+            if "norm" in parameter_name and (not less_one or "linear_attn" in parameter_name):
+                parameter += 1
+            if parameter_name.endswith("A_log"):
+                parameter -= 3  # slow decay: what lies far behind still counts
+            if (
+                parameter_name in ("model.norm.weight", "model.language_model.norm.weight")
+                and config.tie_word_embeddings
+            ):
+                # Random signs: a tied head likes the token it was just given too well.
+                parameter -= 2 * torch.randint(2, parameter.shape, generator=generator)
+            parameter.copy_(parameter.bfloat16().float())
+        if name.endswith("mxfp4"):
+            for parameter_name, (blocks, scales) in mxfp4_tensors(config, seed).items():
+                dequantised = convert_moe_packed_tensors(blocks, scales).float()
+                model.get_parameter(parameter_name).copy_(dequantised)
+    return model
+
+
+def random_mxfp4(generator: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers and scales of a matrix of each expert `[E, rows, columns]`, as gpt-oss stores them."""
+    experts, rows, columns = shape
+    size = (experts, rows, columns // 32)
+    blocks = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
+    return blocks, torch.randint(123, 126, size, generator=generator, dtype=torch.uint8)
+
+
+def mxfp4_tensors(config: Any, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By the name of the parameter that they become."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    count, d, f = config.num_local_experts, config.hidden_size, config.intermediate_size
+    found = {}
+    for index in range(config.num_hidden_layers):
+        for name, rows, columns in (("gate_up_proj", 2 * f, d), ("down_proj", d, f)):
+            found[f"model.layers.{index}.mlp.experts.{name}"] = random_mxfp4(generator, count, rows, columns)
+    return found
+
+
+def quantise_files(directory: Path, seed: int) -> None:
+    """Replace the experts' matrices of a saved model by the numbers and scales that they were made of."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((directory / "config.json").read_text())
+    for name, (blocks, scales) in mxfp4_tensors(SimpleNamespace(**config), seed).items():
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, file)
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def random_prompts(seed: int) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, VOCABULARY, length).tolist() for length in PROMPT_LENGTHS]
+
+
+@torch.inference_mode()
+def golden(model: Any, seed: int, least_gap: float = 0.0) -> dict[str, np.ndarray]:
+    """The arrays described above; none of them as soon as a gap is below `least_gap`."""
+    prompts = random_prompts(seed)
+    count = len(prompts)
+    sequence = np.zeros((count, LENGTH), np.int64)
+    last = np.array([len(prompt) - 1 for prompt in prompts])
+    for row, prompt in enumerate(prompts):
+        sequence[row, : len(prompt)] = prompt
+    padded = np.where(np.arange(max(PROMPT_LENGTHS)) <= last[:, None], sequence[:, : max(PROMPT_LENGTHS)], -1)
+    tokens, gaps, first = np.zeros((count, NEW_TOKENS), np.int32), [], None
+    for step in range(NEW_TOKENS):
+        every = model(torch.from_numpy(sequence), use_cache=False).logits.numpy()
+        logits = every[np.arange(count), last + step]
+        first = logits.astype(np.float32) if first is None else first
+        ordered = np.sort(logits)
+        gaps.append(ordered[:, -1] - ordered[:, -2])
+        if gaps[-1].min() < least_gap:
+            return {}
+        tokens[:, step] = sequence[np.arange(count), last + step + 1] = logits.argmax(1)
+    return {
+        "prompts": padded.astype(np.int32),
+        "tokens": tokens,
+        "gaps": np.stack(gaps, axis=1).astype(np.float32),
+        "logits": first,
+    }
+
+
+def fewest(tokens: np.ndarray) -> int:
+    """Distinct tokens of the most monotonous continuation."""
+    return min(len(set(row)) for row in tokens.tolist())
+
+
+if __name__ == "__main__":
+    main()

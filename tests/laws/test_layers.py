@@ -1,0 +1,137 @@
+"""The house rules: who may import whom, where the environment is read, where devices are touched."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("graphs", "scheduler", "xla_engine")
+OWN = ("xla_engine.graphs", "xla_engine.scheduler")
+RUNNER = "xla_engine/runner"
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def roots(path: Path) -> set[str]:
+    """Top-level packages that a module imports; our own by their folders."""
+    return {
+        name.removeprefix("xla_engine.").split(".")[0] if name.startswith(OWN) else name.split(".")[0]
+        for name in imports(path)
+    }
+
+
+def place(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", modules("scheduler"), ids=str)
+def test_scheduler_imports_only_the_standard_library(path: Path) -> None:
+    assert roots(path) <= {*sys.stdlib_module_names, "scheduler"}
+
+
+@pytest.mark.parametrize("path", modules("graphs"), ids=str)
+def test_graphs_know_neither_host_nor_files(path: Path) -> None:
+    allowed = {
+        "jax",
+        "flax",
+        "numpy",
+        "graphs",
+        "__future__",
+        "collections",
+        "dataclasses",
+        "functools",
+        "math",
+    }
+    # The inventory compiles in threads and measures its own seconds.
+    allowed |= {"typing", "time", "concurrent"} if path.name == "inventory.py" else {"typing"}
+    assert roots(path) <= allowed
+
+
+def test_only_the_runner_touches_devices() -> None:
+    """jax is imported by the runner's folder and by the reference, which is a forward pass of its own.
+
+    The benchmark's workers are processes of their own, and measure devices.
+    """
+    touching = {place(path) for path in host_modules() if "jax" in roots(path)}
+    elsewhere = {name for name in touching if not name.startswith(f"{RUNNER}/")}
+    assert elsewhere <= {"xla_engine/equivalence/reference.py"}
+
+
+def host_modules() -> list[Path]:
+    return [path for path in modules("xla_engine") if path.parent.name != "workers"]
+
+
+def test_only_the_engine_holds_scheduler_and_runner() -> None:
+    both = {
+        place(path)
+        for path in modules("xla_engine")
+        if "class Scheduler" not in path.read_text()
+        and {"Scheduler(", "Runner("} <= {f"{name}(" for name in called(path)}
+    }
+    assert both == {"xla_engine/engine/batch_engine.py"}
+
+
+def called(path: Path) -> set[str]:
+    return {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+
+
+def test_environment_is_read_in_one_place() -> None:
+    readers = {
+        place(path)
+        for package in PACKAGES
+        for path in modules(package)
+        if "os.environ" in path.read_text() or "getenv" in path.read_text()
+    }
+    assert readers == {"xla_engine/config.py"}
+
+
+def test_nothing_unpickles() -> None:
+    forbidden = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "torch", "transformers"}
+    for package in PACKAGES:
+        for path in modules(package):
+            if path.name != "oracle_worker.py" and path.parent.name != "workers":  # processes of their own
+                assert not roots(path) & forbidden, path
+            loaded = set(imports(path))
+            assert "xla_engine.equivalence.oracle_worker" not in loaded, path
+            assert not any(name.startswith("xla_engine.bench.workers") for name in loaded), path
+
+
+def test_top_level_is_what_was_promised() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    top = {name.split("/")[0] for name in tracked}
+    wanted = {"pyproject.toml", "xla_engine", "graphs", "scheduler", "spikes", "findings", "tests"}
+    assert wanted <= top
+    assert top - wanted <= {
+        "README.md",
+        "LICENSE",
+        "examples",
+        ".ci",
+        ".gitignore",
+        ".python-version",
+        "docs",
+    }

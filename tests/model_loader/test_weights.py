@@ -1,0 +1,141 @@
+"""Leaves are read block by block into arrays that jax adopts; suspicious values are told by tensor."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import xla_engine.model_loader.tensor_files as tensor_files
+import xla_engine.utils.progress as progress
+from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from xla_engine.bench.models import write_checkpoint
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import CheckpointWarning
+from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
+from xla_engine.model_loader.weights import all_finite
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_checkpoint(TINY, random_weights(TINY, dtype="bfloat16"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_size_of_a_block_changes_nothing(
+    model: Path, rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = dict(load_checkpoint(model, dtype=dtype).weights)
+    monkeypatch.setattr(tensor_files, "_BLOCK", rows * TINY.hidden_size * 2)
+    for leaf, array in load_checkpoint(model, dtype=dtype).weights.items():
+        np.testing.assert_array_equal(array, whole[leaf])
+
+
+def test_an_access_reads_anew_and_jax_takes_the_array_as_it_is(model: Path) -> None:
+    weights = load_checkpoint(model).weights
+    one, other = weights["embed"], weights["embed"]
+    assert one is not other and not np.shares_memory(one, other)
+    (device,) = jax.local_devices(backend="cpu")[:1]
+    assert jax.device_put(one, device).unsafe_buffer_pointer() == one.ctypes.data
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_values_that_are_no_numbers_are_told_by_tensor(model: Path, value: float, dtype: str) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][5, 7] = value
+    save_file(tensors, model / "model.safetensors")
+    weights = load_checkpoint(model, dtype=dtype).weights
+    with pytest.warns(CheckpointWarning, match=rf"model\.safetensors: tensor {name} holds NaN or infinite"):
+        assert not np.isfinite(weights["layers.1.gate_up"].astype(np.float32)).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(weights[leaf].size for leaf in weights if leaf != "layers.1.gate_up")
+
+
+@given(st.lists(st.floats(width=32), max_size=12))
+def test_finite_is_what_numpy_calls_finite(values: list[float]) -> None:
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        with np.errstate(over="ignore"):
+            array = np.array(values, np.float32).astype(dtype)
+        assert all_finite(array) == bool(np.isfinite(array.astype(np.float32)).all())
+
+
+def test_progress_counts_the_bytes_of_the_weights() -> None:
+    seen: list[tuple[int, int]] = []
+    checkpoint = tiny_checkpoint()
+    with XlaBatchEngine(
+        checkpoint, None, TINY_ENGINE, load_progress=lambda done, total: seen.append((done, total))
+    ) as engine:
+        assert engine.runner.weights_bytes == sum(leaf.nbytes for leaf in checkpoint.weights.values())
+    done, totals = zip(*seen, strict=True)
+    assert (
+        list(done) == sorted(set(done)) and set(totals) == {done[-1]} and len(seen) == len(checkpoint.weights)
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_that_is_gone_when_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "BAR_SECONDS", 0)
+    screen = Terminal()
+    with progress.loading(screen) as show:
+        assert show is not None
+        show(10**9, 4 * 10**9)
+        show(4 * 10**9, 4 * 10**9)
+        shown = screen.getvalue()
+    assert "loading: " in shown and "1.00G/4.00G" in shown
+    assert shown.rstrip("\r").endswith(" ") and screen.getvalue() == shown  # wiped, once
+    with progress.loading(io.StringIO()) as silent:
+        assert silent is None
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from xla_engine.model_loader.checkpoint import load_checkpoint
+
+def memory(field):
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(field)) << 10
+
+weights = load_checkpoint(sys.argv[1]).weights
+dict(load_checkpoint(sys.argv[2]).weights)  # whatever is imported or set up at first use
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = memory("VmRSS")
+kept = [weights[leaf] for leaf in weights]
+print(memory("VmHWM") - before, sum(leaf.nbytes for leaf in kept), max(leaf.nbytes for leaf in kept))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_the_host_holds_the_leaves_and_less_than_one_tensor_more(model: Path, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    large = replace(TINY, vocab_size=8000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=2)
+    write_checkpoint(large, random_weights(large, dtype="bfloat16"), tmp_path / "large")
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "large"), str(model)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak, kept, largest = map(int, run.stdout.split())
+    assert kept <= peak + (1 << 20) and peak < kept + 0.3 * largest + (8 << 20)

@@ -1,0 +1,182 @@
+"""The start-up self-check: true on an honest engine, false where a fault was planted, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conftest import TINY, TINY_ENGINE
+from tests.laws.test_equivalence import attend_decode, attend_prefill, top_k_of_the_batch
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import draw_cases
+from xla_engine.equivalence.schedule import run_alone
+from xla_engine.equivalence.verify import verify
+from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.runner.self_check import SelfCheck, run_self_check
+
+MakeEngine = Callable[..., XlaBatchEngine]
+
+
+def test_an_honest_engine_passes(embedded: XlaBatchEngine) -> None:
+    check = embedded.self_check
+    assert check is not None and check.ok
+    assert check.prefill_equals_decode or jax.default_backend() != "cpu"
+    assert not check.differences or not check.prefill_equals_decode
+    assert check.promise.startswith("level A: same bits")
+    assert check.seconds > 0
+    assert embedded.runner.lane_choices == (2, 8)
+    assert embedded.runner.bucket_choices == embedded.runner.buckets
+
+
+def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
+    """No row is active, no slot was used, nothing was compiled, and requests get the bits they get without it."""
+    checked = make_engine()
+    checked.runner.blank()
+    again = run_self_check(checked.runner, TINY.vocab_size)
+    assert replace(again, seconds=0.0) == replace(first_check(checked), seconds=0.0)
+    now, idle = (
+        np.asarray(rows.words) for rows in (checked.runner._state.rows, checked.runner._state.idle_rows())
+    )
+    assert np.array_equal(now, idle)
+    assert not checked.runner._lengths.any()
+    assert checked.stats().prefill_calls == checked.stats().compiles_after_warmup == 0
+    unchecked = make_engine(replace(TINY_ENGINE, self_check=False))
+    assert unchecked.self_check is None
+    assert checked.snapshot() == unchecked.snapshot()
+    for case in draw_cases(unchecked, 10, seed=7):
+        assert run_alone(checked, case) == run_alone(unchecked, case)
+
+
+@pytest.mark.parametrize("context_length", [2, pytest.param(9, marks=pytest.mark.slow)])
+def test_a_context_too_short_for_two_chunks_is_checked_as_well(
+    make_engine: MakeEngine, context_length: int
+) -> None:
+    config = EngineConfig(max_num_seqs=1, max_model_len=context_length, prefill_lanes=(1,), chunk_size=8)
+    assert first_check(make_engine(config)).ok
+
+
+def first_check(engine: XlaBatchEngine) -> SelfCheck:
+    assert engine.self_check is not None
+    return engine.self_check
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------
+
+
+def bucket_changes_decode(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
+    return layer, out * (1 + key_length * 1e-4)
+
+
+def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, key_length=key_length, **rest)
+    return layer, out * (1 + key_length * 1e-4)
+
+
+def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, *, slot: Any, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, slot=slot, **rest)
+    return layer, out * (1 + len(slot) * 1e-2)
+
+
+def slot_changes_logits(logits: Any, rows: SamplingRows, *rest: Any, **named: Any) -> Any:
+    drift = 1 + jnp.arange(logits.shape[1], dtype=jnp.float32) * 1e-3
+    return sampling.sample(logits * drift, rows, *rest, **named)
+
+
+@pytest.mark.parametrize(
+    ("target", "fault", "flag"),
+    [
+        (
+            "xla_engine.graphs.attention.xla.XlaAttention.attend_decode",
+            bucket_changes_decode,
+            "bucket_invariant",
+        ),
+        pytest.param(
+            "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill",
+            bucket_changes_prefill,
+            "bucket_invariant",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill",
+            lane_count_changes_prefill,
+            "lane_invariant",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_largest_graphs_take_over_where_sizes_change_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    make_engine: MakeEngine,
+    target: str,
+    fault: Any,
+    flag: str,
+) -> None:
+    """The right flag falls, it is said once, and the law holds again; without the check it does not."""
+    monkeypatch.setattr(target, fault)
+    engine = make_engine(replace(TINY_ENGINE, attention_backend="xla"))
+    check = first_check(engine)
+    flags = {name: getattr(check, name) for name in ("row_invariant", "lane_invariant", "bucket_invariant")}
+    assert flags == {name: name != flag for name in flags}
+    assert not check.ok and "largest graphs only" in check.promise
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("xla_engine.runner.self_check", logging.WARNING)
+    assert check.differences[0] in record.getMessage()
+    buckets = engine.config.buckets(engine.max_model_len)
+    assert engine.runner.lane_choices == ((8,) if flag == "lane_invariant" else (2, 8))
+    assert engine.runner.bucket_choices == (buckets[-1:] if flag == "bucket_invariant" else buckets)
+    report = verify(engine, requests=40, schedules=2, seed=8)
+    assert report.ok, "\n".join(report.lines())
+    # What the check bought: the same programs with every size in use.
+    engine.runner.lane_choices, engine.runner.bucket_choices = (2, 8), buckets
+    assert not verify(engine, requests=40, schedules=2, seed=8).ok
+
+
+@pytest.mark.parametrize("fault", [slot_changes_logits, top_k_of_the_batch])
+def test_rows_that_differ_are_beyond_help_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make_engine: MakeEngine, fault: Any
+) -> None:
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", fault)
+    engine = make_engine(replace(TINY_ENGINE, prefill_lanes=(2,)))
+    check = first_check(engine)
+    assert not check.row_invariant and check.lane_invariant and check.bucket_invariant
+    assert "cannot be promised" in check.promise
+    assert "against slot 0 alone: sample" in check.differences[0]
+    (record,) = caplog.records
+    assert "cannot be promised" in record.getMessage()
+    assert engine.runner.bucket_choices == engine.runner.buckets
+
+
+def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
+    is_long = (rest["length"] >= 256)[:, None]
+    return layer, jnp.where(is_long & (key_length == 512), out * 1.001, out)
+
+
+@pytest.mark.slow
+def test_each_bucket_is_probed_with_keys_that_need_it(
+    monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
+) -> None:
+    """Only rows of more than one block notice, and only in a bucket that is neither the first nor the last."""
+    monkeypatch.setattr(
+        "xla_engine.graphs.attention.xla.XlaAttention.attend_decode", middle_bucket_changes_long_rows
+    )
+    model = replace(TINY, max_position_embeddings=600)
+    config = replace(
+        TINY_ENGINE, attention_backend="xla", max_model_len=600, prefill_lanes=(4,), key_buckets=(256, 512)
+    )
+    engine = make_engine(config, model=model)
+    check = first_check(engine)
+    assert check.row_invariant and check.lane_invariant and not check.bucket_invariant
+    assert all("with 512 keys against 768" in difference for difference in check.differences)
+    assert engine.runner.bucket_choices == (768,)

@@ -1,0 +1,233 @@
+"""Chat templates: what transformers renders, in a process that no template can hang or exhaust."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xla_engine import LLM, SamplingParams
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import ChatTemplateError, CheckpointError, InvalidRequestError
+from xla_engine.text.chat_template import _WORKER, ChatTemplate, chosen_template, render_chat
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "chat"
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+HELLO = [{"role": "user", "content": "Hello"}]
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+def test_rendering_is_transformers() -> None:
+    """Committed texts of `apply_chat_template` (make_golden_chat.py); what it refuses is refused."""
+    golden = json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))
+    refused = 0
+    for case in golden["cases"]:
+        source = (GOLDEN / f"{case['template']}.jinja").read_text(encoding="utf-8")
+        template = ChatTemplate(sources={"default": source}, special_tokens=TOKENS)
+        known = {"add_generation_prompt", "continue_final_message", "tools"}
+        options = {name: value for name, value in case["options"].items() if name in known}
+        extra = {name: value for name, value in case["options"].items() if name not in known}
+        messages = golden["conversations"][case["conversation"]]
+        if case["text"] is None:
+            refused += 1
+            with pytest.raises(ChatTemplateError):
+                render_chat(messages, template, chat_template_kwargs=extra, **options)
+        else:
+            text = render_chat(messages, template, chat_template_kwargs=extra, **options)
+            assert text == case["text"], case
+    assert refused > 10 and len(golden["cases"]) - refused > 100
+
+
+BOMBS = {
+    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop that writes": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "doubling": "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "a big number": "{{ 10 ** (10 ** 10) }}",
+    "a long string": "{{ 'a' * 10 ** 12 }}",
+    "a wide field": "{{ '%2000000000d' % 1 }}",
+    "long output": "{{ 'a' * 30000000 }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "nesting": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+}
+
+
+def test_a_template_in_place_of_the_checkpoints_sees_its_special_tokens() -> None:
+    own = ChatTemplate(sources={"default": PLAIN}, special_tokens=TOKENS)
+    assert chosen_template(own, None) is own
+    other = chosen_template(own, "{{ bos_token }}{{ messages[0].content }}")
+    assert render_chat(HELLO, other) == "<s>Hello"
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_an_error_and_the_next_rendering_is_fine(name: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        render_chat(HELLO, BOMBS[name], cpu_limit_s=0.2)
+    assert render_chat(HELLO, PLAIN) == "user: Hello\n>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ raise_exception.__globals__.sys }}",
+        "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ dict.mro() }}",
+    ],
+)
+def test_nothing_of_python_is_within_reach(source: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        render_chat(HELLO, source)
+
+
+def test_a_refusal_by_the_template_carries_its_words() -> None:
+    with pytest.raises(ChatTemplateError, match="only user messages here"):
+        render_chat(HELLO, "{{ raise_exception('only user messages here') }}")
+    with pytest.raises(ChatTemplateError, match="TemplateSyntaxError"):
+        render_chat(HELLO, "{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least one"),
+        ("Hello", "must be a list"),
+        ({"role": "user", "content": "x"}, "must be a list"),
+        ([{"content": "x"}], r"messages\[0\] must be an object with a 'role'"),
+        ([*HELLO, "x"], r"messages\[1\] must be an object"),
+        ([{"role": "user"}], "has no content"),
+        ([{"role": "user", "content": 5}], "must be text or a list"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url'; only parts"),
+        ([{"role": "user", "content": "x", "extra": {1, 2}}], "plain JSON"),
+        ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r"tool_calls\[0\].function.arguments is no JSON",
+        ),
+    ],
+)
+def test_bad_messages_are_refused_by_place(messages: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        render_chat(messages, PLAIN)
+
+
+def test_hostile_values_are_errors_or_pass_through() -> None:
+    deep: Any = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidRequestError):
+        render_chat([{"role": "user", "content": "x", "deep": deep}], PLAIN)
+    assert render_chat([{"role": "user", "content": "\ud800\n\0"}], PLAIN) == "user: \ud800\n\0\n>"
+    with pytest.raises(InvalidRequestError, match="must not set 'messages'"):
+        render_chat(HELLO, PLAIN, chat_template_kwargs={"messages": []})
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        render_chat(HELLO, PLAIN, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="bytes as JSON"):
+        render_chat([{"role": "user", "content": "x" * (1 << 26)}], PLAIN)
+    with pytest.raises(ChatTemplateError, match="characters; at most"):
+        render_chat(HELLO, "x" * (1 << 21))
+
+
+def test_text_parts_are_joined_and_json_arguments_are_objects() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render_chat([{"role": "user", "content": parts}], PLAIN) == "user: a\nb\n>"
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    source = "{{ messages[0].tool_calls[0].function.arguments.x + 1 }}"
+    assert render_chat([{"role": "assistant", "content": None, "tool_calls": [call]}], source) == "2"
+    assert call["function"]["arguments"] == '{"x": 1}'  # the caller's messages are as they were
+
+
+def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    render_chat(HELLO, PLAIN)
+    process = _WORKER._process
+    assert process is not None and process.stdout is not None
+
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process.stdout, "readline", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        render_chat([{"role": "user", "content": "stale"}], PLAIN)
+    assert render_chat(HELLO, PLAIN) == "user: Hello\n>"
+
+
+def test_a_process_killed_from_outside_is_replaced() -> None:
+    render_chat(HELLO, PLAIN)
+    assert isinstance(_WORKER._process, subprocess.Popen)
+    os.kill(_WORKER._process.pid, signal.SIGKILL)
+    _WORKER._process.wait()
+    assert render_chat(HELLO, PLAIN) == "user: Hello\n>"
+
+
+# -- where templates come from -----------------------------------------------------------------------------
+
+
+def test_templates_of_a_directory(tmp_path: Path) -> None:
+    assert ChatTemplate.from_directory(tmp_path) is None
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": PLAIN}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template == ChatTemplate(sources={"default": PLAIN}, special_tokens=TOKENS)
+
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_directory(tmp_path)
+    assert render_chat(HELLO, template) == "d"
+    assert render_chat(HELLO, template, tools=[{"type": "function"}]) == "t"
+
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("r")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<e>"}))
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template is not None and set(template.sources) == {"default", "rag"}
+    assert render_chat(HELLO, template) == "<e>file"
+
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ChatTemplateError, match="no default chat template, only rag"):
+        render_chat(HELLO, ChatTemplate.from_directory(tmp_path))
+
+
+@pytest.mark.parametrize("value", [5, [], {"a": 1}, ["x"], [{"name": "default"}]])
+def test_broken_template_entries_are_checkpoint_errors(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    if value == []:
+        assert ChatTemplate.from_directory(tmp_path) is None
+    else:
+        with pytest.raises(CheckpointError, match="chat_template must be"):
+            ChatTemplate.from_directory(tmp_path)
+
+
+# -- through the engine ------------------------------------------------------------------------------------
+
+
+def test_chat_completes_the_rendered_prompt(embedded: XlaBatchEngine) -> None:
+    llm = LLM.from_engine(embedded)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    conversations = [HELLO, [{"role": "user", "content": "import os"}]]
+    outputs = llm.chat(conversations, params, chat_template=PLAIN, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["user: Hello\n>", "user: import os\n>"]
+    (single,) = llm.chat(HELLO, params, chat_template=PLAIN, use_tqdm=False)
+    assert single.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    assert embedded.tokenizer is not None
+    text = embedded.tokenizer.encode("user: Hello\n>", add_special_tokens=False)
+    assert single.prompt_token_ids == tuple(text)
+
+
+def test_a_model_without_a_template_says_so_before_anything_runs(embedded: XlaBatchEngine) -> None:
+    with pytest.raises(
+        ChatTemplateError, match=r"conversation 0: the model has no chat template.*pass chat_template"
+    ):
+        LLM.from_engine(embedded).chat(HELLO, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"conversation 1: messages\[0\] has no content"):
+        LLM.from_engine(embedded).chat([HELLO, [{"role": "user"}]], chat_template=PLAIN, use_tqdm=False)
+    assert not embedded.has_unfinished
