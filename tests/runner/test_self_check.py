@@ -130,7 +130,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
     assert flags == {name: name != flag for name in flags}
     assert not check.ok and "largest graphs only" in check.promise
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("xla_engine.runner.self_check", logging.WARNING)
+    assert (record.name, record.levelno) == ("xla_engine.self_check", logging.WARNING)
     assert check.differences[0] in record.getMessage()
     buckets = engine.config.buckets(engine.max_model_len)
     assert engine.runner.lane_choices == ((8,) if flag == "lane_invariant" else (2, 8))
