@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -174,17 +174,6 @@ class Decoded:
     tokens: Sequence[int] = ()
     logprobs: Sequence[float | None] = ()
     extra: Mapping[int, object] = field(default_factory=dict)
-
-    @classmethod
-    def of_rows(cls, rows: Iterable[Row], samples: Iterable[Sample | None]) -> Decoded:
-        """The columns of a step in which each of `rows` sampled so, None where the device had stopped it."""
-        found = {row.slot.index: sample for row, sample in zip(rows, samples, strict=True)}
-        column = [found.get(slot) or Sample(NO_TOKEN) for slot in range(max(found, default=-1) + 1)]
-        return cls(
-            tokens=[sample.token_id for sample in column],
-            logprobs=[sample.logprob for sample in column],
-            extra={slot: sample.extra for slot, sample in enumerate(column) if sample.extra is not None},
-        )
 
     def sample(self, slot: int) -> Sample:
         """What the row of a slot sampled."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
 
@@ -109,18 +109,11 @@ def attention(rows: int, *, paged: bool) -> tuple[Callable[[], object], int]:
     qkv = jnp.asarray(draw.standard_normal((rows, model.qkv_features)), jnp.float32)
 
     def attend(layer: Any, qkv: jax.Array) -> Any:
-        return backend.attend_decode(
-            layer,
-            qkv,
-            form=model.attention(0),
-            weights=AttentionWeights(),
-            rope=jnp.ones((rows, 2, model.head_dim // 2)),
-            length=jnp.full(rows, 1019, jnp.int32),
-            live=jnp.ones(rows, jnp.bool_),
-            key_length=1024,
-            compute_dtype=jnp.dtype(jnp.bfloat16),
-            block_tables=tables,
-        )
+        rope = jnp.ones((rows, 2, model.head_dim // 2))
+        bf16 = jnp.dtype(jnp.bfloat16)
+        call = AttentionCall(model.attention(0), AttentionWeights(), rope, 1024, bf16, tables)
+        length, live = jnp.full(rows, 1019, jnp.int32), jnp.ones(rows, jnp.bool_)
+        return backend.attend_decode(layer, qkv, call, length=length, live=live)
 
     compiled = jax.jit(attend, donate_argnums=0).lower(state[0], qkv).compile()
 

@@ -28,7 +28,7 @@ import numpy as np
 from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table, random_weights
 from xla_engine.config import EngineConfig, compiler
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.kv_cache.cache import make_cache, places
 from xla_engine.graphs.linear.native import NativeProducts
@@ -138,19 +138,15 @@ class Parts:
             angles = self.rope[0, self.lanes.start[:, None] + jnp.arange(CHUNK)]
 
             def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
-                store, place = where[index]
+                store, layer_in_store = where[index]
+                own_call = CONFIG.attention(index), own, angles, POSITIONS, SPEC.dtype
                 updated[store], out = SPEC.attention.attend_prefill(
                     updated[store],
                     qkv,
-                    form=CONFIG.attention(index),
-                    weights=own,
-                    rope=angles,
+                    AttentionCall(*own_call, layer_in_store=layer_in_store),
                     slot=self.lanes.slot,
                     start=self.lanes.start,
                     count=self.lanes.count,
-                    key_length=POSITIONS,
-                    compute_dtype=SPEC.dtype,
-                    place=place,
                 )
                 return out
 

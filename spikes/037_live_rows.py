@@ -63,7 +63,7 @@ assert register(), "needs a CPU with matrix tiles (Intel AMX)"
 class EveryRow(NativeProducts):
     """Products that multiply all rows."""
 
-    def among(self, live: jax.Array) -> Self:
+    def for_rows(self, live: jax.Array) -> Self:
         return self
 
 

@@ -101,7 +101,9 @@ def roofline(scale: Scale) -> list[Table]:
     return [(f"Decode step, {layers} layers, {scale.context} keys per row, bf16", header, rows)]
 
 
-def _no_attention(self: Any, layer: LayerCache, qkv: jax.Array, **_: Any) -> tuple[LayerCache, jax.Array]:
+def _no_attention(
+    self: Any, layer: LayerCache, qkv: jax.Array, *_: Any, **__: Any
+) -> tuple[LayerCache, jax.Array]:
     kv_heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
     return layer, split_heads(qkv, kv_heads, head_dim)[0].reshape(len(qkv), -1)
 

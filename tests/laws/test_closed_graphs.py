@@ -146,7 +146,7 @@ def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(
         rope=jnp.zeros((1, 1, 2, 8)),
         cache=make_cache(spec, 1, buckets[-1] if pool is None else block, num_blocks=num_blocks),
         rows=make_rows(1, MAX_STOP_TOKEN_IDS, length, pool),
-        tables=make_tables(1, TINY.vocab_size, paged=pool is not None),
+        tables=make_tables(1, TINY.vocab_size, has_blocks=pool is not None),
     )
     assert len({program.name for program in programs}) == len(programs) <= 14
     assert buckets[-1] >= length

@@ -192,11 +192,11 @@ FAULTY = replace(
 attend_decode, attend_prefill = XlaAttention.attend_decode, XlaAttention.attend_prefill  # without faults
 
 
-def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, *, length: Any, live: Any, **rest: Any) -> Any:
+def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, live: Any) -> Any:
     """The mask shows the position after the row's own: whatever the previous occupant left there."""
-    layer, _ = attend_decode(self, layer, qkv, length=length, live=live, **rest)
+    layer, _ = attend_decode(self, layer, qkv, call, length=length, live=live)
     nobody = jnp.zeros_like(live)
-    return layer, attend_decode(self, layer, qkv, length=length + 1, live=nobody, **rest)[1]
+    return layer, attend_decode(self, layer, qkv, call, length=length + 1, live=nobody)[1]
 
 
 def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
@@ -209,9 +209,9 @@ def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any, *rest: An
     return sampling.sample(logits, replace(rows, top_k=widest), position, *rest, **named)
 
 
-def attend_everything_writes(self: Any, layer: Any, qkv: Any, *, live: Any, **rest: Any) -> Any:
+def attend_everything_writes(self: Any, layer: Any, qkv: Any, call: Any, *, live: Any, **rest: Any) -> Any:
     """Inactive rows write too: a row that is between chunks of its prompt loses a key."""
-    return attend_decode(self, layer, qkv, live=jnp.ones_like(live), **rest)
+    return attend_decode(self, layer, qkv, call, live=jnp.ones_like(live), **rest)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.simulator.test_simulator import COST
+from tests.support.fake_runner import decoded_of
 from xla_engine.scheduler import (
     NO_CHOICE,
-    Decoded,
     FinishReason,
     Plan,
     Request,
@@ -108,7 +108,7 @@ class Recorded:
             self._sampled[chunk.request_id] = chunk.generated
             first.append(self._token(chunk.request_id))
         decode = [self._token(row.request_id) for row in plan.decode]
-        return StepResult(first=first, decode=Decoded.of_rows(plan.decode, decode))
+        return StepResult(first=first, decode=decoded_of(plan.decode, decode))
 
     def _token(self, name: str) -> Sample:
         position = self._sampled[name]

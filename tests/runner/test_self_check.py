@@ -72,18 +72,18 @@ def first_check(engine: XlaBatchEngine) -> SelfCheck:
 # -- planted faults ---------------------------------------------------------------------------------------------
 
 
-def bucket_changes_decode(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
-    return layer, out * (1 + key_length * 1e-4)
+def bucket_changes_decode(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, call, **rest)
+    return layer, out * (1 + call.key_length * 1e-4)
 
 
-def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attend_prefill(self, layer, qkv, key_length=key_length, **rest)
-    return layer, out * (1 + key_length * 1e-4)
+def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, call, **rest)
+    return layer, out * (1 + call.key_length * 1e-4)
 
 
-def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, *, slot: Any, **rest: Any) -> Any:
-    layer, out = attend_prefill(self, layer, qkv, slot=slot, **rest)
+def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, *, slot: Any, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, call, slot=slot, **rest)
     return layer, out * (1 + len(slot) * 1e-2)
 
 
@@ -157,10 +157,10 @@ def test_rows_that_differ_are_beyond_help_and_it_is_said(
     assert engine.runner.bucket_choices == engine.runner.buckets
 
 
-def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
+def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, call, **rest)
     is_long = (rest["length"] >= 256)[:, None]
-    return layer, jnp.where(is_long & (key_length == 512), out * 1.001, out)
+    return layer, jnp.where(is_long & (call.key_length == 512), out * 1.001, out)
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from xla_engine.scheduler import (
     NO_CHOICE,
+    NO_TOKEN,
     BlockTable,
     Chunk,
     Decoded,
@@ -68,6 +69,17 @@ def expected(request: Request) -> tuple[list[Sample], FinishReason]:
         if samples[-1].token_id in request.stop_token_ids:
             return samples, FinishReason.STOP
     return samples, FinishReason.LENGTH
+
+
+def decoded_of(rows: Iterable[Row], samples: Iterable[Sample | None]) -> Decoded:
+    """The columns of a step in which each of `rows` sampled so, None where the device had stopped it."""
+    found = {row.slot.index: sample for row, sample in zip(rows, samples, strict=True)}
+    column = [found.get(slot) or Sample(NO_TOKEN) for slot in range(max(found, default=-1) + 1)]
+    return Decoded(
+        tokens=[sample.token_id for sample in column],
+        logprobs=[sample.logprob for sample in column],
+        extra={slot: sample.extra for slot, sample in enumerate(column) if sample.extra is not None},
+    )
 
 
 @dataclass
@@ -137,7 +149,7 @@ class FakeRunner:
         for reuse in plan.reuses:
             self._reuse(reuse)
         first = [self._prefill(chunk) for chunk in plan.chunks]
-        decode = Decoded.of_rows(plan.decode, [self._decode(row) for row in plan.decode])
+        decode = decoded_of(plan.decode, [self._decode(row) for row in plan.decode])
         self._check_all_decode(plan)
         for row in self.rows if self.config.num_blocks is not None else ():
             if not row.over and self._in_pages(row.slot, len(row.kv)) != row.kv:

@@ -11,8 +11,8 @@ import numpy as np
 
 from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.kv_cache.block_io import pages_per_call
-from xla_engine.graphs.kv_cache.slot_io import num_blocks
+from xla_engine.graphs.kv_cache.block_io import blocks_per_call
+from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.row_state.rows import RowState
 from xla_engine.runner.programs import COPY, COPY_PAGES, READ, READ_PAGES, WRITE, WRITE_PAGES
@@ -87,7 +87,7 @@ class SlotMoves:
     def park(self, state: State, swap: Swap) -> None:
         """Read a slot and its row."""
         blocks, row = [], None
-        for block in range(num_blocks(swap.length)):
+        for block in range(num_spans(swap.length)):
             moved, row = self._inventory(READ, *state, *_scalars(swap.slot.index, block))
             blocks.append(moved)
         self._parked.put(swap.request_id, blocks, row)
@@ -115,7 +115,7 @@ class SlotMoves:
     def _last(self, length: int, *, moves: bool) -> int:
         """Where the blocks end that are to be written."""
         if self._stale_is_harmless:
-            return num_blocks(length) if moves else 0
+            return num_spans(length) if moves else 0
         return self._blocks
 
 
@@ -125,7 +125,7 @@ class BlockMoves:
     def __init__(self, inventory: Inventory, parked: Parked, block_size: int) -> None:
         self._inventory = inventory
         self._parked = parked
-        self._many = pages_per_call(block_size)
+        self._many = blocks_per_call(block_size)
 
     def copy(self, state: State, copies: Sequence[BlockCopy]) -> State:
         """Copy pages in order."""

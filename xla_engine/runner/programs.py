@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.kv_cache.block_io import copy_blocks, pages_per_call, read_blocks, write_blocks
+from xla_engine.graphs.kv_cache.block_io import blocks_per_call, copy_blocks, read_blocks, write_blocks
 from xla_engine.graphs.kv_cache.slot_io import copy_span, read_span, write_span
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
@@ -96,7 +96,7 @@ def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list
         read = _move(READ, read_span, spec, (*held, *[scalar] * 2), donate=())
         name, write, place, copies = WRITE, write_span, [scalar] * 3, config.reuses_slots
     else:
-        pages = jax.ShapeDtypeStruct((pages_per_call(config.block_size),), jnp.int32)
+        pages = jax.ShapeDtypeStruct((blocks_per_call(config.block_size),), jnp.int32)
         copy = _move(COPY_PAGES, copy_blocks, spec, (*held, pages, pages, scalar))
         read = _move(READ_PAGES, read_blocks, spec, (*held, scalar, pages), donate=())
         name, write, place, copies = WRITE_PAGES, write_blocks, [scalar, pages, scalar, scalar], True

@@ -65,7 +65,7 @@ class HostTables:
 
     def __init__(self, count: int, vocabulary: int, max_blocks: int | None = None) -> None:
         self._vocabulary = vocabulary
-        self._arrays: Any = make_tables(count, vocabulary, paged=max_blocks is not None)
+        self._arrays: Any = make_tables(count, vocabulary, has_blocks=max_blocks is not None)
         self._stale = {"bias_ids", "bias", "mask"} | ({"block_changes"} if max_blocks else set())
         self._block_tables = np.zeros((count, max_blocks or 0), np.int32)
         self._changes: dict[tuple[int, int], int] = {}  # slot and index to page

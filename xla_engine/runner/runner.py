@@ -21,7 +21,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory
 from xla_engine.graphs.kv_cache.footprint import keeps_every_position
-from xla_engine.graphs.kv_cache.slot_io import num_blocks
+from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.packing import pack
 from xla_engine.graphs.row_state.rows import Pool
@@ -106,7 +106,7 @@ class Runner:
         self._moves = SlotMoves(
             self._inventory,
             self._parked,
-            num_blocks(self.buckets[-1]),
+            num_spans(self.buckets[-1]),
             stale_is_harmless=self._spec.attention.bounded_by_length,
         )
         self._page_moves = BlockMoves(self._inventory, self._parked, config.block_size)
