@@ -37,7 +37,7 @@ class RequestView:
 class SlotView:
     """One slot. position: KV entries that the plans made so far write. request: None when it is free.
 
-    blocks: the pages it borrows, where slots do.
+    blocks: the blocks it borrows, where slots do.
     """
 
     slot: Slot

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from spikes.timing import describe_machine, markdown_table
 from tests.support.fake_runner import decoded_of
 from xla_engine.scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
-from xla_engine.scheduler.kv.block_manager import Pages, _positions
+from xla_engine.scheduler.kv.block_manager import BlockManager, _positions
 from xla_engine.scheduler.request_state import RequestState
 
 STOP = 0
@@ -110,16 +110,16 @@ def drain(config: SchedulerConfig, drawn: dict[str, tuple[Request, int]], lag: i
 @contextmanager
 def reserving() -> Iterator[None]:
     """RequestValidator takes all that a request may ever write."""
-    grown = Pages._first_blocks
+    grown = BlockManager._first_blocks
 
-    def whole(self: Pages, state: RequestState) -> int:
+    def whole(self: BlockManager, state: RequestState) -> int:
         return self.pool.blocks_for(_positions(state))
 
-    Pages._first_blocks = whole  # type: ignore[method-assign]
+    BlockManager._first_blocks = whole  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Pages._first_blocks = grown  # type: ignore[method-assign]
+        BlockManager._first_blocks = grown  # type: ignore[method-assign]
 
 
 def layouts(pages: int) -> Iterator[tuple[str, Outcome]]:

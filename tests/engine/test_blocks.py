@@ -50,7 +50,7 @@ def paged(shared_paged: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
     shared_paged.lag = shared_paged.config.lag
     shared_paged.drain()
     shared_paged.scheduler.check()
-    pages = shared_paged.scheduler._room.pages
+    pages = shared_paged.scheduler._kv.blocks
     assert pages is not None and pages.pool.num_free == PAGED.num_blocks, "a page leaked"
     assert shared_paged.runner.num_parked == 0
 
@@ -180,7 +180,7 @@ def test_samples_of_one_prompt_share_its_pages(paged: XlaBatchEngine) -> None:
     paged.submit(prompt, params, request_id="alone")
     (alone,) = paged.drain()
     assert len({output.token_ids for output in alone.outputs}) > 1, "eight samples are not the same"
-    pages = paged.scheduler._room.pages
+    pages = paged.scheduler._kv.blocks
     assert pages is not None
     fewest = pages.pool.num_free
 

@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.schedule import PREEMPTS
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 MakeEngine = Callable[..., XlaBatchEngine]
 DRAW = random.Random(5)
@@ -94,7 +94,7 @@ def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int
 def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) -> None:
     if not embedded.runner.has_one_row_code:
         pytest.skip("this machine has no C++ products")
-    assert embedded.ways_to_preempt == PREEMPTS
+    assert embedded.ways_to_preempt == WAYS_TO_PREEMPT
     report = verify(embedded, requests=60, schedules=3, seed=23, lags=(0, 1, 2))
     assert report.ok and report.preempted > 10, "\n".join(report.lines())
 

@@ -553,7 +553,7 @@ def test_a_step_has_no_more_chunks_than_a_prefill_call_has_lanes() -> None:
 
 def test_check_finds_a_broken_invariant() -> None:
     def leak_slot(engine: Scheduler) -> None:
-        engine._room.slots.acquire()
+        engine._kv.slots.acquire()
 
     def lose_request(engine: Scheduler) -> None:
         del engine._states["a"]

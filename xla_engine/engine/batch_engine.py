@@ -173,7 +173,7 @@ class XlaBatchEngine(Loop):
                     prompt_token_ids=token_ids,
                     max_tokens=params.max_tokens,
                     stop_token_ids=frozenset(stop_ids),
-                    lockstep=masks[0] is not None and masks[0].lockstep,
+                    host_gated=masks[0] is not None and masks[0].host_gated,
                     cache_salt=cache_salt,
                     reads_prefix_cache=self._book.settings[name].params.prompt_logprobs is None,
                     priority=priority,

@@ -30,8 +30,8 @@ from xla_engine.scheduler import (
     StepResult,
     Swap,
 )
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
-PREEMPTED = ("park", "recompute", "replay")  # decisions that take a slot away
 NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
@@ -168,7 +168,7 @@ class Loop:
         for request_id in plan.replays:  # first: one that is in a slot again has the mask of its first token
             self._book[request_id].rewind()
         for decision in plan.decisions:
-            if decision.action in PREEMPTED:
+            if decision.action in WAYS_TO_PREEMPT:
                 self._book.ledger.bound(self._book[decision.request_id], plan.step)
         self._in_flight.append(self.runner.start(plan, self._book.settings))
         self._faults.plan = None
@@ -189,13 +189,13 @@ class Loop:
         parts: tuple[Chunk | Swap, ...] = (*plan.first_rows, *plan.resumes)
         for part in parts:
             request = book[part.request_id]
-            if not request.lockstep:
+            if not request.host_gated:
                 self._give(request, request.take, None)  # of the slot it had before
                 if not request.finished:
                     book.ledger.begin(request, part.slot.index, step)
-        for row in reversed(plan.decode):  # those in lockstep come last, and may not decode in the next step
+        for row in reversed(plan.decode):  # host-gated ones come last, and may not decode in the next step
             one = book.get(row.request_id)
-            if one is None or not one.lockstep:
+            if one is None or not one.host_gated:
                 break
             book.ledger.begin(one, row.slot.index, step, step + 1)
 

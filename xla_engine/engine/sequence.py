@@ -102,14 +102,14 @@ class LiveSequence:
         return self._received < len(self._token_ids)
 
     @property
-    def lockstep(self) -> bool:
+    def host_gated(self) -> bool:
         """Whether each token decides what the next one may be."""
-        return self._mask is not None and self._mask.lockstep
+        return self._mask is not None and self._mask.host_gated
 
     @property
     def attentive(self) -> bool:
         """Whether each token has to be looked at as it comes. The others can be taken many at a time."""
-        return self.lockstep or self.is_repeating or (self._text is not None and bool(self._params.stop))
+        return self.host_gated or self.is_repeating or (self._text is not None and bool(self._params.stop))
 
     def admit(self, now: float) -> None:
         """It got a slot, for the first time or again."""

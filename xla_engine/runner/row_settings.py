@@ -29,8 +29,8 @@ class RowSettings:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before stop ids are let through, for the device; a mask in lockstep sees to it itself."""
-        return 0 if self.mask is not None and self.mask.lockstep else self.params.min_tokens
+        """Tokens before stop ids are let through, for the device; a host-gated mask sees to it itself."""
+        return 0 if self.mask is not None and self.mask.host_gated else self.params.min_tokens
 
     @property
     def top_logprobs(self) -> int:

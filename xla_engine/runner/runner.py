@@ -53,7 +53,7 @@ class _Rows:
     index: np.ndarray
     scheduled: jax.Array
     wanted: tuple[int, ...]
-    lockstep: tuple[tuple[int, RowSettings], ...]
+    host_gated: tuple[tuple[int, RowSettings], ...]
 
 
 class Runner:
@@ -375,7 +375,7 @@ class Runner:
         if self._scheduled is None or self._scheduled.rows is not rows:
             self._scheduled = self._schedule(rows, settings)
         joined = self._scheduled
-        for slot, row in joined.lockstep:
+        for slot, row in joined.host_gated:
             assert row.mask is not None
             self._state.host.set_mask(slot, row.mask.words)
         keys = self.bucket_choices[-1]
@@ -396,10 +396,10 @@ class Runner:
             index=index,
             scheduled=jax.device_put(scheduled),
             wanted=tuple(row.top_logprobs for row in theirs),
-            lockstep=tuple(
+            host_gated=tuple(
                 (int(at), row)
                 for at, row in zip(index, theirs, strict=True)
-                if row.mask is not None and row.mask.lockstep
+                if row.mask is not None and row.mask.host_gated
             ),
         )
 

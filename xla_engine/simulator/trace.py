@@ -43,7 +43,7 @@ class Arrival:
     new_tokens: int
     max_tokens: int
     priority: int = 0
-    lockstep: bool = False
+    host_gated: bool = False
     reads_prefix_cache: bool = True
     moment: Moment | None = None
     gives_up: tuple[Moment, str] | None = None
@@ -77,7 +77,7 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             new_tokens=each.tokens if stopped else each.max_tokens,
             max_tokens=each.max_tokens,
             priority=each.priority,
-            lockstep=each.lockstep,
+            host_gated=each.host_gated,
             reads_prefix_cache=each.reads_prefix_cache,
             moment=None if by_time else each.came,
             gives_up=gives_up,

@@ -41,7 +41,7 @@ class LoggedRequest:
     prompt_tokens: int
     max_tokens: int
     priority: int
-    lockstep: bool
+    host_gated: bool
     reads_prefix_cache: bool
     submitted: float
     came: Moment
@@ -130,7 +130,7 @@ def _read(file: TextIO) -> StepLog:
                     prompt_tokens=int(prompt_tokens),
                     max_tokens=int(max_tokens),
                     priority=int(line.get("priority", 0)),
-                    lockstep=bool(line.get("lockstep", False)),
+                    host_gated=bool(line.get("lockstep", False)),
                     reads_prefix_cache=bool(line.get("reads_prefix_cache", True)),
                     submitted=at,
                     came=Moment(len(log.steps), reads, ends),

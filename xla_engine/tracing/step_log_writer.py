@@ -101,7 +101,7 @@ class StepLogWriter:
             line["like"] = like
         if request.priority:
             line["priority"] = request.priority
-        if request.lockstep:
+        if request.host_gated:
             line["lockstep"] = True
         if not request.reads_prefix_cache:
             line["reads_prefix_cache"] = False
