@@ -65,7 +65,7 @@ class AsyncLLM:
         reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
         """
         news = asyncio.Event()
-        inbox = OutputCollector(on_news=news.set)
+        collector = OutputCollector(on_news=news.set)
         request_id = self.engine.submit(
             prompt,
             sampling_params,
@@ -75,7 +75,7 @@ class AsyncLLM:
             deadline_s=deadline_s,
             queue_timeout_s=queue_timeout_s,
             cache_salt=cache_salt,
-            inbox=inbox,
+            collector=collector,
         )
         finished = False
         try:
@@ -83,7 +83,7 @@ class AsyncLLM:
             while not finished:
                 await news.wait()
                 news.clear()
-                for request in inbox.take():
+                for request in collector.take():
                     finished = request.finished
                     yield request.output()
         finally:

@@ -199,7 +199,7 @@ class LLM:
         **options: Any,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs with their prompt's place until all have ended; those left when the caller stops are aborted."""
-        inbox = OutputCollector(every_token=not only_finished)
+        collector = OutputCollector(every_token=not only_finished)
         places: dict[str, int] = {}  # of what has not ended
         params = _per_prompt(
             "sampling_params", sampling_params or self.engine.default_params, SamplingParams, len(prompts)
@@ -208,14 +208,16 @@ class LLM:
         try:
             for place, (prompt, wanted, urgency) in enumerate(zip(prompts, params, priorities, strict=True)):
                 try:
-                    request_id = self.engine.submit(prompt, wanted, priority=urgency, inbox=inbox, **options)
+                    request_id = self.engine.submit(
+                        prompt, wanted, priority=urgency, collector=collector, **options
+                    )
                 except InvalidRequestError as error:
                     raise type(error)(f"prompt {place}: {error}") from error
                 places[request_id] = place
             while places:
-                if not inbox:
+                if not collector:
                     self.engine.advance()
-                for request in inbox.take():
+                for request in collector.take():
                     if request.request_id not in places:
                         continue  # another reader ran the engine meanwhile; its end has been yielded
                     if request.finished:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import STAMP, FakeEngine, by_line, line_of, prompts
+from tests.batch.test_run import STAMP, by_line, line_of, prompts
+from tests.support.fake_engine import FakeEngine
 from tests.support.kill_points import FastDisk
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.loop import Loop
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.output_collector import OutputCollector, Readable
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.seeds import request_seed
-from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.sequence_group import SequenceGroup
 from xla_engine.engine.stats import EngineStats
 from xla_engine.engine.validation import RequestValidator
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
@@ -73,13 +74,13 @@ class XlaBatchEngine(Loop):
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.default_params = SamplingParams()  # of requests that bring none
-        self.admission = RequestValidator(
+        self.validator = RequestValidator(
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
             max_model_len=runner.context_length,
             tokenizer=tokenizer,
         )
-        self._inbox = OutputCollector()  # of requests that were submitted without one; `step` reads it
+        self._collector = OutputCollector()  # of requests that were submitted without one; `step` reads it
 
     @classmethod
     def from_pretrained(
@@ -121,7 +122,7 @@ class XlaBatchEngine(Loop):
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
         cache_salt: str = "",
-        inbox: OutputCollector | None = None,
+        collector: OutputCollector | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
@@ -132,7 +133,7 @@ class XlaBatchEngine(Loop):
         queue_timeout_s: if it has no slot after so many seconds it ends with reason "queue_timeout".
         cache_salt: its prefix is shared with requests of the same salt only, so that nobody can tell by the time of a
             first token what others have asked.
-        inbox: who reads its outputs; without one `step` returns them. Times are looked at once a turn.
+        collector: who reads its outputs; without one `step` returns them. Times are looked at once a turn.
 
         Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit) and changes nothing then;
         QueueFullError when the queue is bounded and full; EngineClosedError when the engine is gone.
@@ -141,28 +142,28 @@ class XlaBatchEngine(Loop):
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         params = params or self.default_params
-        request_id = str(self._book.submitted) if request_id is None else request_id
-        self._book.check_free(request_id, params.n)
-        self.admission.check_options(priority, deadline_s, queue_timeout_s, cache_salt)
-        token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
+        request_id = str(self._table.submitted) if request_id is None else request_id
+        self._table.check_free(request_id, params.n)
+        self.validator.check_options(priority, deadline_s, queue_timeout_s, cache_salt)
+        token_ids = self.validator.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         if (why := self.scheduler.never_fits(len(token_ids), params.max_tokens)) is not None:
             raise TokenLimitError(
                 f"prompt and max_tokens never fit: {why}; ask for less or give more num_blocks"
             )
-        stop_ids = self.admission.stop_token_ids(params)
-        masks = [self.admission.token_mask(params, stop_ids) for _ in range(params.n)]
+        stop_ids = self.validator.stop_token_ids(params)
+        masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
         self._check_room(params.n)
         now = self.clock()
-        sequences = self._book.open(
+        sequences = self._table.open(
             request_id,
             prompt,
             token_ids,
             params,
             masks=masks,
             stop_ids=stop_ids,
-            eos_ids=self.admission.eos_token_ids,
+            eos_ids=self.validator.eos_token_ids,
             seed=self.seed_of(request_id, params),
-            inbox=self._inbox if inbox is None else inbox,
+            collector=self._collector if collector is None else collector,
             now=now,
         )
         self.queue(
@@ -175,7 +176,7 @@ class XlaBatchEngine(Loop):
                     stop_token_ids=frozenset(stop_ids),
                     lockstep=masks[0] is not None and masks[0].lockstep,
                     cache_salt=cache_salt,
-                    reads_prefix_cache=self._book.settings[name].params.prompt_logprobs is None,
+                    reads_prefix_cache=self._table.settings[name].params.prompt_logprobs is None,
                     priority=priority,
                     deadline=None if deadline_s is None else now + deadline_s,
                     queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
@@ -217,7 +218,7 @@ class XlaBatchEngine(Loop):
             raise InvalidRequestError(
                 f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
             )
-        names = self._book.sequences(request_id)
+        names = self._table.sequences(request_id)
         return any([self._take_away(name, how=how, to_back=to_back) for name in names])
 
     @property
@@ -229,31 +230,33 @@ class XlaBatchEngine(Loop):
     # -- results ----------------------------------------------------------------------------------------------
 
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        """One turn. Returns the cumulative output of every request that has news, unless another inbox has them.
+        """One turn. Returns the cumulative output of every request that has news, unless another collector has them.
 
         `only_finished` leaves out the running ones, whose outputs cost a copy of all their tokens each turn; nobody
         looks at their tokens one by one then, unless stop strings or grammars ask for it.
         """
-        self._inbox.every_token = not only_finished
-        if self._closed is None or not self._inbox:
+        self._collector.every_token = not only_finished
+        if self._closed is None or not self._collector:
             self.advance()
-        return [request.output() for request in self._inbox.take() if request.finished or not only_finished]
+        return [
+            request.output() for request in self._collector.take() if request.finished or not only_finished
+        ]
 
     def drain(self) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion."""
-        ended: list[LiveSequence | SequenceGroup] = []
-        self._inbox.every_token = False
+        ended: list[Readable] = []
+        self._collector.every_token = False
         try:
             while self.has_unfinished:
-                if self._closed is None or not self._inbox:
+                if self._closed is None or not self._collector:
                     self.advance()
-                ended += (request for request in self._inbox.take() if request.finished)
+                ended += (request for request in self._collector.take() if request.finished)
         except BaseException:
             for request in ended:  # what was not delivered is still there
-                self._inbox.put(request)
+                self._collector.put(request)
             raise
         finally:
-            self._inbox.every_token = True
+            self._collector.every_token = True
         return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:
@@ -266,7 +269,7 @@ class XlaBatchEngine(Loop):
     @property
     def has_unfinished(self) -> bool:
         """Whether a turn still has something to do or to deliver."""
-        return self.has_work or bool(self._inbox)
+        return self.has_work or bool(self._collector)
 
     @property
     def max_num_seqs(self) -> int:
@@ -287,8 +290,8 @@ class XlaBatchEngine(Loop):
             steps=work.steps,
             prefill_calls=self.runner.prefill_calls,
             prompt_tokens=work.prompt_tokens,
-            generation_tokens=self._book.ledger.num_tokens,
-            finished={str(reason): count for reason, count in self._book.finished.items()},
+            generation_tokens=self._table.token_buffer.num_tokens,
+            finished={str(reason): count for reason, count in self._table.finished.items()},
             recoveries=self._faults.count,
             cached_tokens=counters.cached_tokens,
             preemptions=counters.preemptions,
@@ -298,6 +301,15 @@ class XlaBatchEngine(Loop):
             compiles_after_warmup=self.runner.compiles.after,
             load_seconds=self.runner.load_seconds,
             compile_seconds=self.runner.compile_seconds,
+        )
+
+    def identity(self) -> EngineIdentity:
+        """Everything the bits of a result may depend on beside the request."""
+        return EngineIdentity(
+            model=self.checkpoint.fingerprint,
+            dtype=self.checkpoint.dtype,
+            config=json.loads(json.dumps(asdict(self.config))),
+            platform=self.runner.platform,
         )
 
     @property
@@ -324,7 +336,7 @@ class XlaBatchEngine(Loop):
     def close(self) -> None:
         """Abort what is live and free device memory.
 
-        Terminal outputs that nobody has read yet can still be had, by `step`, `drain` or their inboxes.
+        Terminal outputs that nobody has read yet can still be had, by `step`, `drain` or their collectors.
         """
         if self._closed is None:
             self.abort_all()

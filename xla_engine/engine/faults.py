@@ -27,14 +27,14 @@ class Faults:
         """What was asked of the device was answered."""
         self.plan, self._in_a_row = None, 0
 
-    def strike(self, cause: str) -> bool:
+    def record(self, cause: str) -> bool:
         """A step failed; whether there is a point in going on."""
         self.last = cause
         self.count += 1
         self._in_a_row += 1
         return self._in_a_row < FAULTS_IN_A_ROW
 
-    def condemned(self, live: Iterable[LiveSequence]) -> list[LiveSequence]:
+    def exhausted(self, live: Iterable[LiveSequence]) -> list[LiveSequence]:
         """Of the live requests those that were in the step that failed, and in more failed ones than they may."""
         concerned = None
         if self.plan is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.stats import Work
+from xla_engine.engine.stats import WorkCounters
 from xla_engine.errors import EngineClosedError
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.runner import Runner
@@ -36,7 +36,7 @@ NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
 class Loop:
-    """Drives a scheduler and a runner; what requests have so far is in a book.
+    """Drives a scheduler and a runner; what requests have so far is in a table.
 
     lag: started steps that may be left unread; may be changed between turns.
     clock: seconds, for deadlines and the times of tokens.
@@ -44,7 +44,7 @@ class Loop:
         sequence as it is queued, and as it ends. For records and tests.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, book: RequestTable, *, lag: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, table: RequestTable, *, lag: int) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.lag = lag
@@ -52,18 +52,18 @@ class Loop:
         self.on_step: Callable[[Plan, Events | None], None] | None = None
         self.on_submit: Callable[[Request], None] | None = None
         self.on_end: Callable[[str, FinishReason], None] | None = None
-        self._book = book
+        self._table = table
         self._faults = Faults()
         self._in_flight: deque[InFlight] = deque()
         self._turning = False  # inside a turn, perhaps while somebody else waits for its step
         self._unsettled = False  # a turn did not come to its end
-        self._work = Work()
+        self._work = WorkCounters()
         self._closed: str | None = None
 
     # -- requests ---------------------------------------------------------------------------------------------
 
     def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
-        """Queue all sequences of a request that the book has, or none: then the book has it no more.
+        """Queue all sequences of a request that the table has, or none: then the table has it no more.
 
         Raises what `Scheduler.submit` does.
         """
@@ -77,33 +77,33 @@ class Loop:
         except BaseException:
             for name in queued:
                 self.scheduler.abort(name)
-            self._book.take_back(request_id)
+            self._table.take_back(request_id)
             raise
 
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over."""
         self._settle()
-        ended = [name for name in self._book.sequences(request_id) if self.scheduler.abort(name)]
+        ended = [name for name in self._table.sequences(request_id) if self.scheduler.abort(name)]
         for name in ended:
             self._end(name, FinishReason.ABORT)
         return bool(ended)
 
     def abort_all(self) -> None:
         """End every live request now."""
-        for name in self._book:
+        for name in self._table:
             self.abort(name)
 
     def _take_away(self, name: str, *, how: str | None, to_back: bool) -> bool:
         """Preempt a sequence; whether it held a slot."""
         if self.scheduler.preempt(name, how=how, to_back=to_back) is None:
             return False
-        self._book.ledger.bound(self._book[name], self.scheduler.counters().steps_planned)
+        self._table.token_buffer.bound(self._table[name], self.scheduler.counters().steps_planned)
         return True
 
     # -- turns ------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """One turn, whose news are left in the inboxes. Raises EngineClosedError."""
+        """One turn, whose news are left in the collectors. Raises EngineClosedError."""
         turn = self.turn()
         resume: Callable[[Any], Callable[[], StepResult]] = turn.send
         answer: Any = None
@@ -161,54 +161,54 @@ class Loop:
         """Plan and dispatch one step; False when there is nothing to dispatch."""
         plan = self.scheduler.plan()
         if plan.is_empty:
-            if self._book and not self._in_flight:
+            if self._table and not self._in_flight:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._faults.plan = plan
         for request_id in plan.replays:  # first: one that is in a slot again has the mask of its first token
-            self._book[request_id].rewind()
+            self._table[request_id].rewind()
         for decision in plan.decisions:
             if decision.action in PREEMPTED:
-                self._book.ledger.bound(self._book[decision.request_id], plan.step)
-        self._in_flight.append(self.runner.start(plan, self._book.settings))
+                self._table.token_buffer.bound(self._table[decision.request_id], plan.step)
+        self._in_flight.append(self.runner.start(plan, self._table.settings))
         self._faults.plan = None
         if self.on_step is not None:
             self.on_step(plan, None)
         for reuse in plan.reuses:
-            self._book[reuse.request_id].reuse(reuse.length)
+            self._table[reuse.request_id].reuse(reuse.length)
         now = self.clock()
         for request_id in plan.admitted:
-            self._book[request_id].admit(now)
+            self._table[request_id].admit(now)
         self._begin_decoding(plan)
         self._work.started(plan)
         return True
 
     def _begin_decoding(self, plan: Plan) -> None:
-        """Tell the ledger in which slots requests decode from this step on."""
-        book, step = self._book, plan.step
+        """Tell the token_buffer in which slots requests decode from this step on."""
+        table, step = self._table, plan.step
         parts: tuple[Chunk | Swap, ...] = (*plan.first_rows, *plan.resumes)
         for part in parts:
-            request = book[part.request_id]
+            request = table[part.request_id]
             if not request.lockstep:
                 self._give(request, request.take, None)  # of the slot it had before
                 if not request.finished:
-                    book.ledger.begin(request, part.slot.index, step)
+                    table.token_buffer.begin(request, part.slot.index, step)
         for row in reversed(plan.decode):  # those in lockstep come last, and may not decode in the next step
-            one = book.get(row.request_id)
+            one = table.get(row.request_id)
             if one is None or not one.lockstep:
                 break
-            book.ledger.begin(one, row.slot.index, step, step + 1)
+            table.token_buffer.begin(one, row.slot.index, step, step + 1)
 
     def _take_prompt_logprobs(self, step: InFlight) -> None:
         for part in self.runner.prompt_scores(step):
-            if self._book.settings.get(part.request_id) is part.settings:
-                self._book[part.request_id].add_prompt_logprobs(part.start, part.scores)
+            if self._table.settings.get(part.request_id) is part.settings:
+                self._table[part.request_id].add_prompt_logprobs(part.start, part.scores)
 
     def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
         """Give requests their tokens: the first one, and those that each has to look at. Others find them later."""
-        now, ledger = self.clock(), self._book.ledger
+        now, token_buffer = self.clock(), self._table.token_buffer
         for event in events.first:
-            request = self._book[event.request_id]
+            request = self._table[event.request_id]
             if event.sample.token_id == NO_CHOICE:
                 self._end(event.request_id, FinishReason.ERROR, NO_NUMBERS)
             else:
@@ -217,17 +217,17 @@ class Loop:
         for name in [name for name, reason in ends.items() if reason is FinishReason.ERROR]:
             del ends[name]
             self._end(name, FinishReason.ERROR, NO_NUMBERS)
-        ledger.append(plan.step, result.decode, now)
-        for request in ledger.attentive():
+        token_buffer.append(plan.step, result.decode, now)
+        for request in token_buffer.eager():
             self._give(request, request.take, ends.pop(request.request_id, None))
-            if not (request.finished or request.attentive):
-                ledger.calm_down(request)
+            if not (request.finished or request.eager):
+                token_buffer.make_lazy(request)
         for name, reason in ends.items():
-            if reason is not None and self._book.get(name) is not None:  # no stop string has ended it before
+            if reason is not None and self._table.get(name) is not None:  # no stop string has ended it before
                 self._end(name, reason)
-        for request in ledger.followed():
-            request.inbox.put(request.reader)
-        for request in ledger.due():
+        for request in token_buffer.streamed():
+            request.collector.put(request.reader)
+        for request in token_buffer.next_to_flush():
             self._give(request, request.take, None)
 
     def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
@@ -242,12 +242,12 @@ class Loop:
             if not by_scheduler:
                 self.scheduler.finish(request.request_id, reason)
             self._end(request.request_id, reason, error)
-        elif request.num_tokens > tokens and request.inbox.every_token:
-            request.inbox.put(request.reader)
+        elif request.num_tokens > tokens and request.collector.every_token:
+            request.collector.put(request.reader)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """The terminal result of a request that the scheduler has ended."""
-        reason = self._book.end(request_id, reason, self.clock(), error)
+        reason = self._table.end(request_id, reason, self.clock(), error)
         self.runner.discard(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)
@@ -256,11 +256,11 @@ class Loop:
 
     def _recover(self, cause: str) -> None:
         """A turn failed. Requests in the step concerned run again, or end with `error` if they did so before."""
-        if not self._faults.strike(cause):
+        if not self._faults.record(cause):
             self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
             return
         self._restart()
-        for request in self._faults.condemned(self._book[name] for name in self._book):
+        for request in self._faults.exhausted(self._table[name] for name in self._table):
             self.scheduler.finish(request.request_id, FinishReason.ERROR)
             message = f"a step failed again with this request in it: {cause}"
             self._end(request.request_id, FinishReason.ERROR, message)
@@ -278,9 +278,9 @@ class Loop:
         """
         self._in_flight.clear()
         self.scheduler = self.scheduler.restarted()
-        for name in self._book:
-            self._book[name].rewind()
-        self._book.ledger.clear()
+        for name in self._table:
+            self._table[name].rewind()
+        self._table.token_buffer.clear()
         try:
             self.runner.rebuild()
         except Exception as error:
@@ -291,14 +291,14 @@ class Loop:
         """Nothing can run any more: every request ends with reason `error`, later submits fail at once."""
         self._closed = cause
         self._in_flight.clear()
-        for name in self._book:
+        for name in self._table:
             self.scheduler.finish(name, FinishReason.ERROR)
             self._end(name, FinishReason.ERROR, cause)
 
     @property
     def has_work(self) -> bool:
         """Whether a turn has something to do, whoever reads it."""
-        return bool(self._book or self._in_flight)
+        return bool(self._table or self._in_flight)
 
     @property
     def num_waiting(self) -> int:

@@ -30,7 +30,7 @@ class ReplayError(XlaEngineError, RuntimeError):
 class LiveSequence:
     """Accumulates what the device sampled for one request until it ends.
 
-    inbox: who is told of news. reader: what it is told of, the request itself or the one it is a sequence of.
+    collector: who is told of news. reader: what it is told of, the request itself or the one it is a sequence of.
     faults: failed steps it was in.
     """
 
@@ -45,15 +45,15 @@ class LiveSequence:
         *,
         stop_ids: frozenset[int],
         eos_ids: frozenset[int],
-        ledger: TokenBuffer,
-        inbox: OutputCollector,
+        token_buffer: TokenBuffer,
+        collector: OutputCollector,
         now: float,
     ) -> None:
         self.request_id = request_id
-        self.inbox = inbox
-        self.reader: LiveSequence | SequenceGroup = self  # what a reader finds in the inbox
+        self.collector = collector
+        self.reader: LiveSequence | SequenceGroup = self  # what a reader finds in the collector
         self.faults = 0
-        self._ledger = ledger
+        self._token_buffer = token_buffer
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None
         self._prompt = prompt
@@ -107,7 +107,7 @@ class LiveSequence:
         return self._mask is not None and self._mask.lockstep
 
     @property
-    def attentive(self) -> bool:
+    def eager(self) -> bool:
         """Whether each token has to be looked at as it comes. The others can be taken many at a time."""
         return self.lockstep or self.is_repeating or (self._text is not None and bool(self._params.stop))
 
@@ -122,10 +122,10 @@ class LiveSequence:
 
     def rewind(self) -> None:
         """The request runs again from its beginning; what it has stays, and must come again."""
-        if not self.attentive:
+        if not self.eager:
             with suppress(Exception):  # it is told when the request goes on
                 self.take()
-        self._ledger.end(self)
+        self._token_buffer.end(self)
         self._received = 0
         if self._mask is not None:
             self._mask.reset()
@@ -134,10 +134,10 @@ class LiveSequence:
         """Take the tokens of the steps read so far; whether one completes a stop string. Raises what `add` does."""
         if self._failure is not None:
             raise self._failure
-        taken = self._ledger.take(self)
+        taken = self._token_buffer.take(self)
         if taken is None:
             return False
-        if self.attentive:
+        if self.eager:
             pairs = zip(taken.steps, taken.times, strict=True)
             return any(self.add(step.sample(taken.slot), now) for step, now in pairs)
         try:
@@ -152,7 +152,7 @@ class LiveSequence:
         slot, steps, times = taken
         tokens = [step.tokens[slot] for step in steps]
         self._received += len(tokens)
-        self._ledger.added += len(tokens)
+        self._token_buffer.added += len(tokens)
         self._token_ids += tokens
         self._token_times += times
         if self._params.logprobs is not None:
@@ -176,7 +176,7 @@ class LiveSequence:
             self._repeat(sample)
             return False
         self._received += 1
-        self._ledger.added += 1
+        self._token_buffer.added += 1
         self._token_ids.append(sample.token_id)
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
@@ -234,7 +234,7 @@ class LiveSequence:
                 self._text.end()
         except Exception as failure:
             reason, error = FinishReason.ERROR, error or str(failure)
-        self._ledger.end(self)
+        self._token_buffer.end(self)
         self._finish_reason = reason
         self._finished_time = now
         self._error = error
@@ -242,7 +242,7 @@ class LiveSequence:
 
     def output(self) -> RequestOutput:
         """The request as it stands, cumulative."""
-        if not self.attentive:
+        if not self.eager:
             with suppress(Exception):  # it ends the request, in the engine's turn
                 self.take()
         wants_logprobs = self._params.logprobs is not None

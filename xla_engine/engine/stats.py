@@ -9,7 +9,7 @@ from xla_engine.scheduler import Plan
 
 
 @dataclass(slots=True)
-class Work:
+class WorkCounters:
     """What a loop has started, counted. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
 
     steps: int = 0

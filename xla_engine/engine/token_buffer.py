@@ -25,7 +25,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Span:
+class _Occupancy:
     """A request decodes in `slot` in the steps from `step` on, which it has not taken, to before `until`."""
 
     slot: int
@@ -43,7 +43,7 @@ class _Span:
 class TokenBuffer:
     """What steps decoded and when they were read, and in which of them each request has tokens.
 
-    A request that is attentive takes each token as it comes. The others take what has gathered when they end or are
+    A request that is eager takes each token as it comes. The others take what has gathered when they end or are
     read, and a few of them in every step, so that no step does the work of many and steps that nobody needs any more
     can be forgotten: about two laps of them are there, however long a request is.
 
@@ -55,9 +55,11 @@ class TokenBuffer:
         self._first = 0  # the step of the oldest column
         self._columns: list[Decoded] = []
         self._times: list[float] = []
-        self._spans: dict[LiveSequence, _Span] = {}  # who took longest ago first
-        self._attentive: dict[LiveSequence, None] = {}  # of these
-        self._quiet: dict[OutputCollector, dict[LiveSequence, _Span]] = {}  # the others, by who reads them
+        self._occupancies: dict[LiveSequence, _Occupancy] = {}  # who took longest ago first
+        self._eager: dict[LiveSequence, None] = {}  # of these
+        self._lazy: dict[
+            OutputCollector, dict[LiveSequence, _Occupancy]
+        ] = {}  # the others, by who reads them
 
     @property
     def next_step(self) -> int:
@@ -66,7 +68,7 @@ class TokenBuffer:
 
     def append(self, step: int, decoded: Decoded, now: float) -> None:
         """A step was read. They come in order."""
-        if not self._spans:
+        if not self._occupancies:
             return
         if not self._columns:
             self._first = step
@@ -74,13 +76,13 @@ class TokenBuffer:
         self._columns.append(decoded)
         self._times.append(now)
         if len(self._columns) % FLUSH_STEPS == 0:
-            stale = min((span.step for span in self._spans.values()), default=step + 1) - self._first
+            stale = min((span.step for span in self._occupancies.values()), default=step + 1) - self._first
             del self._columns[:stale], self._times[:stale]
             self._first += stale
 
     def clear(self) -> None:
         """Forget everything that was not taken. The next step may be any."""
-        for part in (self._columns, self._times, self._spans, self._attentive, self._quiet):
+        for part in (self._columns, self._times, self._occupancies, self._eager, self._lazy):
             part.clear()
         self._first = 0
 
@@ -89,39 +91,39 @@ class TokenBuffer:
     def begin(self, request: LiveSequence, slot: int, step: int, until: int | None = None) -> None:
         """A request decodes in a slot from `step` on; what it had in another it has taken."""
         self.end(request)
-        self._spans[request] = span = _Span(slot, step, until)
-        if request.attentive:
-            self._attentive[request] = None
+        self._occupancies[request] = span = _Occupancy(slot, step, until)
+        if request.eager:
+            self._eager[request] = None
         else:
-            self._quiet.setdefault(request.inbox, {})[request] = span
+            self._lazy.setdefault(request.collector, {})[request] = span
 
     def bound(self, request: LiveSequence, step: int) -> None:
         """A request does not decode from `step` on."""
-        if (span := self._spans.get(request)) is not None:
+        if (span := self._occupancies.get(request)) is not None:
             span.until = step if span.until is None else min(span.until, step)
             if span.step >= span.until:
                 self.end(request)
 
     def end(self, request: LiveSequence) -> None:
         """Nothing more of a request is to be taken."""
-        if self._spans.pop(request, None) is None:
+        if self._occupancies.pop(request, None) is None:
             return
-        if request in self._attentive:
-            del self._attentive[request]
+        if request in self._eager:
+            del self._eager[request]
         else:
-            quiet = self._quiet[request.inbox]
-            del quiet[request]
-            if not quiet:
-                del self._quiet[request.inbox]
-        if not self._spans:
+            lazy = self._lazy[request.collector]
+            del lazy[request]
+            if not lazy:
+                del self._lazy[request.collector]
+        if not self._occupancies:
             self.clear()
 
     def take(self, request: LiveSequence) -> Taken | None:
         """What there is for a request and it has not taken."""
-        span = self._spans.pop(request, None)
+        span = self._occupancies.pop(request, None)
         if span is None:
             return None
-        self._spans[request] = span  # now the last
+        self._occupancies[request] = span  # now the last
         begin, count = span.step - self._first, span.waiting(self.next_step)
         if not count:
             return None
@@ -135,30 +137,30 @@ class TokenBuffer:
 
     # -- whose turn it is -------------------------------------------------------------------------------------
 
-    def attentive(self) -> list[LiveSequence]:
+    def eager(self) -> list[LiveSequence]:
         """Those that take each token as it comes."""
-        return list(self._attentive)
+        return list(self._eager)
 
-    def calm_down(self, request: LiveSequence) -> None:
-        """An attentive request need not be any more."""
-        if request in self._attentive:
-            del self._attentive[request]
-            self._quiet.setdefault(request.inbox, {})[request] = self._spans[request]
+    def make_lazy(self, request: LiveSequence) -> None:
+        """An eager request need not be any more."""
+        if request in self._eager:
+            del self._eager[request]
+            self._lazy.setdefault(request.collector, {})[request] = self._occupancies[request]
 
-    def due(self) -> list[LiveSequence]:
+    def next_to_flush(self) -> list[LiveSequence]:
         """Those whose turn it is to take what has gathered: few in every step."""
-        foremost = islice(self._spans.items(), -(-len(self._spans) // FLUSH_STEPS))
+        foremost = islice(self._occupancies.items(), -(-len(self._occupancies) // FLUSH_STEPS))
         return [request for request, span in foremost if span.waiting(self.next_step) >= FLUSH_STEPS // 2]
 
-    def followed(self) -> Iterator[LiveSequence]:
-        """The quiet ones that have a token in the latest step and a reader who wants to hear of each."""
+    def streamed(self) -> Iterator[LiveSequence]:
+        """The lazy ones that have a token in the latest step and a reader who wants to hear of each."""
         step = self.next_step - 1
-        for inbox, requests in self._quiet.items():
-            if inbox.every_token:
+        for collector, requests in self._lazy.items():
+            if collector.every_token:
                 yield from (request for request, span in requests.items() if span.covers(step))
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all requests so far, whether they have been taken or not."""
-        spans = (span for requests in self._quiet.values() for span in requests.values())
+        spans = (span for requests in self._lazy.values() for span in requests.values())
         return self.added + sum(span.waiting(self.next_step) for span in spans)

@@ -11,7 +11,7 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import EngineIdentity, logprob_of
+from xla_engine.engine.identity import logprob_of
 from xla_engine.equivalence.record import Record, Step, Trace, trace
 from xla_engine.equivalence.recorder import Credit, Recorder
 from xla_engine.errors import EngineFaultError, XlaEngineError
@@ -123,7 +123,7 @@ def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
 
 def check_identity(engine: XlaBatchEngine, record: Record) -> None:
     """Raise RecordMismatchError unless the engine is the record's: model, configuration, versions, device."""
-    differences = record.identity.differences(EngineIdentity.of(engine))
+    differences = record.identity.differences(engine.identity())
     if differences:
         raise RecordMismatchError(_refusal(differences))
 

@@ -41,7 +41,7 @@ from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves
 from xla_engine.runner.prefill_inputs import make_lanes, prompt_targets
 from xla_engine.runner.programs import decode_name, make_programs, prefill_name, prompt_name
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.sizing import sized
+from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.scheduler import Chunk, Plan, Row, StepResult
 
 
@@ -81,7 +81,7 @@ class Runner:
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
-        self.config = config = sized(config, self._spec, self.context_length, jax.devices()[0])
+        self.config = config = resolve_sizes(config, self._spec, self.context_length, jax.devices()[0])
         pool = None
         if config.num_blocks is not None:
             pool = Pool(config.num_blocks, config.block_size, self.buckets[-1] // config.block_size)

@@ -17,7 +17,7 @@ MOST_ROWS = {"cpu": 64}
 MOST_ROWS_ELSEWHERE = 256
 
 
-def sized(config: EngineConfig, spec: ModelSpec, max_model_len: int, device: Any) -> EngineConfig:
+def resolve_sizes(config: EngineConfig, spec: ModelSpec, max_model_len: int, device: Any) -> EngineConfig:
     """The options with `max_num_seqs` as a number that fits on `device` (a jax device), and `num_blocks` as one where
     slots borrow pages.
 
