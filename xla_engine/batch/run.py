@@ -24,11 +24,11 @@ from xla_engine.batch.results import (
     record_id,
     result_line,
 )
-from xla_engine.batch.resume import FinishedLines, ResumeError
+from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.tally import RunTotals
 from xla_engine.engine.protocol import Engine
-from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
 from xla_engine.utils.json_line import dump_line
 

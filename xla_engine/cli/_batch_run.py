@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from xla_engine.batch.lines import count_lines, read_lines
-from xla_engine.batch.output_file import Mode, OutputError, OutputFile, same_file
+from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.tally import RunTotals, summary_lines
 from xla_engine.cli import _common, _files, _signals
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.tracing.status_file import StatusFile
 from xla_engine.tracing.step_log_writer import logging_steps
 from xla_engine.utils.progress import Progress

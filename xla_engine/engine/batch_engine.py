@@ -6,18 +6,19 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.loop import Loop
 from xla_engine.engine.output_collector import OutputCollector, Readable
+from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.seeds import request_seed
 from xla_engine.engine.stats import EngineStats
 from xla_engine.engine.validation import RequestValidator
-from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.generation_config import sampling_defaults
@@ -26,13 +27,13 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check import SelfCheck, run_self_check
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import QueueFullError, Request, Scheduler, Snapshot
+from xla_engine.scheduler import Request, Scheduler, Snapshot
 from xla_engine.text.chat_template import ChatTemplate, Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 
 
 class XlaBatchEngine(Loop):
-    """Continuous batching over one model: the loop, and what people ask of it.
+    """Continuous batching over one model: the loop, and the requests, results and counters of its callers.
 
     Runnable example::
 
@@ -42,6 +43,8 @@ class XlaBatchEngine(Loop):
             print(output.outputs[0].text)
         engine.close()
     """
+
+    runner: Runner
 
     def __init__(
         self,
@@ -73,12 +76,14 @@ class XlaBatchEngine(Loop):
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.default_params = SamplingParams()  # of requests that bring none
+        self.default_params = SamplingParams()  # of requests that are submitted without parameters
         self.validator = RequestValidator(
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
             max_model_len=runner.context_length,
             tokenizer=tokenizer,
+            max_waiting=config.max_waiting,
+            never_fits=lambda prompt_tokens, max_tokens: self.scheduler.never_fits(prompt_tokens, max_tokens),
         )
         self._collector = OutputCollector()  # of requests that were submitted without one; `step` reads it
 
@@ -109,8 +114,6 @@ class XlaBatchEngine(Loop):
             engine.default_params = SamplingParams.from_mapping(sampling_defaults(place))
         return engine
 
-    # -- requests ---------------------------------------------------------------------------------------------
-
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -118,25 +121,18 @@ class XlaBatchEngine(Loop):
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
         collector: OutputCollector | None = None,
+        **options: Unpack[RequestOptions],
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
+        request_id: None counts up. It names the request in outputs and, without a seed of its own, keys its noise.
         add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
-        priority: -10 (soonest) to 10, for a place in the queue; `scheduler.policy.place` states the rule and how long
-            anybody can be kept waiting by it.
-        deadline_s: after so many seconds the request ends with reason "deadline" and what it has.
-        queue_timeout_s: if it has no slot after so many seconds it ends with reason "queue_timeout".
-        cache_salt: its prefix is shared with requests of the same salt only, so that nobody can tell by the time of a
-            first token what others have asked.
-        collector: who reads its outputs; without one `step` returns them. Times are looked at once a turn.
+        collector: takes the request's news; without one `step` returns them.
+        options: when it runs and what it shares; see `RequestOptions`.
 
-        Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit) and changes nothing then;
-        QueueFullError when the queue is bounded and full; EngineClosedError when the engine is gone.
+        Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit), QueueFullError when the
+        queue is bounded and full, and EngineClosedError when the engine is gone; then nothing is changed.
         """
         self._settle()
         if self._closed is not None:
@@ -144,15 +140,11 @@ class XlaBatchEngine(Loop):
         params = params or self.default_params
         request_id = str(self._table.submitted) if request_id is None else request_id
         self._table.check_free(request_id, params.n)
-        self.validator.check_options(priority, deadline_s, queue_timeout_s, cache_salt)
+        self.validator.check_options(**options)
         token_ids = self.validator.token_ids(prompt, params, add_special_tokens=add_special_tokens)
-        if (why := self.scheduler.never_fits(len(token_ids), params.max_tokens)) is not None:
-            raise TokenLimitError(
-                f"prompt and max_tokens never fit: {why}; ask for less or give more num_blocks"
-            )
         stop_ids = self.validator.stop_token_ids(params)
         masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
-        self._check_room(params.n)
+        self.validator.check_queue(params.n, self.num_waiting)
         now = self.clock()
         sequences = self._table.open(
             request_id,
@@ -166,6 +158,7 @@ class XlaBatchEngine(Loop):
             collector=self._collector if collector is None else collector,
             now=now,
         )
+        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
         self.queue(
             request_id,
             (
@@ -175,25 +168,16 @@ class XlaBatchEngine(Loop):
                     max_tokens=params.max_tokens,
                     stop_token_ids=frozenset(stop_ids),
                     lockstep=masks[0] is not None and masks[0].lockstep,
-                    cache_salt=cache_salt,
+                    cache_salt=options.get("cache_salt", ""),
                     reads_prefix_cache=self._table.settings[name].params.prompt_logprobs is None,
-                    priority=priority,
-                    deadline=None if deadline_s is None else now + deadline_s,
-                    queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
+                    priority=options.get("priority", 0),
+                    deadline=None if deadline is None else now + deadline,
+                    queue_deadline=None if queue_timeout is None else now + queue_timeout,
                 )
                 for name in sequences
             ),
         )
         return request_id
-
-    def _check_room(self, n: int) -> None:
-        """All sequences of a request are taken, or none."""
-        limit = self.config.max_waiting
-        if n > 1 and limit is not None and self.num_waiting + n > limit:
-            raise QueueFullError(
-                f"{n} sequences were not taken: {self.num_waiting} wait and max_waiting is {limit}; submit them again "
-                "after a step, lower n, or raise the bound"
-            )
 
     def render_chat(
         self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any
@@ -205,13 +189,13 @@ class XlaBatchEngine(Loop):
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
-        """Take a request's slot away: it goes on later, and its stream is the same; False where it holds no slot.
+        """Take a request's slot away: it goes on later, and its stream is the same; false where it holds no slot.
 
         how: "park" (its state waits on the host), "recompute" (prompt and tokens are prefilled again, where that gives
             the same bits), "replay" (it runs again from its beginning); None takes what is cheapest.
-        to_back: in line behind everybody of its priority, else at the place it had.
+        to_back: it waits behind all others of its priority, else at the place it had.
 
-        Raises InvalidRequestError for a way that this engine has not got.
+        Raises InvalidRequestError for a way that this engine does not offer.
         """
         self._settle()
         if how not in (None, *self.ways_to_preempt):
@@ -223,17 +207,15 @@ class XlaBatchEngine(Loop):
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
-        """What `preempt` can do here."""
+        """The values of `how` that `preempt` takes on this engine."""
         parks = ("park",) if self.config.parks else ()
         return (*parks, *(("recompute",) if self.scheduler.config.keeps_tokens else ()), "replay")
 
-    # -- results ----------------------------------------------------------------------------------------------
-
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        """One turn. Returns the cumulative output of every request that has news, unless another collector has them.
+        """Run one turn; returns the cumulative output of every request with news and no collector of its own.
 
-        `only_finished` leaves out the running ones, whose outputs cost a copy of all their tokens each turn; nobody
-        looks at their tokens one by one then, unless stop strings or grammars ask for it.
+        `only_finished` leaves out the running requests, whose outputs cost a copy of all their tokens each turn; their
+        tokens are then taken many at a time, unless stop strings or grammars need each.
         """
         self._collector.every_token = not only_finished
         if self._closed is None or not self._collector:
@@ -252,7 +234,7 @@ class XlaBatchEngine(Loop):
                     self.advance()
                 ended += (request for request in self._collector.take() if request.finished)
         except BaseException:
-            for request in ended:  # what was not delivered is still there
+            for request in ended:  # not delivered yet, so `step` or `drain` must find them again
                 self._collector.put(request)
             raise
         finally:
@@ -263,8 +245,6 @@ class XlaBatchEngine(Loop):
         """Run until nothing is left, yielding cumulative outputs as tokens arrive."""
         while self.has_unfinished:
             yield from self.step()
-
-    # -- state ------------------------------------------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:
@@ -314,15 +294,15 @@ class XlaBatchEngine(Loop):
 
     @property
     def last_fault(self) -> str | None:
-        """The latest step that failed, in words."""
+        """The latest failed step, in words; None where none has failed."""
         return self._faults.last
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the slots hold: prompts are computed whole again until they have been seen anew."""
+        """Forget the cached prefixes: a prompt is computed whole until its beginning has been seen again."""
         self.scheduler.reset_prefix_cache()
 
     def blank(self) -> None:
-        """Cache, row state and all that is known of them as at start-up: what runs next repeats to the bit.
+        """Put cache, row state and prefix cache back to their state at start-up, so that a run repeats to the bit.
 
         The engine must be idle.
         """
@@ -330,13 +310,13 @@ class XlaBatchEngine(Loop):
         self.runner.blank()
 
     def inventory_report(self) -> list[GraphReport]:
-        """One line per executable."""
+        """Return one report per executable."""
         return self.runner.reports
 
     def close(self) -> None:
         """Abort what is live and free device memory.
 
-        Terminal outputs that nobody has read yet can still be had, by `step`, `drain` or their collectors.
+        Terminal outputs that were not read yet can still be read, by `step`, `drain` or their collectors.
         """
         if self._closed is None:
             self.abort_all()
@@ -351,5 +331,5 @@ class XlaBatchEngine(Loop):
         self.close()
 
     def seed_of(self, request_id: str, params: SamplingParams) -> int:
-        """A request's 64-bit noise key: its own seed, else one drawn from the engine's seed and the request's id."""
+        """Return a request's 64-bit noise key: its own seed, else one made from the engine's seed and its id."""
         return request_seed(self.config.seed, request_id) if params.seed is None else params.seed % 2**64

@@ -1,24 +1,25 @@
 """The loop: requests go through scheduler and device, turn by turn.
 
-One turn is `plan -> start -> wait(previous) -> commit -> deliver`. The lag between starting a step and reading it
-is a value, the queue of steps in flight; there are no threads. A loop belongs to one thread.
+One turn is `plan -> start -> wait(previous) -> commit -> deliver`: `begin_turn` plans and starts, its caller waits,
+and `end_turn` commits and delivers. The lag between starting a step and reading it is a value, the queue of steps in
+flight; there are no threads. A loop belongs to one thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.stats import WorkCounters
 from xla_engine.errors import EngineClosedError
-from xla_engine.runner.in_flight import InFlight
-from xla_engine.runner.runner import Runner
+from xla_engine.runner.in_flight import InFlight, PromptScores
+from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import (
     NO_CHOICE,
     Chunk,
@@ -35,16 +36,26 @@ PREEMPTED = ("park", "recompute", "replay")  # decisions that take a slot away
 NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
+class StepRunner(Protocol):
+    """What a loop asks of the device side; `Runner` documents it."""
+
+    def start(self, plan: Plan, settings: Mapping[str, RowSettings]) -> InFlight: ...
+    def wait(self, step: InFlight) -> StepResult: ...
+    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores]: ...
+    def discard(self, request_id: str) -> None: ...
+    def rebuild(self) -> None: ...
+
+
 class Loop:
-    """Drives a scheduler and a runner; what requests have so far is in a table.
+    """Drives a scheduler and a runner; a table holds what requests have so far.
 
     lag: started steps that may be left unread; may be changed between turns.
     clock: seconds, for deadlines and the times of tokens.
-    on_step: sees each plan as it is started (events None) and each step as it is read. on_submit, on_end: see each
-        sequence as it is queued, and as it ends. For records and tests.
+    on_step: called with each plan as it is started (events None) and each step as it is read.
+    on_submit, on_end: called for each sequence as it is queued, and as it ends.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, table: RequestTable, *, lag: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, table: RequestTable, *, lag: int) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.lag = lag
@@ -55,15 +66,15 @@ class Loop:
         self._table = table
         self._faults = Faults()
         self._in_flight: deque[InFlight] = deque()
-        self._turning = False  # inside a turn, perhaps while somebody else waits for its step
-        self._unsettled = False  # a turn did not come to its end
+        self._turning = False  # between the beginning and the end of a turn
+        self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
         self._closed: str | None = None
 
     # -- requests ---------------------------------------------------------------------------------------------
 
     def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
-        """Queue all sequences of a request that the table has, or none: then the table has it no more.
+        """Queue all sequences of a request of the table, or none: then the request leaves the table.
 
         Raises what `Scheduler.submit` does.
         """
@@ -94,7 +105,7 @@ class Loop:
             self.abort(name)
 
     def _take_away(self, name: str, *, how: str | None, to_back: bool) -> bool:
-        """Preempt a sequence; whether it held a slot."""
+        """Preempt a sequence; true if it held a slot."""
         if self.scheduler.preempt(name, how=how, to_back=to_back) is None:
             return False
         self._table.token_buffer.bound(self._table[name], self.scheduler.counters().steps_planned)
@@ -104,26 +115,24 @@ class Loop:
 
     def advance(self) -> None:
         """One turn, whose news are left in the collectors. Raises EngineClosedError."""
-        turn = self.turn()
-        resume: Callable[[Any], Callable[[], StepResult]] = turn.send
-        answer: Any = None
+        step = self.begin_turn()
+        if step is None:
+            return
         try:
-            while True:
-                fetch = resume(answer)
-                try:
-                    resume, answer = turn.send, fetch()
-                except Exception as error:
-                    resume, answer = turn.throw, error
-        except StopIteration:
-            pass
+            answer: StepResult | BaseException
+            try:
+                answer = self.runner.wait(step)
+            except BaseException as error:
+                answer = error
+            self.end_turn(step, answer)
         finally:
-            turn.close()
+            self._turning = False  # also when an interrupt came between the two
 
-    def turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
-        """One turn for a driver that has something else to do while the device works.
+    def begin_turn(self) -> InFlight | None:
+        """Expire, plan and start; the step to read now, None where the turn is over.
 
-        Yields functions that block until a step is done; the driver calls them, in any thread, and sends back what
-        they return or throws in what they raise. It may submit and abort meanwhile. Raises EngineClosedError.
+        A step is to be read with `runner.wait`, in any thread, and handed to `end_turn`. Requests may be submitted and
+        aborted meanwhile. Raises EngineClosedError.
         """
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
@@ -131,41 +140,58 @@ class Loop:
             raise RuntimeError("two callers drive this engine at once; let one of them run it")
         self._settle()
         if self._closed is not None:
-            return  # everybody has been told
+            return None  # every reader has been told
         self._turning = self._unsettled = True
+        step: InFlight | None = None
         try:
-            yield from self._turn()
+            for request_id, reason in self.scheduler.expire(self.clock()):
+                self._end(request_id, reason)
+            # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
+            started = len(self._in_flight) <= self.lag and self._start_next()
+            if len(self._in_flight) > (self.lag if started else 0):
+                step = self._in_flight.popleft()
+                self._faults.plan = step.plan
+            else:
+                self._unsettled = False
+        except Exception as error:
+            self._recover(f"{type(error).__name__}: {error}")
+        finally:
+            self._turning = step is not None
+        return step
+
+    def end_turn(self, step: InFlight, answer: StepResult | BaseException) -> None:
+        """Commit and deliver the result of a step, or recover from the error that came in its place.
+
+        An interrupt (a BaseException that is no Exception) is raised again; the next call then starts afresh.
+        """
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            for part in self.runner.prompt_scores(step):
+                if self._table.settings.get(part.request_id) is part.settings:
+                    self._table[part.request_id].add_prompt_logprobs(part.start, part.scores)
+            events = self.scheduler.commit(step.plan, answer)
+            self._faults.step_was_good()
+            if self.on_step is not None:
+                self.on_step(step.plan, events)
+            self._deliver(step.plan, answer, events)
             self._unsettled = False
         except Exception as error:
             self._recover(f"{type(error).__name__}: {error}")
         finally:
             self._turning = False
 
-    def _turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
-        for request_id, reason in self.scheduler.expire(self.clock()):
-            self._end(request_id, reason)
-        started = self._start_next()
-        while len(self._in_flight) > (self.lag if started else 0):
-            step = self._in_flight.popleft()
-            self._faults.plan = step.plan
-            result = yield partial(self.runner.wait, step)
-            self._take_prompt_logprobs(step)
-            events = self.scheduler.commit(step.plan, result)
-            self._faults.step_was_good()
-            if self.on_step is not None:
-                self.on_step(step.plan, events)
-            self._deliver(step.plan, result, events)
-            started = True  # with nothing to start, read one step and plan again
-
     def _start_next(self) -> bool:
-        """Plan and dispatch one step; False when there is nothing to dispatch."""
+        """Plan and dispatch one step; false when there is nothing to dispatch."""
         plan = self.scheduler.plan()
         if plan.is_empty:
             if self._table and not self._in_flight:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._faults.plan = plan
-        for request_id in plan.replays:  # first: one that is in a slot again has the mask of its first token
+        for (
+            request_id
+        ) in plan.replays:  # before the start, which reads the mask of a replayed request's first token
             self._table[request_id].rewind()
         for decision in plan.decisions:
             if decision.action in PREEMPTED:
@@ -184,28 +210,23 @@ class Loop:
         return True
 
     def _begin_decoding(self, plan: Plan) -> None:
-        """Tell the token_buffer in which slots requests decode from this step on."""
+        """Tell the token buffer in which slots requests decode from this step on."""
         table, step = self._table, plan.step
         parts: tuple[Chunk | Swap, ...] = (*plan.first_rows, *plan.resumes)
         for part in parts:
             request = table[part.request_id]
             if not request.lockstep:
-                self._give(request, request.take, None)  # of the slot it had before
+                self._give(request, request.take, None)  # tokens of the slot it had before
                 if not request.finished:
                     table.token_buffer.begin(request, part.slot.index, step)
-        for row in reversed(plan.decode):  # those in lockstep come last, and may not decode in the next step
+        for row in reversed(plan.decode):  # lockstep rows come last, and may not decode in the next step
             one = table.get(row.request_id)
             if one is None or not one.lockstep:
                 break
             table.token_buffer.begin(one, row.slot.index, step, step + 1)
 
-    def _take_prompt_logprobs(self, step: InFlight) -> None:
-        for part in self.runner.prompt_scores(step):
-            if self._table.settings.get(part.request_id) is part.settings:
-                self._table[part.request_id].add_prompt_logprobs(part.start, part.scores)
-
     def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
-        """Give requests their tokens: the first one, and those that each has to look at. Others find them later."""
+        """Give requests their first token, and eager requests their next one; lazy requests take theirs later."""
         now, token_buffer = self.clock(), self._table.token_buffer
         for event in events.first:
             request = self._table[event.request_id]
@@ -231,12 +252,12 @@ class Loop:
             self._give(request, request.take, None)
 
     def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
-        """Let a request take what is there, and end it if it is to: for this reason, a stop string or a failure."""
+        """Let a request take its tokens, and end it for `reason`, for a stop string or for a failure of its text."""
         error, by_scheduler, tokens = None, reason is not None, request.num_tokens
         try:
             if take():
                 reason = FinishReason.STOP
-        except Exception as failure:  # its text cannot be made; nobody else is concerned
+        except Exception as failure:  # its text cannot be made; no other request is concerned
             reason, error = FinishReason.ERROR, str(failure)
         if reason is not None:
             if not by_scheduler:
@@ -246,7 +267,7 @@ class Loop:
             request.collector.put(request.reader)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """The terminal result of a request that the scheduler has ended."""
+        """Deliver the terminal result of a sequence that the scheduler has ended."""
         reason = self._table.end(request_id, reason, self.clock(), error)
         self.runner.discard(request_id)
         if self.on_end is not None:
@@ -255,7 +276,7 @@ class Loop:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def _recover(self, cause: str) -> None:
-        """A turn failed. Requests in the step concerned run again, or end with `error` if they did so before."""
+        """After a failed turn run all live requests again; those in its step that failed before end with `error`."""
         if not self._faults.record(cause):
             self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
             return
@@ -266,7 +287,7 @@ class Loop:
             self._end(request.request_id, FinishReason.ERROR, message)
 
     def _settle(self) -> None:
-        """After an interrupt in the middle of a turn nobody knows what was done: begin again."""
+        """Start afresh after an interrupt in the middle of a turn, which leaves unknown what was done."""
         if self._unsettled and not self._turning and self._closed is None:
             self._faults.plan = None
             self._restart()
@@ -274,7 +295,8 @@ class Loop:
     def _restart(self) -> None:
         """Run every live request again from its beginning, with state made anew on the device.
 
-        Law 1 makes this exact: each gets the tokens it has, which are not delivered again, and goes on.
+        Law 1 makes this exact: a request gets the tokens it already has once more, which are not delivered again, and
+        goes on.
         """
         self._in_flight.clear()
         self.scheduler = self.scheduler.restarted()
@@ -288,7 +310,7 @@ class Loop:
         self._unsettled = False
 
     def fail(self, cause: str) -> None:
-        """Nothing can run any more: every request ends with reason `error`, later submits fail at once."""
+        """Close the engine for a cause: every request ends with reason `error`, and later submits fail at once."""
         self._closed = cause
         self._in_flight.clear()
         for name in self._table:
@@ -297,7 +319,7 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn has something to do, whoever reads it."""
+        """Whether a turn has something to do."""
         return bool(self._table or self._in_flight)
 
     @property

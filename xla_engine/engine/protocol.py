@@ -13,23 +13,36 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Snapshot
 
 
-class RequestOptions(TypedDict, total=False):
-    """When a request runs and what it shares; each may be left out.
+class SharedOptions(TypedDict, total=False):
+    """Options that are the same for all prompts of a call; each may be left out.
 
-    priority: -10 (soonest) to 10, 0 if left out; `scheduler.policy.place` states the rule and how long a request can
-        be kept waiting by it.
-    deadline_s: after so many seconds the request ends with reason "deadline" and the tokens it has.
-    queue_timeout_s: without a slot after so many seconds the request ends with reason "queue_timeout".
+    deadline_s: after so many seconds a request ends with reason "deadline" and the tokens it has.
+    queue_timeout_s: without a slot after so many seconds a request ends with reason "queue_timeout".
     cache_salt: cached prefixes are shared among requests of one salt only, so that the time to a first token does not
         tell a tenant what others have asked.
 
-    The engine looks at times once a turn.
+    The engine looks at the clock once a turn.
     """
 
-    priority: int
     deadline_s: float | None
     queue_timeout_s: float | None
     cache_salt: str
+
+
+class RequestOptions(SharedOptions, total=False):
+    """Options of one request; each may be left out.
+
+    priority: -10 (soonest) to 10, and 0 if left out; `scheduler.policy.place` states the rule, and how long a request
+        can be kept waiting by it.
+    deadline_s, queue_timeout_s, cache_salt: as in `SharedOptions`.
+    """
+
+    priority: int
+
+
+def pop_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take those of `RequestOptions` out of the keyword arguments of a call that has others, too."""
+    return {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
 
 
 class Engine(Protocol):

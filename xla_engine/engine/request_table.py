@@ -22,12 +22,12 @@ class RequestTable:
     """Sequences by id, which is the request's own id where n is 1. Each is opened once and ended once.
 
     settings: by sequence, for the runner. token_buffer: where sequences take their tokens from.
-    submitted, finished: since the start, in requests and in sequences.
+    submitted: requests since the start. finished: sequences since the start, by reason.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.settings: dict[str, RowSettings] = {}
-        self.token_buffer = TokenBuffer()
+        self.token_buffer: TokenBuffer[LiveSequence] = TokenBuffer()
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self._tokenizer = tokenizer
@@ -38,14 +38,14 @@ class RequestTable:
         return len(self._live)
 
     def __iter__(self) -> Iterator[str]:
-        """The ids of the live sequences, oldest first; it may change meanwhile."""
+        """The ids of the live sequences, oldest first; sequences may come and go meanwhile."""
         return iter(list(self._live))
 
     def __getitem__(self, name: str) -> LiveSequence:
         return self._live[name]
 
     def get(self, name: str) -> LiveSequence | None:
-        """A live sequence, None when there is none of this id."""
+        """A live sequence; None when there is none of this id."""
         return self._live.get(name)
 
     def sequences(self, request_id: str) -> list[str]:
@@ -107,14 +107,14 @@ class RequestTable:
         return names
 
     def take_back(self, request_id: str) -> None:
-        """Undo `open`: nobody is told of this request."""
+        """Undo `open`, without a word to the request's reader."""
         for name in self.sequences(request_id):
             del self._live[name], self.settings[name]
         self._groups.pop(request_id, None)
         self.submitted -= 1
 
     def end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
-        """The terminal result of a sequence; its reader is told, and the id is free.
+        """Give a sequence its terminal result and tell its reader; the id is free then.
 
         Returns the reason that stands: "error" where its text cannot be made.
         """

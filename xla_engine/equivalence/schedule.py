@@ -12,16 +12,9 @@ from dataclasses import dataclass, replace
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
-from xla_engine.errors import InvalidRequestError, XlaEngineError
+from xla_engine.errors import InvalidRequestError, ScheduleError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import QueueFullError
-
-
-class ScheduleError(XlaEngineError, ValueError):
-    """The engine cannot run a schedule that was not drawn for it; the message names request and limit."""
-
-    code = "invalid_schedule"
-
 
 PREEMPTS = ("park", "recompute", "replay")
 
