@@ -100,7 +100,7 @@ def test_memory_for_pages_becomes_their_number() -> None:
     assert 0 <= 200_000 - pages < pages / pool.num_blocks
     tables = make_tables(8, TINY.vocab_size, paged=True)
     plan = memory.plan_memory(SPEC, config, 300, None)
-    assert plan.pages == pages
+    assert plan.pool == pages
     assert plan.slots * plan.slot == memory.tree_bytes((rows, tables)) - memory.tree_bytes(rows.history)
 
 
