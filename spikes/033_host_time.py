@@ -69,7 +69,7 @@ def host(engine: XlaBatchEngine, turns: int) -> Spent:
         engine.step(only_finished=True)
     for owner, verb in (
         (engine.scheduler, "plan"),
-        (engine.runner, "_run"),
+        (engine.runner._dispatch, "run"),
         (engine.runner, "start"),
         (engine.runner, "wait"),
         (engine.scheduler, "commit"),

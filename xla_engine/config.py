@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -223,10 +221,6 @@ class EngineConfig:
         longest = whole_spans(context_length)
         sizes = self.key_buckets or (SMALLEST_KEY_BUCKET, round(math.sqrt(SMALLEST_KEY_BUCKET * longest)))
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
-
-    def fingerprint(self) -> str:
-        """Hash of every option that shapes the graphs."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def compile_cache_directory() -> Path:

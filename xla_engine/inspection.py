@@ -24,7 +24,7 @@ from xla_engine.model_loader.weights import DTYPES
 from xla_engine.runner import memory
 from xla_engine.runner.backends import make_spec, serving_device
 from xla_engine.runner.memory import size
-from xla_engine.runner.sizing import sized
+from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.text.chat_template import ChatTemplate
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -71,36 +71,36 @@ def inspect_model(model: Path | str, config: EngineConfig) -> Inspection:
     place = model_path(model)
     report = Inspection(path=str(place))
     read: ModelConfig | None = None
-    with _told(report):
+    with _problems(report):
         names = config_fields(place).values.get("architectures")
         report.architecture = ", ".join(map(str, names)) if isinstance(names, list) else None
-    with _told(report):
+    with _problems(report):
         read, _ = read_model(place)
         report.shape = asdict(read)
         report.layers = dict(Counter(read.layer_type(index) for index in range(read.num_hidden_layers)))
         report.parameters = sum(map(prod, parameter_shapes(read).values()))
         report.eos_token_ids = read_special_tokens(place, read).eos_token_ids
         report.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    with _told(report):
+    with _problems(report):
         files = open_gguf(place) if is_gguf(place) else open_weight_files(place)
         report.stored = _stored(files.tensors.values())
-    with _told(report):
+    with _problems(report):
         report.dtype = load_checkpoint(
             place, dtype=config.dtype
         ).dtype  # checks tensors against configuration
-    with _told(report):
+    with _problems(report):
         tokenizer = Tokenizer.of_model(place)
         report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
-    with _told(report):
+    with _problems(report):
         report.chat_template = ChatTemplate.from_directory(place) is not None
     if read is not None:
-        with _told(report):
+        with _problems(report):
             _account(report, read, config)
     return report
 
 
 @contextmanager
-def _told(report: Inspection) -> Iterator[None]:
+def _problems(report: Inspection) -> Iterator[None]:
     """What is wrong becomes a problem of the report, once."""
     try:
         yield
@@ -137,7 +137,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     spec = spec_of(length)
     refusal = None
     try:
-        config = sized(config, spec, length, device)
+        config = resolve_sizes(config, spec, length, device)
     except ConfigError as error:
         refusal = error
         if config.max_num_seqs == AUTO:

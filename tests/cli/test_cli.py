@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.batch.test_run import FakeEngine, by_line, interrupt_at, prompts
+from tests.batch.test_run import by_line, interrupt_at, prompts
+from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineRequest, parse_line
-from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +31,11 @@ ROOT = Path(__file__).parents[2]
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """A fake engine in the place of the real one."""
     fake = FakeEngine()
-    identity = EngineIdentity(model="fake", dtype="none", config={}, platform={})
-    monkeypatch.setattr(EngineIdentity, "of", lambda engine: identity)
 
     @contextlib.contextmanager
     def load(options: dict[str, Any], *, show: bool) -> Iterator[FakeEngine]:
         fake.options = options  # type: ignore[attr-defined]
+        fake.collector.take()  # an engine that was just loaded has no unread outputs
         yield fake
 
     monkeypatch.setattr(cli._common, "load_engine", load)

@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.engine.test_preemption import PARAMS, PROMPTS, answers, submit_all
 from tests.simulator.test_simulator import COST, record
+from tests.support.device import num_parked
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -52,7 +53,7 @@ def paged(shared_paged: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
     shared_paged.scheduler.check()
     pages = shared_paged.scheduler._kv.blocks
     assert pages is not None and pages.pool.num_free == PAGED.num_blocks, "a page leaked"
-    assert shared_paged.runner.num_parked == 0
+    assert num_parked(shared_paged.runner) == 0
 
 
 def run_checked(engine: XlaBatchEngine, disturb: Callable[[], object] = lambda: None) -> list[RequestOutput]:

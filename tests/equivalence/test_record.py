@@ -20,7 +20,7 @@ from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.equivalence.record import Record, RecordError, Trace
 from xla_engine.equivalence.record_file import from_json, read_record, to_json, write_record
 from xla_engine.equivalence.recorder import record_schedule
-from xla_engine.equivalence.replay import RecordMismatchError, engine_config, replay
+from xla_engine.equivalence.replay import engine_config, replay
 from xla_engine.equivalence.schedule import (
     Action,
     Schedule,
@@ -29,7 +29,7 @@ from xla_engine.equivalence.schedule import (
     run_alone,
     run_schedule,
 )
-from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError
+from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError, RecordMismatchError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Events, Plan
 from xla_engine.structured_outputs import StructuredOutputsParams

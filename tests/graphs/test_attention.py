@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import TINY, TINY_ENGINE
+from tests.support.device import read_cache
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
@@ -319,7 +320,7 @@ def test_an_engine_with_rings_keeps_the_law(
         TINY_ENGINE, attention_backend=name, max_model_len=800, prefill_lanes=(8,), key_buckets=(512,)
     )
     engine = make_engine(config, dtype, model)
-    assert [keys.shape[2] for keys, _ in engine.runner.read_cache()] == [256, 1024]
+    assert [keys.shape[2] for keys, _ in read_cache(engine.runner)] == [256, 1024]
     report = verify(engine, requests=16, schedules=2, seed=6, lags=(0, 1))
     assert report.ok, "\n".join(report.lines())
     assert report.compiles_after_warmup == 0

@@ -292,7 +292,7 @@ def fuzz(
         if beat is not None:
             beat(report.lines)
 
-    stamp = ResultHeader(created=0, model="m", speller=engine.tokenizer)
+    stamp = ResultHeader(created=0, model="m", tokenizer=engine.tokenizer)
     tally = BatchRun(engine, lines(), Sink(), stamp=stamp, on_turn=on_turn).run()
     if tally.failure is not None:
         report.problems.append(f"the run stopped: {tally.failure!r}")

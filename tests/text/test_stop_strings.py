@@ -166,8 +166,8 @@ def test_what_ends_a_request_goes_before_what_would_have(
         None,
         stop_ids=frozenset({EOS, STOP_ID}),
         eos_ids=frozenset({EOS}),
-        ledger=TokenBuffer(),
-        inbox=OutputCollector(),
+        token_buffer=TokenBuffer(),
+        collector=OutputCollector(),
         now=0.0,
     )
     assert not request.add(Sample(PLAIN), 0.0)

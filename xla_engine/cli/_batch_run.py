@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from xla_engine.batch.lines import count_lines, read_lines
-from xla_engine.batch.output_file import Mode, OutputError, OutputFile, same_file
+from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.tally import RunTotals, summary_lines
 from xla_engine.cli import _common, _files, _signals
-from xla_engine.engine.identity import EngineIdentity
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.tracing.status_file import StatusFile
 from xla_engine.tracing.step_log_writer import logging_steps
 from xla_engine.utils.progress import Progress
@@ -134,7 +133,7 @@ def _stamp(
     engine: XlaBatchEngine, settings: Settings, done: FinishedLines, model: str | None
 ) -> ResultHeader:
     """What all results say. A resumed run says what the first one said."""
-    digest = EngineIdentity.of(engine).digest()
+    digest = engine.identity().digest()
     if done.system_fingerprint not in (None, digest):
         raise OutputError(
             f"the output was made with engine {done.system_fingerprint}, this one is {digest}: another model, "
@@ -146,7 +145,7 @@ def _stamp(
         model="embedded" if model is None else Path(model).resolve().name,
         system_fingerprint=digest,
         hashes=settings.fingerprint,
-        speller=engine.tokenizer,
+        tokenizer=engine.tokenizer,
     )
 
 

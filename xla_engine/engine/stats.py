@@ -9,8 +9,8 @@ from xla_engine.scheduler import Plan
 
 
 @dataclass(slots=True)
-class Work:
-    """What a loop has started, counted. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
+class WorkCounters:
+    """Counts of what a loop has started. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -30,14 +30,20 @@ class Work:
 class EngineStats:
     """Counters since the engine started.
 
-    steps: turns that dispatched device work.   prefill_calls: prefill programs run.
-    prompt_tokens, generation_tokens: tokens prefilled and tokens credited to requests.
-    finished: terminal results by finish reason.   recoveries: faults after which the live requests were run again.
-    cached_tokens: tokens that were not prefilled, as a slot held them.   preemptions: slots taken away.
-    slot_steps_busy, slot_steps_total: rows scheduled in decode steps, and rows there were.
-    compiles_warmup, compiles_after_warmup: XLA compilations of the whole process before and since the engine was
-        ready; the engine itself cannot compile once it is.
-    load_seconds, compile_seconds: wall time of start-up's two parts.
+    steps: turns that dispatched device work.
+    prefill_calls: prefill programs run.
+    prompt_tokens: prompt tokens that were prefilled.
+    generation_tokens: sampled tokens that were credited to requests.
+    finished: terminal results by finish reason.
+    recoveries: faults after which the live requests were run again.
+    cached_tokens: prompt tokens that were not prefilled, as a slot held them.
+    preemptions: slots taken away.
+    slot_steps_busy: rows scheduled in decode steps.
+    slot_steps_total: rows there were in decode steps.
+    compiles_warmup: XLA compilations of the whole process before the engine was ready.
+    compiles_after_warmup: XLA compilations of the whole process since; the engine itself makes none.
+    load_seconds: wall time of loading the weights.
+    compile_seconds: wall time of compiling and warming up.
     """
 
     steps: int = 0

@@ -12,16 +12,10 @@ from dataclasses import dataclass, replace
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
-from xla_engine.errors import InvalidRequestError, XlaEngineError
+from xla_engine.errors import InvalidRequestError, ScheduleError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import QueueFullError
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
-
-
-class ScheduleError(XlaEngineError, ValueError):
-    """The engine cannot run a schedule that was not drawn for it; the message names request and limit."""
-
-    code = "invalid_schedule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
