@@ -28,8 +28,8 @@ from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.text.chat_template import ChatTemplate
 from xla_engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -108,7 +108,7 @@ def test_experts_are_taken_out_of_their_stack(kind: Kind, tmp_path: Path) -> Non
     fields |= {"decoder_sparse_step": 1, "hidden_size": 64, "num_attention_heads": 4}
     fields |= {"intermediate_size": 64, "moe_intermediate_size": 32}
     (model / "config.json").write_text(json.dumps(fields))
-    config, family = read_model(model)
+    config, family = read_model(open_model(model))
     draw = np.random.default_rng(0)
     sources = [source for stacked in tensor_sources(config, family).values() for source in stacked]
     tensors = {source.name: draw.standard_normal(source.shape, np.float32) for source in sources}
@@ -221,9 +221,10 @@ def results(engine: XlaBatchEngine, prompt: str, params: SamplingParams) -> Any:
 
 def test_a_tokenizer_json_beside_the_file_is_taken(tmp_path: Path) -> None:
     path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    assert Tokenizer.of_model(path) is None and ChatTemplate.from_directory(path) is None
+    files = open_model(path)
+    assert files.tokenizer() is None and files.chat_template() is None
     shutil.copy(embedded_model_directory() / "tokenizer.json", tmp_path)
-    assert Tokenizer.of_model(path) is not None
+    assert Tokenizer.of_model(files) is not None
 
 
 # Refusals
@@ -314,9 +315,10 @@ def test_fuzzed_headers_load_or_are_refused(edits: list[tuple[int, int, bytes]],
         content = content[:at] + inserted + content[at + deleted :]
     path.write_bytes(content)
     try:
-        checkpoint = load_checkpoint(path)
-        Tokenizer.of_model(path)
-        ChatTemplate.from_directory(path)
+        files = open_model(path)
+        checkpoint = load_checkpoint(files)
+        Tokenizer.of_model(files)
+        files.chat_template()
     except CheckpointError:
         return
     assert checkpoint.weights.keys()

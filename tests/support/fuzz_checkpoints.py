@@ -30,8 +30,8 @@ from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.config_json import _CEILINGS, _PLAIN
 from xla_engine.model_loader.families import FAMILIES
 from xla_engine.model_loader.generation_config import sampling_defaults
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.rope_scaling import _COMMON, _KNOWN
-from xla_engine.text.chat_template import ChatTemplate
 from xla_engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -278,16 +278,16 @@ def cases(seed: int, count: int) -> Iterator[tuple[str, random.Random]]:
 
 def load(model: Path) -> tuple[str, str | None]:
     """What a start would do with a model's files: the outcome, and what is wrong with it if anything is."""
-    place = next(iter(sorted(model.glob("*.gguf"))), model)
     try:
+        files = open_model(next(iter(sorted(model.glob("*.gguf"))), model))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # weights may be spoiled into NaN
-            checkpoint = load_checkpoint(place)
+            checkpoint = load_checkpoint(files)
             if sum(leaf.size for leaf in _small(checkpoint)) < 0:
                 return "impossible", "sizes below zero"
-        Tokenizer.of_model(place)
-        ChatTemplate.from_directory(place)
-        sampling_defaults(place)
+        Tokenizer.of_model(files)
+        files.chat_template()
+        sampling_defaults(files)
     except XlaEngineError as error:
         return "refused", None if str(model) in str(error) else f"an error that names no file: {error}"
     except Exception as error:

@@ -301,7 +301,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
     backend.enable_padding(length=100)
     backend.save(str(tmp_path / "tokenizer.json"))
     text = "the cat sat on the mat"
-    assert Tokenizer.from_directory(tmp_path).encode(text) == made("byte_level").encode(text)
+    assert Tokenizer.from_pretrained(tmp_path).encode(text) == made("byte_level").encode(text)
 
 
 def test_vocab_size_is_above_every_id() -> None:
@@ -369,9 +369,9 @@ def test_what_is_no_id_is_an_invalid_request(bad: Any) -> None:
 def test_a_directory_without_tokenizer_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*token ids.*AutoTokenizer"):
-        Tokenizer.from_directory(tmp_path)
+        Tokenizer.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no such directory"):
-        Tokenizer.from_directory(tmp_path / "absent")
+        Tokenizer.from_pretrained(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_a_directory_without_tokenizer_says_how_to_make_one(tmp_path: Path) -> N
 def test_a_broken_tokenizer_file_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a usable tokenizer"):
-        Tokenizer.from_directory(tmp_path)
+        Tokenizer.from_pretrained(tmp_path)
 
 
 @settings(max_examples=60, deadline=None)
@@ -407,7 +407,7 @@ def test_fuzzed_tokenizer_files(tmp_path_factory: pytest.TempPathFactory, edits:
         content = content[:start] + inserted + content[start + deleted :]
     (directory / "tokenizer.json").write_bytes(content)
     try:
-        tokenizer = Tokenizer.from_directory(directory)
+        tokenizer = Tokenizer.from_pretrained(directory)
         ids = tokenizer.encode("a b")
         assert stream(tokenizer.incremental(), ids) == tokenizer.decode(ids)
     except (CheckpointError, InvalidRequestError):
@@ -417,7 +417,7 @@ def test_fuzzed_tokenizer_files(tmp_path_factory: pytest.TempPathFactory, edits:
 def test_a_saved_tokenizer_is_read_back(tmp_path: Path) -> None:
     for name in ("byte_level", "sentencepiece", "metaspace_unigram"):
         STREAMING[name]().save(str(tmp_path / "tokenizer.json"))
-        tokenizer = Tokenizer.from_directory(tmp_path)
+        tokenizer = Tokenizer.from_pretrained(tmp_path)
         ids = tokenizer.encode("naïve 世界 cat")
         assert stream(tokenizer.incremental(), ids) == tokenizer.decode(ids)
         assert ids == made(name).encode("naïve 世界 cat")

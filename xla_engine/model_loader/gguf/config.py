@@ -16,7 +16,7 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.families import Family
-from xla_engine.model_loader.gguf.file import GgufFile, library
+from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.json_fields import Fields
 
 
@@ -115,7 +115,7 @@ _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def architecture(file: GgufFile) -> _Architecture:
+def architecture(file: GgufReader) -> _Architecture:
     """The architecture of a file; CheckpointError for those that have no counterpart here."""
     name, experts = file.get("general.architecture"), bool(file.get("{arch}.expert_count"))
     for known in ((name, experts), (name, False)):
@@ -127,7 +127,7 @@ def architecture(file: GgufFile) -> _Architecture:
     )
 
 
-def config_fields(file: GgufFile) -> Fields:
+def config_fields(file: GgufReader) -> Fields:
     """The metadata as config.json would say it. Raises CheckpointError naming the key that is not supported."""
     kind = architecture(file)
     prefix = f"{file.get('general.architecture')}."
@@ -166,16 +166,17 @@ def config_fields(file: GgufFile) -> Fields:
     return Fields(file.path, values)
 
 
-def as_stored(file: GgufFile, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
+def as_stored(file: GgufReader, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
     """What differs in how a GGUF file stores the model: rotary pairs may be neighbours, norms have their offset."""
     interleaved = architecture(file).interleaved or config.rope_interleaved
     return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
 
 
-def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str, tuple[str, int | None]]:
+def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str, int | None]]:
     """The `wanted` names of transformers to the file's; of an expert's tensor, to that of all and its place there."""
     gguf = library(file.path)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = _uniform(file, "{arch}.block_count")
     names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
     found = {}
     for name in wanted:
@@ -190,12 +191,12 @@ def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str
     return found
 
 
-def _vocabulary(file: GgufFile) -> int | None:
+def _vocabulary(file: GgufReader) -> int | None:
     embedding = file.tensors.get("token_embd.weight")
     return embedding.shape[0] if embedding is not None else file.get("{arch}.vocab_size")
 
 
-def _uniform(file: GgufFile, key: str) -> Any:
+def _uniform(file: GgufReader, key: str) -> Any:
     """A value; where layers have values of their own, the one they share."""
     value = file.get(key)
     if isinstance(value, list):
@@ -207,7 +208,7 @@ def _uniform(file: GgufFile, key: str) -> Any:
     return value
 
 
-def _read_widths(file: GgufFile, values: dict[str, Any]) -> None:
+def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
     """Value heads must be as wide as key heads; the rotary part may be narrower."""
     if not isinstance(values.get("hidden_size"), int) or not values.get("num_attention_heads"):
         return  # told by the reader of the fields
@@ -235,7 +236,7 @@ def _gemma_scale(values: Mapping[str, Any]) -> Any:
     return values.get("head_dim")
 
 
-def _rope_scaling(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         return _from_divisors(file, values)
     kind = file.get(_ROPE + "type")
@@ -269,7 +270,7 @@ def _rope_scaling(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any] |
     return scaling
 
 
-def _from_divisors(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any]:
+def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]:
     """llama.cpp stores what Llama 3's scaling makes of each frequency. Where Llama 3's usual numbers give the same
     divisors these numbers are taken, so that the table has the bits of the original; else the divisors themselves."""
     divisors = np.array(_vector(file, "rope_freqs.weight"))
@@ -292,6 +293,6 @@ def _from_divisors(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _vector(file: GgufFile, name: str) -> list[float]:
-    vector: list[float] = file.weight_files({}).read(name).astype(np.float64).reshape(-1).tolist()
+def _vector(file: GgufReader, name: str) -> list[float]:
+    vector: list[float] = file.weights({}).read(name).astype(np.float64).reshape(-1).tolist()
     return vector
