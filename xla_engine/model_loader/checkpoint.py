@@ -23,7 +23,7 @@ from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 from xla_engine.model_loader.weights import DTYPES, Sources, StoredWeights
 
-__all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config"]
+__all__ = ["Checkpoint", "load_checkpoint", "random_checkpoint", "random_weights", "read_config"]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _BYTES = ("U8",)  # MXFP4
@@ -84,6 +84,31 @@ def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> C
         bos_token_id=special.bos_token_id,
         dtype=target,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+    )
+
+
+def random_checkpoint(
+    config: ModelConfig,
+    *,
+    dtype: str = "auto",
+    seed: int = 0,
+    scale: float = 0.02,
+    eos_token_ids: tuple[int, ...] = (),
+    weights: Mapping[str, Array] | None = None,
+) -> Checkpoint:
+    """A model of `config`'s shape without files, for tests and benchmarks, with `random_weights` unless others are
+    given. dtype as in `load_checkpoint`, auto: bfloat16."""
+    target = _dtype_word("bfloat16" if dtype == "auto" else dtype)
+    if weights is None:
+        weights = random_weights(config, dtype=target, seed=seed, scale=scale)
+    return Checkpoint(
+        path=Path("random"),
+        config=config,
+        weights=weights,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=None,
+        dtype=target,
+        fingerprint="random",
     )
 
 
