@@ -76,8 +76,8 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         report.shape = asdict(read)
         report.layers = dict(Counter(read.layer_type(index) for index in range(read.num_hidden_layers)))
         report.parameters = sum(map(prod, parameter_shapes(read).values()))
-        report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
         report.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
     with _told(report):
         report.stored = _stored(files.tensors().tensors.values())
     with _told(report):

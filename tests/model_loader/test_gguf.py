@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests.conftest import TINY
-from tests.support.gguf_files import Kind, write_gguf
+from tests.support.gguf_files import Kind, rewrite_gguf, write_gguf
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -256,6 +256,30 @@ def test_paths_that_are_no_gguf_file(tmp_path: Path) -> None:
 def test_what_is_not_built_in_is_refused_by_name(extra: dict[str, Any], word: str, tmp_path: Path) -> None:
     path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", extra=extra)
     assert_refused(path, word, "not supported")
+
+
+@pytest.mark.parametrize("value", ["many", True, ["a"], [2, 3], -1, 2**63, float("nan")], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("llama.block_count", "llama.embedding_length", "llama.attention.head_count"),
+        *("llama.rope.freq_base", "llama.attention.key_length", "llama.rope.dimension_count"),
+    ],
+)
+def test_metadata_of_other_types_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
+    rewrite_gguf(path, lambda fields: fields.update({key: value}))
+    assert_refused(path, key.split(".")[-1] if isinstance(value, str | bool | list) else "")
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "text", [1, 2], [""]], ids=str)
+def test_tokens_of_other_types_are_refused_or_left_out(value: Any, tmp_path: Path) -> None:
+    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", tokenizer=embedded_tokenizer)
+    rewrite_gguf(path, lambda fields: fields.update({"tokenizer.ggml.tokens": value}))
+    files = open_model(path)
+    files.chat_template()
+    with pytest.raises(CheckpointError, match=r"m\.gguf"):
+        files.tokenizer()
 
 
 def test_a_key_that_repeats_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.families import Family
 from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.json_fields import Fields
+from xla_engine.utils.shown import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 def architecture(file: GgufReader) -> _Architecture:
     """The architecture of a file; CheckpointError for those that have no counterpart here."""
-    name, experts = file.get("general.architecture"), bool(file.get("{arch}.expert_count"))
+    name, experts = str(file.get("general.architecture")), bool(file.get("{arch}.expert_count"))
     for known in ((name, experts), (name, False)):
         if known in _ARCHITECTURES:
             return _ARCHITECTURES[known]
@@ -146,7 +147,7 @@ def config_fields(file: GgufReader) -> Fields:
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     for key, word in words.items():
-        value = _uniform(file, key)
+        value = _number(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
     ends = [
@@ -176,7 +177,7 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
     """The `wanted` names of transformers to the file's; of an expert's tensor, to that of all and its place there."""
     gguf = library(file.path)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    layers = _uniform(file, "{arch}.block_count")
+    layers = _number(file, "{arch}.block_count")
     names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
     found = {}
     for name in wanted:
@@ -196,21 +197,23 @@ def _vocabulary(file: GgufReader) -> int | None:
     return embedding.shape[0] if embedding is not None else file.get("{arch}.vocab_size")
 
 
-def _uniform(file: GgufReader, key: str) -> Any:
-    """A value; where layers have values of their own, the one they share."""
+def _number(file: GgufReader, key: str) -> Any:
+    """A number, None where there is none; where layers have numbers of their own, the one they share."""
     value = file.get(key)
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise CheckpointError(
-                f"{file.path}: {key} = {value}: layers that differ in it are not supported. Use another model"
-            )
-        return value[0]
-    return value
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, int | float):
+            raise CheckpointError(f"{file.path}: {key} = {shown(value)}: no number. Download the file again")
+    if isinstance(value, list) and len(set(values)) != 1:
+        raise CheckpointError(
+            f"{file.path}: {key} = {shown(value)}: layers that differ in it are not supported. Use another model"
+        )
+    return values[0] if values else None
 
 
 def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
     """Value heads must be as wide as key heads; the rotary part may be narrower."""
-    if not isinstance(values.get("hidden_size"), int) or not values.get("num_attention_heads"):
+    if not values.get("hidden_size") or not values.get("num_attention_heads"):
         return  # told by the reader of the fields
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     valued = file.get("{arch}.attention.value_length")
@@ -219,8 +222,8 @@ def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
             f"{file.path}: attention.value_length = {valued}: not supported beside key heads of {width}. Use another "
             "model"
         )
-    rotated = file.get("{arch}.rope.dimension_count")
-    if isinstance(rotated, int) and 0 < rotated < width:
+    rotated = _number(file, "{arch}.rope.dimension_count")
+    if rotated is not None and 0 < rotated < width:
         values["partial_rotary_factor"] = rotated / width
     elif rotated not in (None, width):
         raise CheckpointError(
@@ -231,8 +234,8 @@ def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
 def _gemma_scale(values: Mapping[str, Any]) -> Any:
     """The metadata has no scale of scores: llama.cpp takes that of the largest model by its number of layers."""
     largest = {"gemma2": 46, "gemma3_text": 62}[values["model_type"]]
-    if values.get("num_hidden_layers") == largest:
-        return values["hidden_size"] // values["num_attention_heads"]
+    if values.get("num_hidden_layers") == largest and values.get("num_attention_heads"):
+        return values.get("hidden_size", 0) // values["num_attention_heads"]
     return values.get("head_dim")
 
 
@@ -276,10 +279,12 @@ def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any
     divisors = np.array(_vector(file, "rope_freqs.weight"))
     scaling = {"factor": float(divisors.max(initial=0)), **_LLAMA3}
     base, count = float(values.get("rope_theta") or 10000.0), max(1, len(divisors))
-    turns = scaling["original_max_position_embeddings"] / (2 * np.pi * base ** (np.arange(count) / count))
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    if np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4):
+    with np.errstate(all="ignore"):  # whatever the file says; what is not finite is close to nothing
+        wavelengths = 2 * np.pi * base ** (np.arange(count) / count)
+        kept = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+        usual = np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4)
+    if usual:
         return {"rope_type": "llama3", **scaling}
     context = values.get("max_position_embeddings")
     factors = divisors.tolist()

@@ -64,11 +64,12 @@ class GgufFile:
             for key, source in file.metadata.items()
             if (key == _TEMPLATE or key.startswith(_TEMPLATE + ".")) and isinstance(source, str)
         }
-        tokens = file.get("tokenizer.ggml.tokens") or []
+        tokens = file.get("tokenizer.ggml.tokens")
+        tokens = tokens if isinstance(tokens, list) else []
         ids = {name: file.get(f"tokenizer.ggml.{name}_id") for name in SPECIAL_TOKENS}
         special = {
             name: str(tokens[number])
             for name, number in ids.items()
-            if isinstance(number, int) and number < len(tokens)
+            if isinstance(number, int) and 0 <= number < len(tokens)
         }
         return ChatTemplate(sources=sources, special_tokens=special) if sources else None
