@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.text.test_tokenizer import byte_level, metaspace_unigram, sentencepiece
+from tests.support.tokenizers import byte_level, metaspace_unigram, sentencepiece
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.gguf.reader import GgufReader
 from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
