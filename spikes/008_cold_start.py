@@ -40,7 +40,7 @@ def child(began: float) -> None:
 
     marks.append(time.monotonic())
     directory = embedded_model_directory()
-    checkpoint, tokenizer = load_checkpoint(directory), Tokenizer.from_directory(directory)
+    checkpoint, tokenizer = load_checkpoint(directory), Tokenizer.from_pretrained(directory)
     loaded = time.monotonic()
     engine = XlaBatchEngine(checkpoint, tokenizer, EngineConfig())
     built = time.monotonic()

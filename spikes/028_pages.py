@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,18 +22,10 @@ from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_t
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.xla import XlaAttention
-from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 
 MODEL = replace(SMOLLM2_135M, max_position_embeddings=1024)
-CHECKPOINT = Checkpoint(
-    path=Path("random"),
-    config=MODEL,
-    weights=random_weights(MODEL, dtype="bfloat16", scale=0.04),
-    eos_token_ids=(0,),
-    bos_token_id=None,
-    dtype="bfloat16",
-    fingerprint="random",
-)
+CHECKPOINT = random_checkpoint(MODEL, scale=0.04, eos_token_ids=(0,))
 BASE = EngineConfig(max_model_len=1024, prefill_lanes=(8,), self_check=False)
 OWN = "8 slots of 1024"
 ENGINES = {

@@ -37,8 +37,7 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import make_rows, make_tables
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
-from xla_engine.model_loader.checkpoint import Checkpoint
-from xla_engine.model_loader.checkpoint import random_weights as named_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.runner.native_build import register
 from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -252,17 +251,8 @@ if options.lanes:
 JOBS = [(1, 16), (4, 16), (8, 16), (1, 128), (2, 128), (4, 128), (8, 128), (32, 128)]
 
 if not options.no_jobs:
-    checkpoint = Checkpoint(
-        path=Path("random"),
-        config=CONFIG,
-        weights=named_weights(CONFIG, dtype="bfloat16"),
-        eos_token_ids=(),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="random",
-    )
     engine_config = EngineConfig(max_num_seqs=32, max_model_len=256, enable_prefix_caching=False)
-    with XlaBatchEngine(checkpoint, None, engine_config) as engine:
+    with XlaBatchEngine(random_checkpoint(CONFIG), None, engine_config) as engine:
         rng = np.random.default_rng(2)
 
         def job(prompts: int, length: int) -> float:

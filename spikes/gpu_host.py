@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
-from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.runner.programs import decode_name
 from xla_engine.sampling_params import SamplingParams
 
@@ -55,16 +54,7 @@ def _busy_engine(scale: Scale, model: ModelConfig, rows: int) -> XlaBatchEngine:
         compile_cache=False,
         self_check=False,
     )
-    checkpoint = Checkpoint(
-        path=Path(),
-        config=model,
-        weights=_weights(model),
-        eos_token_ids=(),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="random",
-    )
-    engine = XlaBatchEngine(checkpoint, None, config)
+    engine = XlaBatchEngine(random_checkpoint(model, weights=_weights(model)), None, config)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=engine.max_model_len - PROMPT)
     draw = np.random.default_rng(0)
     for _ in range(rows):

@@ -17,7 +17,7 @@ from xla_engine.batch.requests import CHAT_URL, COMPLETIONS_URL
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.text.chat_template import ChatTemplate
+from xla_engine.model_loader.chat_templates import ChatTemplate
 
 
 @pytest.fixture

@@ -443,7 +443,7 @@ def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
     from xla_engine.config import embedded_model_directory
     from xla_engine.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_directory(embedded_model_directory())
+    tokenizer = Tokenizer.from_pretrained(embedded_model_directory())
     for name, least in (("requests.jsonl", 72), ("openai_batch.jsonl", 5)):
         with open(ROOT / "examples" / name, "rb") as source:
             requests = [parse_line(line.raw or b"", line.number) for line in read_lines(source)]

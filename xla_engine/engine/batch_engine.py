@@ -20,15 +20,16 @@ from xla_engine.engine.stats import EngineStats
 from xla_engine.engine.validation import RequestValidator
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.graphs.inventory import GraphReport
+from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.generation_config import sampling_defaults
-from xla_engine.model_loader.model_files import model_path
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check import SelfCheck, run_self_check
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Request, Scheduler, Snapshot
-from xla_engine.text.chat_template import ChatTemplate, Message, chosen_template, render_chat
+from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 
 
@@ -101,17 +102,17 @@ class XlaBatchEngine(Loop):
         Raises CheckpointError. The callbacks are those of the constructor.
         """
         config = config or EngineConfig()
-        place = model_path(embedded_model_directory() if model is None else model)
+        files = open_model(embedded_model_directory() if model is None else model)
         engine = cls(
-            load_checkpoint(place, dtype=config.dtype),
-            Tokenizer.of_model(place),
+            load_checkpoint(files, dtype=config.dtype),
+            Tokenizer.of_model(files),
             config,
-            chat_template=ChatTemplate.from_directory(place),
+            chat_template=files.chat_template(),
             progress=progress,
             load_progress=load_progress,
         )
         if config.generation_config == "model":
-            engine.default_params = SamplingParams.from_mapping(sampling_defaults(place))
+            engine.default_params = SamplingParams.from_mapping(sampling_defaults(files))
         return engine
 
     def submit(
