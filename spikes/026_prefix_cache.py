@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
 from xla_engine.scheduler import Swap
