@@ -38,8 +38,8 @@ def picture(bars: Iterable[Bar], *, lanes: int, steps: int, caption: str) -> str
         left, wide = LEFT + bar.first * scale, (bar.last + 1 - bar.first) * scale
         top = bar.lane * TALL
         parts.append(
-            f'<rect x="{left:.1f}" y="{top}" width="{max(wide - 0.5, 0.5):.1f}" height="{TALL - 2}" fill="{bar.colour}">'
-            f"<title>{escape(bar.about)}</title></rect>"
+            f'<rect x="{left:.1f}" y="{top}" width="{max(wide - 0.5, 0.5):.1f}" height="{TALL - 2}" '
+            f'fill="{bar.colour}"><title>{escape(bar.about)}</title></rect>'
         )
         if wide > LETTER * len(bar.label):
             parts.append(f'<text x="{left + 3:.1f}" y="{top + 12}" fill="white">{escape(bar.label)}</text>')
