@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import Times, describe_machine, interleave, markdown_table, token_logprob
+from spikes.support.timing import Times, describe_machine, interleave, markdown_table, token_logprob
 from xla_engine.graphs.ops.reductions import argmax
 from xla_engine.graphs.row_state.rows import SamplingRows, make_sampling_rows, make_tables
 from xla_engine.graphs.sampling import sampler as sampling

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as barrier
 
-from spikes.timing import Times, describe_machine, interleave, markdown_table
+from spikes.support.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.limits import read_bandwidth
 from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.config import EngineConfig

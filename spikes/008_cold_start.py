@@ -107,7 +107,7 @@ def main() -> None:
     if arguments.child is not None:
         child(arguments.child)
         return
-    from spikes.timing import describe_machine, markdown_table
+    from spikes.support.timing import describe_machine, markdown_table
 
     found = rounds_of(arguments.rounds)
     print(describe_machine())

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spikes.timing import markdown_table
+from spikes.support.timing import markdown_table
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
 from xla_engine.batch.results import ResultHeader

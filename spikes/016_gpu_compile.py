@@ -39,10 +39,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from spikes.gpu_dumps import kernels as kernel_table
-from spikes.gpu_dumps import launches
-from spikes.gpu_scale import LLAMA_3_1_8B
-from spikes.timing import SMOLLM2_135M, markdown_table
+from spikes.support.gpu_dumps import kernels as kernel_table
+from spikes.support.gpu_dumps import launches
+from spikes.support.gpu_scale import LLAMA_3_1_8B
+from spikes.support.timing import SMOLLM2_135M, markdown_table
 from xla_engine.graphs.attention.backend import Attention, AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.xla import XlaAttention

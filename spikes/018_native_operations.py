@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     describe_machine,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import SMOLLM2_135M, Times, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, Times, describe_machine, interleave, markdown_table
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm

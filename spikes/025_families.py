@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from spikes.timing import describe_machine, interleave, markdown_table
+from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine

@@ -10,7 +10,7 @@ import argparse
 import random
 from dataclasses import replace
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.model_loader.checkpoint import random_checkpoint
 

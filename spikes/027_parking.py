@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import jax
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.scheduler import Swap

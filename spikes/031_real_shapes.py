@@ -23,7 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from spikes.timing import describe_machine, markdown_table
+from spikes.support.timing import describe_machine, markdown_table
 from tests.model_loader.test_family_config import PUBLISHED
 from xla_engine.bench.limits import read_bandwidth
 from xla_engine.config import EngineConfig

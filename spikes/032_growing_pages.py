@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from spikes.timing import describe_machine, markdown_table
+from spikes.support.timing import describe_machine, markdown_table
 from tests.support.fake_runner import decoded_of
 from xla_engine.scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
 from xla_engine.scheduler.kv.block_manager import BlockManager, _positions

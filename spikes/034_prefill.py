@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table, random_weights
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table, random_weights
 from xla_engine.config import EngineConfig, compiler
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights

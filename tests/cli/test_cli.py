@@ -468,11 +468,3 @@ def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines().count("same") == 5, "a run differs from the first"
     assert "tokens found" in done.stdout and "preemptions" in done.stdout
     assert (tmp_path / "results" / "steps.html").stat().st_size > 10_000
-
-
-def test_the_notebook_runs() -> None:
-    command = [sys.executable, "examples/notebook.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "slot 0: request-" in done.stdout and "'request-19': 'abort'" in done.stdout

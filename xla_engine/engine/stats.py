@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from xla_engine.scheduler import Plan
+from xla_engine.utils.html import table
 
 
 @dataclass(slots=True)
@@ -65,6 +66,11 @@ class EngineStats:
     def occupancy(self) -> float:
         """Share of decode row-steps that were scheduled."""
         return self.slot_steps_busy / self.slot_steps_total if self.slot_steps_total else 0.0
+
+    def _repr_html_(self) -> str:
+        """All counters as a table for notebooks."""
+        rows: list[tuple[str, object]] = [(part.name, getattr(self, part.name)) for part in fields(self)]
+        return table(("counter", "value"), [*rows, ("occupancy", f"{self.occupancy:.1%}")])
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.gpu_scale import Scale, milliseconds, read_gigabytes_per_second, timed
+from spikes.support.gpu_scale import Scale, milliseconds, read_gigabytes_per_second, timed
 from xla_engine.graphs.attention import gpu_kernels as kernels
 from xla_engine.graphs.attention.backend import KEY_SPAN, AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.xla import XlaAttention

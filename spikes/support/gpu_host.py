@@ -10,8 +10,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from spikes.gpu_kernels import Table
-from spikes.gpu_scale import Scale, milliseconds
+from spikes.support.gpu_kernels import Table
+from spikes.support.gpu_scale import Scale, milliseconds
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.config import ModelConfig
