@@ -68,7 +68,7 @@ WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=
 def test_law_1_holds_in_eight_bits(
     make_engine: Callable[..., XlaBatchEngine], attention: str, model: ModelConfig
 ) -> None:
-    """The wide model's layers are whole tiles: C++ multiplies, where the machine can."""
+    """The wide model's layers are whole blocks: C++ multiplies."""
     config = replace(TINY_ENGINE, quantization="int8", attention_backend=attention)
     engine = make_engine(config, model=model)
     products = choose_products("auto", model, jnp.dtype(jnp.int8))

@@ -22,7 +22,7 @@ from xla_engine.model_loader.safetensors_files import open_weight_files
 from xla_engine.model_loader.tensor_files import TensorInfo
 from xla_engine.model_loader.weights import DTYPES
 from xla_engine.runner import memory
-from xla_engine.runner.backends import make_spec, serving_device
+from xla_engine.runner.backends import isa_of, make_spec, serving_device
 from xla_engine.runner.memory import size
 from xla_engine.runner.sizing import sized
 from xla_engine.text.chat_template import ChatTemplate
@@ -146,6 +146,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     report.backends = {
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else "native",
+        "isa": isa_of(spec) or "none",
         "device": f"{device.platform} ({device.device_kind})",
     }
     report.memory = {

@@ -4,7 +4,7 @@ A slot keeps, whatever its length, one matrix per value head (`graphs.delta_rule
 convolution. All of it is float32 and row-wise. State is written like keys and values: a row that is not live and a
 lane that is empty change no byte, and what a slot's last owner left is never read, as position 0 starts from zeros.
 
-`native` runs the rule in C++, where the library is registered (`xla_engine.native`).
+`native` runs the rule in C++, by the library of the instruction set that it names (`xla_engine.runner.native_build`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def delta_decode(
     projected: jax.Array,
     *,
     live: jax.Array,
-    native: bool = False,
+    native: str | None = None,
 ) -> tuple[DeltaState, jax.Array]:
     """One position of every live row: `projected [B, projected features]` -> `[B, inner features]`, float32."""
     mixed, gates, rate, step = _split(form, projected)
@@ -81,7 +81,7 @@ def delta_prefill(
     slot: jax.Array,
     start: jax.Array,
     count: jax.Array,
-    native: bool = False,
+    native: str | None = None,
 ) -> tuple[DeltaState, jax.Array]:
     """Up to T positions of each lane: `projected [P T, projected features]` -> `[P T, inner features]`, float32.
 

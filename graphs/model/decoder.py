@@ -20,6 +20,7 @@ from xla_engine.graphs.attention.backend import Attention, AttentionWeights
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
+from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
 from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, Weight
@@ -230,10 +231,11 @@ class ModelSpec:
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in paths)
 
     @property
-    def native_state(self) -> bool:
-        """Whether linear layers run in C++: where attention does, and their heads are whole vectors."""
+    def native_state(self) -> str | None:
+        """The instruction set by which linear layers run in C++: where attention does, and their heads are whole vectors."""
         delta = self.config.delta
-        return delta is not None and self.attention.name == "native" and fits(delta)
+        serves = delta is not None and isinstance(self.attention, NativeAttention) and fits(delta)
+        return self.attention.isa if serves else None
 
     def flatten(self, weights: Mapping[str, Any]) -> list[Any]:
         """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""

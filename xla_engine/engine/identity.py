@@ -44,7 +44,7 @@ class EngineIdentity:
     @classmethod
     def of(cls, engine: XlaBatchEngine) -> EngineIdentity:
         """The identity of a running engine."""
-        config: dict[str, Any] = json.loads(json.dumps(asdict(engine.config)))
+        config: dict[str, Any] = json.loads(json.dumps(engine.config.options()))
         checkpoint = engine.checkpoint
         return cls(
             model=checkpoint.fingerprint,
