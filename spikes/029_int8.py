@@ -105,7 +105,9 @@ ISA = register()
 specs = {
     "bfloat16, C++ products": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA), NativeProducts(ISA)),
     "bfloat16, XLA": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA)),
-    "int8, C++ products": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA), NativeProducts(ISA), quantized=True),
+    "int8, C++ products": ModelSpec(
+        SMOLLM2_135M, BF16, NativeAttention(ISA), NativeProducts(ISA), quantized=True
+    ),
     "int8, XLA": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA), quantized=True),
 }
 steps: dict[str, Any] = {}

@@ -278,7 +278,9 @@ def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
 
 
 @pytest.mark.parametrize(("length", "whole"), [(300, 2), (700, 3), (1024, 4)])
-@pytest.mark.parametrize("backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name
+)
 def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int) -> None:
     """To another slot; blocks behind the length are written as well where the backend has stale values cleared."""
     draw = np.random.default_rng(length)

@@ -79,7 +79,12 @@ INTERPRETED = [pytest.param(f"gpu {dtype}", marks=pytest.mark.slow) for dtype in
 
 
 @pytest.fixture(
-    params=["blocked float32", "blocked bfloat16", *INTERPRETED, *(f"native {each.name}" for each in available())]
+    params=[
+        "blocked float32",
+        "blocked bfloat16",
+        *INTERPRETED,
+        *(f"native {each.name}" for each in available()),
+    ]
 )
 def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
     kind, dtype = request.param.split()

@@ -1,4 +1,4 @@
-"""The C++ kernels by themselves (`native_kernels.cc`), by every instruction set: those this machine lacks are emulated."""
+"""The C++ kernels by themselves (`native_kernels.cc`), by every instruction set; others are emulated."""
 
 from __future__ import annotations
 

@@ -86,7 +86,9 @@ def test_what_cannot_be_kept_in_eight_bits_is_refused() -> None:
         EngineConfig(quantization="int4")
     bf16: Any = jnp.dtype(jnp.bfloat16)
     with pytest.raises(ConfigError, match="int8 and multiples of 64"):
-        make_spec(EngineConfig(quantization="int8", linear_backend="native"), TINY, bf16)
+        make_spec(
+            EngineConfig(quantization="int8", linear_backend="native"), replace(TINY, hidden_size=40), bf16
+        )
     routed = replace(
         TINY, experts=RoutedExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     )

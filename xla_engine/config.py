@@ -77,7 +77,7 @@ class EngineConfig:
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon"; each
-        has bits of its own. "auto" takes what `XLA_ENGINE_ISA` says, else the best of this machine; "none" is pure JAX.
+        has its own bits. "auto" takes what `XLA_ENGINE_ISA` says, else the best of this machine; "none" is pure JAX.
     """
 
     max_num_seqs: int | Literal["auto"] = 16
@@ -240,7 +240,7 @@ class EngineConfig:
 
 
 def requested_isa(isa: str = AUTO) -> str:
-    """The instruction set asked for: `isa` as in `EngineConfig`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
+    """The instruction set asked for: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
     asked = isa if isa != AUTO else os.environ.get("XLA_ENGINE_ISA") or AUTO
     if asked not in ISAS:
         raise ConfigError(f"XLA_ENGINE_ISA must be one of {', '.join(ISAS)}, not {asked!r}")

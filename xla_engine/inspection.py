@@ -109,6 +109,11 @@ def _told(report: Inspection) -> Iterator[None]:
             report.problems.append(str(error))
 
 
+def _serving(found: dict[str, str]) -> str:
+    isa = "" if found["isa"] == "none" else f" ({found['isa']})"
+    return f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
+
+
 def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for info in tensors:
@@ -191,7 +196,7 @@ def report_lines(report: Inspection) -> list[str]:
     if report.backends is not None and report.memory is not None:
         found, account = report.backends, report.memory
         lines += [
-            _row("serves", f"{found['attention']} attention, {found['linear']} products, {found['device']}"),
+            _row("serves", _serving(found)),
             _row("engine dtype", str(report.dtype)),
             _row("KV per token", size(account["kv_bytes_per_token"]) + (" beyond windows" if window else "")),
             _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),

@@ -53,7 +53,13 @@ def step_rule(
 
 
 def lane_rule(
-    memory: jax.Array, heads: Heads, *, slot: jax.Array, start: jax.Array, count: jax.Array, native: str | None
+    memory: jax.Array,
+    heads: Heads,
+    *,
+    slot: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    native: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Up to T positions of each lane, N = P T: the memory behind them, and the outputs `[N, Hv, Dv]`."""
     if native:

@@ -1,4 +1,4 @@
-"""Products by the vector or tile instructions of a CPU, in bf16 or int8: one C++ call each, norm and residual included.
+"""Products by the vector or tile instructions of a CPU, in bf16 or int8: one C++ call each, with norm and residual.
 
 The weights of layers are packed when they are loaded (`pack`), in the order in which the kernels take them; the head's
 are not, because the embedding may be the same array.

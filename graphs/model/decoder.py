@@ -17,10 +17,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xla_engine.graphs.attention.backend import Attention, AttentionWeights
+from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
-from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
 from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, Weight
@@ -232,7 +232,7 @@ class ModelSpec:
 
     @property
     def native_state(self) -> str | None:
-        """The instruction set by which linear layers run in C++: where attention does, and their heads are whole vectors."""
+        """The instruction set of linear layers in C++: where attention is, and their heads are whole vectors."""
         delta = self.config.delta
         serves = delta is not None and isinstance(self.attention, NativeAttention) and fits(delta)
         return self.attention.isa if serves else None

@@ -31,8 +31,8 @@ def serving_device() -> Any:
 def serving_isa(asked: str = AUTO) -> str | None:
     """The instruction set whose C++ operations serve on this CPU, built if need be; None: pure JAX does.
 
-    `asked` as in `EngineConfig.isa`. Raises NativeBuildError where there is none, and ConfigError where this machine has
-    not the one that was asked for.
+    `asked` as in `EngineConfig.isa`. Raises NativeBuildError where there is none, and ConfigError where the one
+    asked for is not of this machine.
     """
     asked = requested_isa(asked)
     if asked == "none":
@@ -41,7 +41,9 @@ def serving_isa(asked: str = AUTO) -> str | None:
         return register()
     names = [each.name for each in available()]
     if asked not in names:
-        raise ConfigError(f"isa {asked!r} is not what this machine has; use one of {', '.join(('auto', *names, 'none'))}")
+        raise ConfigError(
+            f"isa {asked!r} is not of this machine; use one of {', '.join(('auto', *names, 'none'))}"
+        )
     try:
         return register(asked)
     except NativeBuildError as error:
@@ -73,7 +75,9 @@ def choose_attention(name: str, call_positions: int | None = None, isa: str = AU
         if serving is not None:
             return NativeAttention(serving, call_positions=call_positions)
         if name == "native" and requested_isa(isa) == "none":
-            raise ConfigError("attention_backend 'native' needs an instruction set, and isa is 'none'; use 'auto'")
+            raise ConfigError(
+                "attention_backend 'native' needs an instruction set, and isa is 'none'; use 'auto'"
+            )
     # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
     stored = jnp.dtype(jnp.float32) if old and platform == "cpu" else None

@@ -1,6 +1,6 @@
 """Instruction sets that the C++ operations are built for: what a machine needs for each, and what a compiler is told.
 
-The library is built once for each that is asked for; operations bear its name, so that several can serve in one process.
+The library is built once for each that is asked for. Operations bear its name: several can serve in one process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """machines: as `platform.machine` names them. needs: features of the processor, in the words of Linux. flags: of the
-    compiler. extras: flags that are added where the processor has a feature; they change no bit."""
+    """machines: as `platform.machine` names them. needs: features of the processor, in the words of Linux. flags: of
+    the compiler. extras: flags that are added where the processor has a feature; they change no bit."""
 
     name: str
     machines: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Builds and registers the C++ operations (`graphs/native/`) with the machine's own compiler.
 
-The library is compiled on first use for one instruction set of this CPU (seconds), kept beside the compiled programs and
-found there next time. Without a compiler pure JAX serves.
+The library is compiled on first use for one instruction set of this CPU (seconds), kept beside the compiled programs
+and found there next time. Without a compiler pure JAX serves.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _register(isa: InstructionSet) -> bool:
 
 
 def build(isa: InstructionSet, *flags: str) -> Path:
-    """The library for an instruction set, compiled if it is not there yet. `flags` are added. Raises NativeBuildError."""
+    """The library for an instruction set, compiled if it is not there. `flags` are added. Raises NativeBuildError."""
     program = shutil.which(compiler())
     if program is None:
         raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")
@@ -107,4 +107,3 @@ def _run(command: list[str]) -> str:
 def _headers() -> str:
     """The foreign-function headers' version: the library is built against them."""
     return importlib.metadata.version("jaxlib")
-
