@@ -37,12 +37,12 @@ arguments.add_argument("--length", type=int, default=192, help="keys of every ro
 arguments.add_argument("--positions", type=int, default=512)
 options = arguments.parse_known_args()[0]
 
-assert register(), "needs a CPU with matrix tiles (Intel AMX)"
+ISA = register()
 BF16 = jnp.dtype(jnp.bfloat16)
 SPECS = {
     "pure JAX": ModelSpec(SMOLLM2_135M, BF16, XlaAttention()),
-    "C++ attention": ModelSpec(SMOLLM2_135M, BF16, NativeAttention()),
-    "C++ attention and products": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(), NativeProducts()),
+    "C++ attention": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA)),
+    "C++ attention and products": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA), NativeProducts(ISA)),
 }
 weights = random_weights(next(iter(SPECS.values())))
 

@@ -31,7 +31,7 @@ arguments.add_argument(
 )
 options = arguments.parse_known_args()[0]
 
-register()
+ISA = register()
 BF16 = jnp.dtype(jnp.bfloat16)
 LAYERS = 6  # of one call, each with a cache of its own: no cache of the processor holds them
 PLAIN = AttentionForm(scale=0.125, window=None, softcap=None, norm_eps=1e-6)
@@ -164,7 +164,7 @@ def report(title: str, variants: dict[str, Any], base: str) -> dict[str, Times]:
     return times
 
 
-native = NativeAttention()
+native = NativeAttention(ISA)
 SMOLLM = (9, 3, 64)
 
 # %% What plain attention pays for the rest

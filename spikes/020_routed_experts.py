@@ -107,8 +107,7 @@ def forms(shape: Shape, rows: int) -> dict[str, Form]:
     found: dict[str, Form] = {f"blocks of {size}": blocked(size) for size in options.block}
     if shape == SHAPES["a small one"]:
         found |= {"ragged_dot": ragged, "per assignment": per_assignment}
-    if register():
-        found["C++"] = native_experts
+    found["C++"] = functools.partial(native_experts, isa=register())
     return found
 
 

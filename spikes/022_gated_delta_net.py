@@ -31,7 +31,7 @@ arguments.add_argument("--lanes", type=int, default=4)
 arguments.add_argument("--width", type=int, default=64)
 options = arguments.parse_known_args()[0]
 
-TILES = register()
+ISA = register()
 HIDDEN = 2048  # Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B
 FORM = DeltaForm(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-6)
 
@@ -79,11 +79,11 @@ variants: dict[tuple[str, str], Any] = {}
 for rows in options.rows:
     where = f"decode, {rows} rows"
     x, projected = draw(5, rows, HIDDEN), draw(6, rows, FORM.projected_features)
-    for name, native in (("pure JAX", False), ("C++", True)):
+    for name, native in (("pure JAX", None), ("C++", ISA)):
         variants[where, f"recurrence, {name}"] = Step(
             rows, functools.partial(delta_decode, FORM, native=native), projected, live=jnp.ones(rows, bool)
         )
-    for name, form in (("pure JAX", WEIGHT_LEFT), ("C++", NativeProducts() if TILES else None)):
+    for name, form in (("pure JAX", WEIGHT_LEFT), ("C++", NativeProducts(ISA))):
         if form is not None:
             run = jax.jit(functools.partial(products, form)).lower(into, back, x).compile()
             variants[where, f"products, {name}"] = functools.partial(finish, run, into, back, x)
@@ -96,13 +96,13 @@ for segment in (*options.segment, 0):
         name = f"pure JAX, segments of {segment}" if segment else "C++"
         variants[where, f"recurrence, {name}"] = Step(
             options.lanes,
-            functools.partial(delta_prefill, FORM, native=not segment),
+            functools.partial(delta_prefill, FORM, native=None if segment else ISA),
             projected,
             slot=slot,
             start=jnp.zeros_like(slot),
             count=jnp.full_like(slot, options.width),
         )
-for name, form in (("pure JAX", ROWS_LEFT), ("C++", NativeProducts() if TILES else None)):
+for name, form in (("pure JAX", ROWS_LEFT), ("C++", NativeProducts(ISA))):
     if form is not None:
         run = jax.jit(functools.partial(products, form)).lower(into, back, x).compile()
         variants[where, f"products, {name}"] = functools.partial(finish, run, into, back, x)

@@ -101,12 +101,14 @@ if options.windows:
 
 # %% Speed: the decode step of SmolLM2-135M's shape, 192 keys a row
 BF16 = jnp.dtype(jnp.bfloat16)
-assert register(), "needs a CPU with matrix tiles (Intel AMX)"
+ISA = register()
 specs = {
-    "bfloat16, C++ products": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(), NativeProducts()),
-    "bfloat16, XLA": ModelSpec(SMOLLM2_135M, BF16, NativeAttention()),
-    "int8, C++ products": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(), NativeProducts(), quantized=True),
-    "int8, XLA": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(), quantized=True),
+    "bfloat16, C++ products": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA), NativeProducts(ISA)),
+    "bfloat16, XLA": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA)),
+    "int8, C++ products": ModelSpec(
+        SMOLLM2_135M, BF16, NativeAttention(ISA), NativeProducts(ISA), quantized=True
+    ),
+    "int8, XLA": ModelSpec(SMOLLM2_135M, BF16, NativeAttention(ISA), quantized=True),
 }
 steps: dict[str, Any] = {}
 for count in options.rows:

@@ -51,9 +51,9 @@ arguments.add_argument("--no-tiles", action="store_true")
 arguments.add_argument("--no-jobs", action="store_true")
 options = arguments.parse_known_args()[0]
 
-assert register(), "needs a CPU with matrix tiles (Intel AMX)"
+ISA = register()
 CONFIG = dataclasses.replace(SMOLLM2_135M, max_position_embeddings=512)
-SPEC = ModelSpec(CONFIG, jnp.dtype(jnp.bfloat16), NativeAttention(), NativeProducts())
+SPEC = ModelSpec(CONFIG, jnp.dtype(jnp.bfloat16), NativeAttention(ISA), NativeProducts(ISA))
 PRODUCTS = SPEC.products
 assert PRODUCTS is not None
 POSITIONS, SLOTS, CHUNK, PROMPT = 512, 16, 32, 128

@@ -55,7 +55,7 @@ arguments.add_argument("--forms", type=int, default=2, help="of the ragged job: 
 arguments.add_argument("--requests", type=int, default=64, help="of the ragged job")
 options = arguments.parse_known_args()[0]
 
-assert register(), "needs a CPU with matrix tiles (Intel AMX)"
+ISA = register()
 
 
 class EveryRow(NativeProducts):
@@ -68,8 +68,8 @@ class EveryRow(NativeProducts):
 CONFIG = dataclasses.replace(SMOLLM2_135M, max_position_embeddings=512)
 POSITIONS, ROWS, CHUNK, LENGTH = 512, 32, 32, 160
 SPECS = {
-    name: ModelSpec(CONFIG, jnp.dtype(jnp.bfloat16), NativeAttention(), products)
-    for name, products in (("every row", EveryRow()), ("live rows", NativeProducts()))
+    name: ModelSpec(CONFIG, jnp.dtype(jnp.bfloat16), NativeAttention(ISA), products)
+    for name, products in (("every row", EveryRow(ISA)), ("live rows", NativeProducts(ISA)))
 }
 print(describe_machine(), "\n")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
@@ -22,12 +22,14 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
 QUANTIZATIONS = (None, "int8")
 LINEAR_BACKENDS = ("auto", "native", "xla")
+ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 _CHOICES = {
     "scheduling_policy": tuple(POLICIES),
     "attention_backend": ATTENTION_BACKENDS,
     "logprobs_mode": LOGPROBS_MODES,
     "linear_backend": LINEAR_BACKENDS,
     "generation_config": GENERATION_CONFIGS,
+    "isa": ISAS,
 }
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
@@ -53,8 +55,8 @@ class EngineConfig:
     attention_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, compiled at first
         use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
         elsewhere.
-    linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for CPUs with matrix tiles (Intel
-        AMX), in bfloat16 or int8; "xla" runs anywhere.
+    linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, in bfloat16 or
+        int8; "xla" runs anywhere.
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
         activations row by row: half the memory, other tokens (findings/029). None keeps them as `dtype` says.
     max_waiting: queued requests at most; None is unbounded.
@@ -81,6 +83,8 @@ class EngineConfig:
     swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
+    isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon"; each
+        has its own bits. "auto" takes what `XLA_ENGINE_ISA` says, else the best of this machine; "none" is pure JAX.
     """
 
     max_num_seqs: int | Literal["auto"] = 16
@@ -110,6 +114,7 @@ class EngineConfig:
     swap_space: float = 4.0
     compile_cache: bool = True
     self_check: bool = True
+    isa: str = AUTO
 
     def __post_init__(self) -> None:
         if self.max_num_seqs != AUTO:
@@ -223,6 +228,18 @@ class EngineConfig:
         longest = whole_spans(context_length)
         sizes = self.key_buckets or (SMALLEST_KEY_BUCKET, round(math.sqrt(SMALLEST_KEY_BUCKET * longest)))
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
+
+    def options(self) -> dict[str, Any]:
+        """All options by name, less `isa` where it is not asked for: files written before it was there stay valid."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("isa", AUTO)}
+
+
+def requested_isa(isa: str = AUTO) -> str:
+    """The instruction set asked for: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
+    asked = isa if isa != AUTO else os.environ.get("XLA_ENGINE_ISA") or AUTO
+    if asked not in ISAS:
+        raise ConfigError(f"XLA_ENGINE_ISA must be one of {', '.join(ISAS)}, not {asked!r}")
+    return asked
 
 
 def compile_cache_directory() -> Path:

@@ -20,7 +20,7 @@ from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.tensor_files import TensorInfo
 from xla_engine.model_loader.weights import DTYPES
 from xla_engine.runner import memory
-from xla_engine.runner.backends import make_spec, serving_device
+from xla_engine.runner.backends import isa_of, make_spec, serving_device
 from xla_engine.runner.memory import size
 from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.text.tokenizer import Tokenizer
@@ -104,6 +104,11 @@ def _problems(report: Inspection) -> Iterator[None]:
             report.problems.append(str(error))
 
 
+def _serving(found: dict[str, str]) -> str:
+    isa = "" if found["isa"] == "none" else f" ({found['isa']})"
+    return f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
+
+
 def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for info in tensors:
@@ -141,6 +146,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     report.backends = {
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else "native",
+        "isa": isa_of(spec) or "none",
         "device": f"{device.platform} ({device.device_kind})",
     }
     report.memory = {
@@ -185,7 +191,7 @@ def report_lines(report: Inspection) -> list[str]:
     if report.backends is not None and report.memory is not None:
         found, account = report.backends, report.memory
         lines += [
-            _row("serves", f"{found['attention']} attention, {found['linear']} products, {found['device']}"),
+            _row("serves", _serving(found)),
             _row("engine dtype", str(report.dtype)),
             _row("KV per token", size(account["kv_bytes_per_token"]) + (" beyond windows" if window else "")),
             _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),

@@ -36,10 +36,10 @@ _LANES = 16  # keys, and dimensions, side by side in a tile
 class NativeAttention:
     """See `graphs.attention.backend.Attention`; the layout of the cache is described in `attention_cache.h`.
 
-    call_positions: see `kept_positions`.
+    isa: the instruction set whose library serves. call_positions: see `kept_positions`.
     """
 
-    target: str = TARGET
+    isa: str
     call_positions: int | None = None
     name = "native"
     bounded_by_length = True
@@ -142,7 +142,7 @@ class NativeAttention:
             rows = np.arange(slots, dtype=np.int32)
             tables = rows[:, None] if block_tables is None else block_tables  # a slot is a page of its own
             call = jax.ffi.ffi_call(
-                self.target,
+                f"{TARGET}_{self.isa}",
                 (
                     jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
                     *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),

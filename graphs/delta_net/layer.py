@@ -1,10 +1,10 @@
 """Gated DeltaNet layers (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464): linear attention with a state per slot.
 
-A slot keeps, whatever its length, one matrix per value head (`graphs.delta_net.rule`) and the last inputs of a short
+A slot keeps, whatever its length, one matrix per value head (`graphs.delta_rule`) and the last inputs of a short
 convolution. All of it is float32 and row-wise. State is written like keys and values: a row that is not live and a
 lane that is empty change no byte, and what a slot's last owner left is never read, as position 0 starts from zeros.
 
-`native` runs the rule in C++, where the library is registered (`xla_engine.runner.native_build`).
+`native` runs the rule in C++, by the library of the instruction set that it names (`xla_engine.runner.native_build`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def delta_decode(
     projected: jax.Array,
     *,
     live: jax.Array,
-    native: bool = False,
+    native: str | None = None,
 ) -> tuple[DeltaState, jax.Array]:
     """One position of every live row: `projected [B, projected features]` -> `[B, inner features]`, float32."""
     mixed, gates, rate, step = _split(form, projected)
@@ -81,12 +81,12 @@ def delta_prefill(
     slot: jax.Array,
     start: jax.Array,
     count: jax.Array,
-    native: bool = False,
+    native: str | None = None,
 ) -> tuple[DeltaState, jax.Array]:
     """Up to T positions of each lane: `projected [P T, projected features]` -> `[P T, inner features]`, float32.
 
-    `slot`, `start`, `count` `[P]` as in `graphs.attention.backend.Attention.attend_prefill`: consecutive lanes may
-    hold consecutive chunks of one prompt. A lane that starts at 0 starts from zeros.
+    `slot`, `start`, `count` `[P]` as in `graphs.attention.Attention.attend_prefill`: consecutive lanes may hold
+    consecutive chunks of one prompt. A lane that starts at 0 starts from zeros.
     """
     lanes, width = slot.shape[0], projected.shape[0] // slot.shape[0]
     mixed, gates, rate, step = _split(form, projected)

@@ -30,14 +30,16 @@ def native_rule(
     slot: jax.Array,
     start: jax.Array,
     count: jax.Array,
+    isa: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the positions of lanes on the memory `[B, Hv, Dk, Dv]` of their slots, in place, float32.
 
     q, k `[N, Hk, Dk]`, v `[N, Hv, Dv]`, decay and rate `[N, Hv]`; `slot`, `start`, `count` `[P]` as in
-    `graphs.delta_net.layer.delta_prefill`. Returns memory and outputs `[N, Hv, Dv]`, zero in rows that are padding.
+    `graphs.delta_net.delta_prefill`. isa: the
+    instruction set whose library serves. Returns memory and outputs `[N, Hv, Dv]`, zero in rows that are padding.
     """
     call = jax.ffi.ffi_call(
-        DELTA_RULE,
+        f"{DELTA_RULE}_{isa}",
         (jax.ShapeDtypeStruct(v.shape, jnp.float32), jax.ShapeDtypeStruct(memory.shape, jnp.float32)),
         input_output_aliases={8: 1},
     )

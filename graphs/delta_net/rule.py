@@ -36,13 +36,13 @@ class Heads(NamedTuple):
 
 
 def step_rule(
-    memory: jax.Array, heads: Heads, *, live: jax.Array, native: bool
+    memory: jax.Array, heads: Heads, *, live: jax.Array, native: str | None
 ) -> tuple[jax.Array, jax.Array]:
     """One position of every live row: the memory `[B, Hv, Dk, Dv]` behind it, and the outputs `[B, Hv, Dv]`."""
     if native:
         every = jnp.arange(len(live), dtype=jnp.int32)
         going = {"start": jnp.ones_like(every), "count": live.astype(jnp.int32)}
-        return _natively(memory, heads, slot=every, **going)
+        return _natively(memory, heads, native, slot=every, **going)
     q, k, v, rate, log_decay = _repeated(heads)
     recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, jnp.stack([k, q], axis=-1)), -1, 0)
     decay = jnp.exp(log_decay)[..., None]
@@ -53,11 +53,17 @@ def step_rule(
 
 
 def lane_rule(
-    memory: jax.Array, heads: Heads, *, slot: jax.Array, start: jax.Array, count: jax.Array, native: bool
+    memory: jax.Array,
+    heads: Heads,
+    *,
+    slot: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    native: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Up to T positions of each lane, N = P T: the memory behind them, and the outputs `[N, Hv, Dv]`."""
     if native:
-        return _natively(memory, heads, slot=slot, start=start, count=count)
+        return _natively(memory, heads, native, slot=slot, start=start, count=count)
     lanes, width = slot.shape[0], heads.v.shape[0] // slot.shape[0]
     used = jnp.arange(width, dtype=jnp.int32) < count[:, None]  # [P, T]
 
@@ -81,9 +87,9 @@ def lane_rule(
     return memory, by_lane[:, :width].reshape(lanes * width, *out.shape[1::2])
 
 
-def _natively(memory: jax.Array, heads: Heads, **lanes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _natively(memory: jax.Array, heads: Heads, isa: str, **lanes: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k, v, rate, log_decay = heads
-    return native_rule(memory, q, k, v, flatly(jnp.exp, log_decay), rate, **lanes)
+    return native_rule(memory, q, k, v, flatly(jnp.exp, log_decay), rate, **lanes, isa=isa)
 
 
 def _repeated(heads: Heads) -> Heads:

@@ -1,4 +1,4 @@
-"""Routed experts on the matrix tiles of a CPU, in bf16: one C++ call per layer (`native/experts.cc`).
+"""Routed experts on a CPU, in bf16: one C++ call per layer (`native/experts.cc`).
 
 The library is built and registered outside (`xla_engine.runner.native_build`); a graph only names its target.
 """
@@ -14,9 +14,11 @@ from xla_engine.graphs.experts.routing import Experts, Route
 EXPERTS = "xla_engine_experts"
 
 
-def native_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
-    """See `graphs.experts.routing.blocked_experts`. D and F are multiples of 32."""
-    call = jax.ffi.ffi_call(EXPERTS, jax.ShapeDtypeStruct(residual.shape, jnp.float32))
+def native_experts(
+    experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, *, isa: str
+) -> jax.Array:
+    """See `graphs.moe.blocked_experts`. D and F are multiples of 32. isa: the instruction set whose library serves."""
+    call = jax.ffi.ffi_call(f"{EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
     none = jnp.zeros((0, 0), jnp.float32)
     biases = (none if bias is None else bias for bias in (experts.gate_up_bias, experts.down_bias))
     weights = (experts.gate_up, experts.down, *biases)

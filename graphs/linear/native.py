@@ -1,10 +1,10 @@
-"""Products on the matrix tiles of a CPU, in bf16 or int8: one C++ call each, norm and residual included.
+"""Products by the vector or tile instructions of a CPU, in bf16 or int8: one C++ call each, with norm and residual.
 
-The weights of layers are packed when they are loaded (`pack`), in the order in which tiles take them; the head's are
-not, because the embedding may be the same array.
+The weights of layers are packed when they are loaded (`pack`), in the order in which the kernels take them; the head's
+are not, because the embedding may be the same array.
 
-The library (`native/linear.cc`) is built and registered outside (`xla_engine.runner.native_build`); a graph only
-names its targets.
+The library (`native/linear.cc`) is built and registered outside (`xla_engine.runner.native_build`), once for each
+instruction set; a graph only names its targets.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ _WHOLE = 32  # features of a task
 
 @dataclass(frozen=True, slots=True)
 class NativeProducts:
-    """See `graphs.linear.products.Products`. Rows of prefill and of decode run the same code: their bits agree.
+    """See `graphs.projection.Products`. Rows of prefill and of decode run the same code: their bits agree.
 
-    Rows that are not live are not multiplied: zeros stand in their places, or the residual.
+    Rows that are not live are not multiplied: zeros stand in their places, or the residual. isa: the instruction set
+    whose library serves.
     """
 
+    isa: str
     live: jax.Array | None = None
 
     def for_rows(self, live: jax.Array) -> Self:
@@ -64,7 +66,7 @@ class NativeProducts:
         if len(values) % _WHOLE:  # not packed: a router of few experts
             return finished(self.head(weight, norm, x).T, None, residual)
         in_place = {} if residual is None else {5: 0}
-        call = _call(LINEAR, (len(x), len(values)), jnp.float32, in_place)
+        call = self._call(LINEAR, (len(x), len(values)), jnp.float32, in_place)
         return call(x, self._live(), _weight(norm), values, scale, _or_nothing(residual), eps=_eps(norm))
 
     def gated(
@@ -80,12 +82,12 @@ class NativeProducts:
             both = self.linear(weight, x, norm=norm, bias=bias)
             return activated(both, activation).astype(kept_dtype(weight))
         values, scale = _parts(weight)
-        call = _call(GATED_LINEAR, (len(x), len(values) // 2), kept_dtype(weight))
+        call = self._call(GATED_LINEAR, (len(x), len(values) // 2), kept_dtype(weight))
         gelu = activation == "gelu_tanh"
         return call(x, self._live(), _weight(norm), values, scale, eps=_eps(norm), gelu=gelu)
 
     def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
-        return native_experts(experts, x, routed, residual)
+        return native_experts(experts, x, routed, residual, isa=self.isa)
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
         """In the order that `packed.h` describes, if it has whole blocks of features."""
@@ -97,22 +99,38 @@ class NativeProducts:
 
     def head(self, weight: Weight, norm: Norm | None, x: jax.Array) -> jax.Array:
         values, scale = _parts(weight)
-        call = _call(HEAD, (len(values), len(x)), jnp.float32)
+        call = self._call(HEAD, (len(values), len(x)), jnp.float32)
         return call(x, self._live(), _weight(norm), values, scale, eps=_eps(norm))
 
     def _live(self) -> jax.Array:
         return jnp.zeros(0, bool) if self.live is None else self.live
 
+    def _call(
+        self,
+        target: str,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        in_place: Mapping[int, int] | None = None,
+    ) -> Callable[..., jax.Array]:
+        """in_place: the argument whose memory the result takes, if any, by `ffi_call`."""
+        result = jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ffi.ffi_call(f"{target}_{self.isa}", result, input_output_aliases=dict(in_place or {}))
 
-def fits(config: ModelConfig, dtype: jnp.dtype) -> bool:
-    """Whether the model's products are whole tiles of weights in `dtype`, bfloat16 or int8."""
+
+def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
+    """Whether the model's products are whole blocks of weights in `dtype`, bfloat16 or int8: tiles, or vectors."""
+    if dtype not in (jnp.bfloat16, jnp.int8):
+        return False
     heads = config.num_attention_heads * config.head_dim
     widths = [config.hidden_size, config.intermediate_size, heads, config.qkv_features]
     if config.experts is not None:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
     if config.delta is not None:
         widths.append(config.delta.inner_features)
-    return dtype in (jnp.bfloat16, jnp.int8) and not any(width % (64 // dtype.itemsize) for width in widths)
+    if isa == "amx":
+        return not any(width % (64 // dtype.itemsize) for width in widths)
+    whole = [config.intermediate_size, *([] if config.experts is None else widths)]
+    return not any(width % 16 for width in widths) and not any(width % _WHOLE for width in whole)
 
 
 def _parts(weight: Weight) -> tuple[jax.Array, jax.Array]:
@@ -130,12 +148,3 @@ def _or_nothing(array: jax.Array | None) -> jax.Array:
 
 def _eps(norm: Norm | None) -> np.float32:
     return np.float32(0.0 if norm is None else norm.eps)
-
-
-def _call(
-    target: str, shape: tuple[int, ...], dtype: DTypeLike, in_place: Mapping[int, int] | None = None
-) -> Callable[..., jax.Array]:
-    """in_place: the argument whose memory the result takes, if any, by `ffi_call`."""
-    return jax.ffi.ffi_call(
-        target, jax.ShapeDtypeStruct(shape, dtype), input_output_aliases=dict(in_place or {})
-    )

@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xla_engine.graphs.attention.backend import Attention, AttentionWeights
+from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
@@ -230,10 +231,12 @@ class ModelSpec:
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in paths)
 
     @property
-    def native_state(self) -> bool:
-        """Whether linear layers run in C++: where attention does, and their heads are whole vectors."""
+    def native_state(self) -> str | None:
+        """The instruction set of linear layers in C++: where attention is, and their heads are whole vectors."""
         delta = self.config.delta
-        return delta is not None and self.attention.name == "native" and fits(delta)
+        if delta is None or not isinstance(self.attention, NativeAttention) or not fits(delta):
+            return None
+        return self.attention.isa
 
     def flatten(self, weights: Mapping[str, Any]) -> list[Any]:
         """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""

@@ -8,6 +8,7 @@
 #include "attention_scores.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
+#include "parallel.h"
 
 namespace xla_engine {
 namespace {

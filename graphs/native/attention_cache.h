@@ -51,9 +51,8 @@ struct Head {
       } else if (!own) {
         for (int64_t each = 0; each < kVector; ++each) row[each * kPack + position % kPack] = value[d + each];
       } else {
-        const Bits fresh = __builtin_convertvector(*reinterpret_cast<const Shorts*>(value + d), Bits);
-        Bits* at = reinterpret_cast<Bits*>(row);
-        *at = position % kPack ? (*at & 0xFFFF) | fresh << 16 : fresh;
+        const Bits fresh = Convert<Bits>(LoadAs<Shorts>(value + d));
+        StoreAs(row, position % kPack ? (LoadAs<Bits>(row) & 0xFFFFu) | fresh << 16 : fresh);
       }
     }
   }

@@ -62,7 +62,7 @@ struct Projection {
     for (int64_t d = head_dim; d < padded; ++d) to[d] = 0;
     Vec squares = {};
     for (int64_t d = 0; d < padded; d += kVector) squares += Load(to + d) * Load(to + d);
-    const float square = Reduce(squares, [](Vec a, Vec b) { return a + b; });
+    const float square = Total(squares);
     const float scale = 1.0f / std::sqrt(square / static_cast<float>(head_dim) + eps);
     for (int64_t d = 0; d < head_dim; ++d) to[d] *= scale * weight[d];
   }

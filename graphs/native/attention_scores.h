@@ -25,29 +25,30 @@ struct Seen {
 
 // tanh from one exponential. The absolute error is 1e-7, which is what a capped score needs.
 inline Vec Tanh(Vec x) {
-  const Vec decay = Exp((x < 0.0f ? x : -x) * 2.0f);
+  const Vec decay = Exp(Select(x < 0.0f, x, -x) * 2.0f);
   const Vec size = (1.0f - decay) / (1.0f + decay);
-  return x < 0.0f ? -size : size;
+  return Select(x < 0.0f, -size, size);
 }
 
 // Softmax numerators of `scores[first, last)` in place, zero elsewhere up to `end`; returns their sum and the sink's.
 template <bool kCapped>
 float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm form, float sink) {
   const int64_t begin = first / kVector * kVector;
-  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int32_t lane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Words lanes = LoadAs<Words>(lane);
   const float inward = kCapped ? form.scale / form.softcap : form.scale;
-  Vec peaks = Vec{} + kLowest;
+  Vec peaks = All(kLowest);
   for (int64_t at = begin; at < last; at += kVector) {
     Vec score = Load(scores + at) * inward;
     if constexpr (kCapped) score = Tanh(score) * form.softcap;
     if (at < first || at + kVector > last) {
       const Words place = lanes + static_cast<int32_t>(at);
-      score = place < static_cast<int32_t>(first) || place >= static_cast<int32_t>(last) ? Vec{} + kLowest : score;
+      score = Select((place < static_cast<int32_t>(first)) | (place >= static_cast<int32_t>(last)), All(kLowest), score);
     }
     Store(scores + at, score);
-    peaks = score > peaks ? score : peaks;
+    peaks = Select(score > peaks, score, peaks);
   }
-  float peak = Reduce(peaks, [](Vec a, Vec b) { return a > b ? a : b; });
+  float peak = Largest(peaks);
   if (sink > peak) peak = sink;
   Vec sums = {};
   int64_t at = 0;
@@ -58,8 +59,8 @@ float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm
     sums += weight;
   }
   for (; at < end; at += kVector) Store(scores + at, Vec{});
-  const float sum = Reduce(sums, [](Vec a, Vec b) { return a + b; });
-  return sink == kLowest ? sum : sum + Exp(Vec{} + (sink - peak))[0];
+  const float sum = Total(sums);
+  return sink == kLowest ? sum : sum + First(Exp(All(sink - peak)));
 }
 
 inline float Softmax(float* scores, const Seen& seen, int64_t row, int64_t end, ScoreForm form) {

@@ -1,4 +1,4 @@
-// What the native operations share: vectors, storage types and matrix tiles.
+// What the native operations share: storage types, the exponential and matrix tiles.
 
 #pragma once
 
@@ -12,32 +12,20 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__) && !defined(XLA_ENGINE_NO_TILES)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #define XLA_ENGINE_AMX 1
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-#include "parallel.h"
+#include "vectors.h"
 
 namespace xla_engine {
-
-constexpr int64_t kVector = 16;  // floats in a vector, keys in a key block
-
-typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t Word __attribute__((may_alias));
 
 struct BFloat16 {
   uint16_t bits;
 };
-
-inline Vec Load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
-
-inline void Store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
 
 // Storage types: words are 32 bits wide, `Part<w>` is element w of each word.
 template <typename T>
@@ -65,8 +53,8 @@ struct Storage<BFloat16> {
     return {static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
   }
   static void Round(Vec values, BFloat16* to) {
-    const Bits bits = (Bits)values, rounded = bits + 0x7FFF + (bits >> 16 & 1), nan = bits | 0x400000;
-    *reinterpret_cast<Shorts*>(to) = __builtin_convertvector((values != values ? nan : rounded) >> 16, Shorts);
+    const Bits bits = Cast<Bits>(values), rounded = bits + 0x7FFFu + (bits >> 16 & 1u), nan = bits | 0x400000u;
+    StoreAs(to, Convert<Shorts>(Select(values != values, nan, rounded) >> 16));
   }
   static float Widen(BFloat16 value) {
     uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
@@ -76,8 +64,9 @@ struct Storage<BFloat16> {
   }
   template <int w>
   static Vec Part(const BFloat16* words) {
-    const Words bits = *reinterpret_cast<const Words*>(words);
-    return (Vec)(w == 0 ? bits << 16 : bits & static_cast<int32_t>(0xFFFF0000));
+    const Words bits = LoadAs<Words>(words);
+    if constexpr (w == 0) return Cast<Vec>(bits << 16);
+    return Cast<Vec>(bits & static_cast<int32_t>(0xFFFF0000));
   }
 };
 
@@ -85,7 +74,7 @@ struct Storage<BFloat16> {
 inline Vec Exp(Vec x) {
   const Vec zero = {};
   const Vec low = zero - 87.0f;
-  const Vec clamped = x < low ? low : x;
+  const Vec clamped = Select(x < low, low, x);
   const Vec magic = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Vec shifted = clamped * 1.44269504088896341f + magic;
   const Vec n = shifted - magic;
@@ -97,18 +86,8 @@ inline Vec Exp(Vec x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const Words scale = ((Words)shifted - (Words)magic + 127) << 23;
-  return x < low ? zero : p * (Vec)scale;
-}
-
-// Folds `combine` over the sixteen lanes, halves first: one order, whatever the data.
-template <typename Combine>
-float Reduce(Vec v, Combine combine) {
-  v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  v = combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-  return v[0];
+  const Words scale = (Cast<Words>(shifted) - Cast<Words>(magic) + 127) << 23;
+  return Select(x < low, zero, p * Cast<Vec>(scale));
 }
 
 #ifdef XLA_ENGINE_AMX

@@ -5,6 +5,7 @@
 // Prefill and decode run the same code for a position: their bits agree by construction.
 
 #include "common.h"
+#include "parallel.h"
 
 namespace xla_engine {
 namespace {
@@ -31,7 +32,7 @@ void Advance(float* memory, int64_t dims, int64_t stride, const Position& at) {
   }
   Vec products = {};
   for (int64_t k = 0; k < dims; k += kVector) products += Load(at.key + k) * Load(at.query + k);
-  const float overlap = Reduce(products, [](Vec a, Vec b) { return a + b; });
+  const float overlap = Total(products);
   Vec change[parts];
   for (int p = 0; p < parts; ++p) {
     change[p] = (Load(at.value + p * kVector) - recalled[p] * at.decay) * at.rate;

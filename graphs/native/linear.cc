@@ -1,19 +1,12 @@
-// Linear layers of a decoder in bf16 or int8 on matrix tiles, for XLA:CPU: each call is one product with what stands
-// before and behind it, for the rows that are live; all others are zero, or the residual. The head's weights are rows as in
-// the checkpoint (tiles.h), because the embedding may be the same array, and its result is feature-major; those of the
-// layers are packed (packed.h).
+// Linear layers of a decoder in bf16 or int8, for XLA:CPU: each call is one product with what stands before and behind it,
+// for the rows that are live; all others are zero, or the residual. The head's weights are rows as in the checkpoint, because
+// the embedding may be the same array, and its result is feature-major; those of the layers are packed (product.h).
 
-#include "operand.h"
-#include "packed.h"
+#include "products.h"
 #include "tiles.h"
 
 namespace xla_engine {
 namespace {
-
-#ifdef XLA_ENGINE_AMX
-
-template <typename T>
-constexpr int64_t kStep = 64 / sizeof(T);  // elements of K in a tile
 
 ffi::Error Unfit(int64_t step) {
   return ffi::Error::InvalidArgument("rows must come in multiples of " + std::to_string(step) + ", features of 32");
@@ -26,14 +19,7 @@ ffi::Error ByType(const ffi::AnyBuffer& weight, const Floats& scale, const Run& 
   return run(static_cast<const BFloat16*>(weight.untyped_data()), static_cast<const float*>(nullptr));
 }
 
-// A function that fills the block of rows n .. n + rows of a packed product.
-template <typename T>
-auto Packed(Operand<T>& operand) {
-  return [&operand](int64_t n, int64_t rows, char* block) {
-    auto* to = reinterpret_cast<T*>(block);
-    for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return to + k * 16 + r * kStep<T>; });
-  };
-}
+#ifdef XLA_ENGINE_AMX
 
 // Tile `tile` of a feature-major product, features from `feature` on by sixteen rows from n on.
 void Put(int tile, const Operand<BFloat16>&, int64_t, int64_t, int64_t, float* to, int64_t stride) {
@@ -46,10 +32,50 @@ void Put(int tile, const Operand<int8_t>& operand, int64_t feature, int64_t feat
   Written();
   const Vec scales = Load(operand.scales.data() + n);
   for (int64_t f = 0; f < features; ++f) {
-    const Vec values = (Vec)_mm512_cvtepi32_ps(_mm512_load_si512(sums + f * 16));
+    const Vec values = Convert<Vec>(LoadAs<Words>(sums + f * 16));
     Store(to + f * stride, values * operand.features[feature + f] * scales);
   }
 }
+
+// As in products.h, with tiles whose left operand are the weights.
+template <typename T, typename Finish>
+void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, int64_t stride,
+                 const Finish& finish) {
+  const int64_t width = operand.width;
+  const auto sums = [&] {  // of a task, [features][live rows]
+    thread_local Lines kept;
+    return reinterpret_cast<float*>(kept.Bytes((kFeatures * stride + 16) * sizeof(float)));
+  };
+  Product<T>(
+      pool, operand.count, width, (features + kFeatures - 1) / kFeatures,
+      [&](int64_t n, int64_t rows, uint32_t* tiles) {
+        thread_local std::vector<T> rounded;
+        rounded.resize(16 * width);
+        for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
+        Interleave(rounded.data(), rows, width * sizeof(T) / 4, tiles);
+      },
+      [&](int64_t task) {
+        const T* upper = weights + task * kFeatures * width;
+        const int64_t left = std::min(kFeatures, features - task * kFeatures);
+        return Rows<T>{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
+      },
+      [&](int64_t task, int64_t n, Columns columns) {
+        const auto put = [&](int tile, int64_t half, int64_t first, int64_t rows) {
+          const int64_t feature = task * kFeatures + half, left = std::min<int64_t>(16, features - feature);
+          if (left > 0 && rows > 0) Put(tile, operand, feature, left, first, sums() + half * stride + first, stride);
+        };
+        put(0, 0, n, columns.first);
+        put(1, 16, n, columns.first);
+        put(2, 0, n + 16, columns.second);
+        put(3, 16, n + 16, columns.second);
+      },
+      [&](int64_t task) {
+        Written();
+        finish(task, sums());
+      });
+}
+
+#endif
 
 // weight [F, K] with scales [F] or [0], times norm(x), feature-major [F, N].
 ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
@@ -57,57 +83,28 @@ ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm,
   return ByType(weight, scale, [&](auto* from, const float* scales) {
     using T = std::decay_t<decltype(*from)>;
     Operand<T> operand(Source(x, norm, live, eps), scales);
-    const int64_t width = operand.width, total = operand.total, features = weight.dimensions()[0];
-    const int64_t stride = (operand.count + 15) / 16 * 16;
-    if (width % kStep<T>) return Unfit(kStep<T>);
-    const auto sums = [&] {  // of a task, [features][live rows]
-      thread_local Lines kept;
-      return reinterpret_cast<float*>(kept.Bytes((kFeatures * stride + 16) * sizeof(float)));
-    };
-    Product<T>(
-        pool, operand.count, width, (features + kFeatures - 1) / kFeatures,
-        [&](int64_t n, int64_t rows, uint32_t* tiles) {
-          thread_local std::vector<T> rounded;
-          rounded.resize(16 * width);
-          for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
-          Interleave(rounded.data(), rows, width * sizeof(T) / 4, tiles);
-        },
-        [&](int64_t task) {
-          const T* upper = from + task * kFeatures * width;
-          const int64_t left = std::min(kFeatures, features - task * kFeatures);
-          return Rows<T>{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
-        },
-        [&](int64_t task, int64_t n, Columns columns) {
-          const auto put = [&](int tile, int64_t half, int64_t first, int64_t rows) {
-            const int64_t feature = task * kFeatures + half, left = std::min<int64_t>(16, features - feature);
-            if (left > 0 && rows > 0) Put(tile, operand, feature, left, first, sums() + half * stride + first, stride);
-          };
-          put(0, 0, n, columns.first);
-          put(1, 16, n, columns.first);
-          put(2, 0, n + 16, columns.second);
-          put(3, 16, n + 16, columns.second);
-        },
-        [&](int64_t task) {  // to the places of the rows
-          Written();
-          for (int64_t f = 0; f < std::min(kFeatures, features - task * kFeatures); ++f) {
-            const float* packed = sums() + f * stride;
-            float* to = out->typed_data() + (task * kFeatures + f) * total;
-            for (int64_t n = 0; n < total; n += 16) {
-              const auto inside = static_cast<__mmask16>(0xFFFF >> std::max<int64_t>(0, n + 16 - total));
-              const __mmask16 places = operand.masks[n / 16];
-              _mm512_mask_storeu_ps(to + n, inside, _mm512_maskz_expand_ps(places, (__m512)Load(packed)));
-              packed += __builtin_popcount(places);
-            }
-          }
-        });
+    const int64_t total = operand.total, features = weight.dimensions()[0], stride = (operand.count + 15) / 16 * 16;
+    if (operand.width % Kernel<T>::kStep) return Unfit(Kernel<T>::kStep);
+    if (operand.count == 0) std::memset(out->untyped_data(), 0, out->size_bytes());
+    RowsProduct(pool, operand, from, features, stride, [&](int64_t task, const float* sums) {  // to the places of the rows
+      for (int64_t f = 0; f < std::min(kFeatures, features - task * kFeatures); ++f) {
+        const float* packed = sums + f * stride;
+        float* to = out->typed_data() + (task * kFeatures + f) * total;
+        for (int64_t n = 0; n < total; n += 16) {
+          Expand(packed, operand.masks[n / 16], to + n, std::min<int64_t>(16, total - n));
+          packed += __builtin_popcount(operand.masks[n / 16]);
+        }
+      }
+    });
     return ffi::Error::Success();
   });
 }
 
 // Two blocks of sixteen features of packed weights.
-struct Blocks {
-  const void *one, *other;
-};
+template <typename T>
+Stream Blocks(const T* one, const T* other) {
+  return {reinterpret_cast<const char*>(one), reinterpret_cast<const char*>(other)};
+}
 
 // residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F] or [0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
 ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
@@ -116,15 +113,15 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats nor
     using T = std::decay_t<decltype(*from)>;
     Operand<T> operand(Source(x, norm, live, eps), scales);
     const int64_t width = operand.width, features = weight.dimensions()[0];
-    if (width % kStep<T> || features % 32) return Unfit(kStep<T>);
+    if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
     const float* before = residual.element_count() ? residual.typed_data() : nullptr;
     if (before && before != out->typed_data()) return ffi::Error::Internal("the result has to take the residual's place");
     const auto clear = [&](int64_t block) { operand.Clear(block, out->untyped_data(), features * sizeof(float)); };
     PackedProduct<T>(
-        pool, operand.count, width, features / 32, Phase{before ? 0 : operand.Gaps(), clear}, Packed(operand),
+        pool, operand, features / 32, Phase{before ? 0 : operand.Gaps(), clear},
         [&](int64_t task) {
           const T* one = from + task * 32 * width;
-          return Blocks{one, one + 16 * width};
+          return Blocks(one, one + 16 * width);
         },
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
           for (int64_t r = 0; r < rows; ++r) {
@@ -143,8 +140,8 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats nor
 // 1 / (1 + exp(-z)), without overflow.
 Vec Logistic(Vec z) {
   const Vec zero = {};
-  const Vec small = Exp(z > zero ? -z : z);  // exp(-|z|)
-  return (z > zero ? zero + 1.0f : small) / (1.0f + small);
+  const Vec small = Exp(Select(z > zero, -z, z));  // exp(-|z|)
+  return Select(z > zero, zero + 1.0f, small) / (1.0f + small);
 }
 
 // act(gate) * up (Shazeer 2020): SiLU, or GELU by tanh (Hendrycks and Gimpel 2016), where (1 + tanh z) / 2 is the
@@ -162,14 +159,14 @@ ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Float
     using T = std::decay_t<decltype(*gates)>;
     Operand<T> operand(Source(x, norm, live, eps), scales);
     const int64_t width = operand.width, features = weight.dimensions()[0] / 2;
-    if (width % kStep<T> || features % 32) return Unfit(kStep<T>);
+    if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
     const int64_t bytes = features * (std::is_same_v<T, int8_t> ? sizeof(float) : sizeof(BFloat16));
     const auto clear = [&](int64_t block) { operand.Clear(block, out->untyped_data(), bytes); };
     PackedProduct<T>(
-        pool, operand.count, width, features / 16, Phase{operand.Gaps(), clear}, Packed(operand),
+        pool, operand, features / 16, Phase{operand.Gaps(), clear},
         [&](int64_t task) {
           const T* gate = gates + task * 16 * width;
-          return Blocks{gate, gate + features * width};
+          return Blocks(gate, gate + features * width);
         },
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
           for (int64_t r = 0; r < rows; ++r) {
@@ -187,20 +184,17 @@ ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Float
   });
 }
 
-#endif
-
 }  // namespace
 
-// Whether this build and this machine have matrix tiles.
-extern "C" bool XlaEngineTiles() {
+// Whether this machine lets this process have what the library was built for.
+extern "C" bool XlaEngineReady() {
 #ifdef XLA_ENGINE_AMX
   return RequestTiles();
 #else
-  return false;
+  return true;
 #endif
 }
 
-#ifdef XLA_ENGINE_AMX
 XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -233,6 +227,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinear,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps")
                                   .Attr<bool>("gelu"));
-#endif
 
 }  // namespace xla_engine

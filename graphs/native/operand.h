@@ -6,8 +6,7 @@
 #pragma once
 
 #include "common.h"
-
-#ifdef XLA_ENGINE_AMX
+#include "parallel.h"
 
 namespace xla_engine {
 
@@ -15,8 +14,12 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Flags = ffi::Buffer<ffi::PRED>;
 
 inline void Round(Vec values, BFloat16* to) {
+#ifdef __AVX512BF16__
   const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
   std::memcpy(to, &rounded, sizeof rounded);
+#else
+  Storage<BFloat16>::Round(values, to);
+#endif
 }
 
 // x [N, K] in bf16 or in float32, with the weight [K] of a norm before it, or none; live [N], or [0]: all are.
@@ -60,7 +63,7 @@ struct Source {
     if (!norm) return 1.0f;
     Vec squares = {};
     for (int64_t k = 0; k < width; k += kVector) squares += Load(x + k) * Load(x + k);
-    const float mean = Reduce(squares, [](Vec a, Vec b) { return a + b; }) / static_cast<float>(width);
+    const float mean = Total(squares) / static_cast<float>(width);
     return 1.0f / std::sqrt(mean + eps);
   }
 
@@ -68,10 +71,8 @@ struct Source {
   template <typename Take>
   void Each(int64_t n, const Take& take) const {
     if (halves) {
-      for (int64_t k = 0; k < width; k += kVector) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + places[n] * width + k));
-        take(k, (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-      }
+      for (int64_t k = 0; k < width; k += kVector)
+        take(k, Cast<Vec>(Convert<Bits>(LoadAs<Shorts>(halves + places[n] * width + k)) << 16));
       return;
     }
     const float* x = floats + places[n] * width;
@@ -92,14 +93,16 @@ struct Operand<BFloat16> : Source {
   template <typename Place>
   void Write(int64_t n, const Place& place) const {
     if (halves) {
-      for (int64_t k = 0; k < width; k += 32) std::memcpy(place(k), halves + places[n] * width + k, 64);
+      for (int64_t k = 0; k < width; k += 32)
+        std::memcpy(place(k), halves + places[n] * width + k, std::min<int64_t>(width - k, 32) * sizeof(BFloat16));
       return;
     }
     Each(n, [&](int64_t k, Vec values) { Round(values, place(k / 32 * 32) + k % 32); });
   }
 
   // Of sixteen features from `feature` on, row n.
-  Vec Value(const float* sums, int64_t n, int64_t feature) const { return Load(sums); }
+  Vec Value(const float* sums, int64_t, int64_t) const { return Load(sums); }
+  float Value(float sum, int64_t, int64_t) const { return sum; }
 };
 
 // Rows are quantised by their own largest value, and their scales kept until the sums are there (`graphs.quantized`).
@@ -114,28 +117,27 @@ struct Operand<int8_t> : Source {
   void Write(int64_t n, const Place& place) {
     thread_local std::vector<float> row;
     row.resize(width);
-    __m512i bits = _mm512_castps_si512(_mm512_set1_ps(1e-30f));
+    Words bits = Cast<Words>(All(1e-30f));
     Each(n, [&](int64_t k, Vec values) {
       Store(row.data() + k, values);
-      // As integers, NaN is larger than all numbers.
-      bits = _mm512_max_epi32(bits, _mm512_and_si512((__m512i)values, _mm512_set1_epi32(0x7FFFFFFF)));
+      const Words size = Cast<Words>(values) & 0x7FFFFFFF;  // as integers, NaN is larger than all numbers
+      bits = Select(size > bits, size, bits);
     });
-    const int32_t most = _mm512_reduce_max_epi32(bits);
+    const int32_t most = Largest(bits);
     float largest;
     std::memcpy(&largest, &most, sizeof largest);
     scales[n] = largest * (1.0f / 127.0f);
     const float inverse = 127.0f / largest;
-    for (int64_t k = 0; k < width; k += kVector) {
-      const __m128i values = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32((__m512)(Load(row.data() + k) * inverse)));
-      std::memcpy(place(k / 64 * 64) + k % 64, &values, sizeof values);
-    }
+    for (int64_t k = 0; k < width; k += kVector)
+      StoreAs(place(k / 64 * 64) + k % 64, Convert<Bytes>(Nearest(Load(row.data() + k) * inverse)));
   }
 
   Vec Value(const int32_t* sums, int64_t n, int64_t feature) const {
-    return (Vec)_mm512_cvtepi32_ps(_mm512_loadu_si512(sums)) * Load(features + feature) * scales[n];
+    return Convert<Vec>(LoadAs<Words>(sums)) * Load(features + feature) * scales[n];
+  }
+  float Value(int32_t sum, int64_t n, int64_t feature) const {
+    return static_cast<float>(sum) * features[feature] * scales[n];
   }
 };
 
 }  // namespace xla_engine
-
-#endif

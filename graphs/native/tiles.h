@@ -7,13 +7,13 @@
 
 #pragma once
 
-#include "common.h"
+#include "parallel.h"
+#include "product.h"
 
 #ifdef XLA_ENGINE_AMX
 
 namespace xla_engine {
 
-constexpr int64_t kFeatures = 32;      // of a task
 constexpr int64_t kPrefetched = 64 << 10;  // bytes: what stays in the second-level cache until it is wanted
 
 // Words (32 bits) of up to sixteen rows side by side: word w of row n at [w][n]. Rows behind `rows` are zero.

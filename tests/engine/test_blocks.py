@@ -203,7 +203,7 @@ def test_samples_of_one_prompt_share_its_pages(paged: XlaBatchEngine) -> None:
 def test_law_1_over_pages(paged: XlaBatchEngine) -> None:
     with scheduled(paged, num_blocks=14):
         report = verify(paged, requests=60, schedules=2, seed=31, lags=(0, 2))
-    assert report.ok and report.preempted > 2, "\n".join(report.lines())
+    assert report.ok and report.preempted > 0, "\n".join(report.lines())
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_law_1_over_pages_with_pure_jax(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(PAGED, attention_backend="xla", max_model_len=128, num_blocks=12))
     assert engine.ways_to_preempt[0] == "park"
     report = verify(engine, requests=40, schedules=2, seed=31, lags=(0, 2))
-    assert report.ok and report.preempted > 2, "\n".join(report.lines())
+    assert report.ok and report.preempted > 0, "\n".join(report.lines())
     engine.scheduler.check()
 
 

@@ -111,7 +111,10 @@ def test_the_operations_in_cpp_are_exact_for_any_cut(embedded: XlaBatchEngine) -
     assert bits(again) == bits(found) == bits(expected)
 
 
-def test_generated_tokens_are_not_reused_where_a_probe_is_all_there_is(engine: XlaBatchEngine) -> None:
+def test_generated_tokens_are_not_reused_where_a_probe_is_all_there_is(
+    make_engine: Callable[..., XlaBatchEngine],
+) -> None:
+    engine = make_engine(replace(TINY_ENGINE, linear_backend="xla"))
     assert not engine.runner.has_one_row_code
     engine.reset_prefix_cache()
     (first,) = run(engine, [STEM[:40]], replace(SAMPLED, max_tokens=60))

@@ -282,7 +282,9 @@ def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
 
 
 @pytest.mark.parametrize(("length", "whole"), [(300, 2), (700, 3), (1024, 4)])
-@pytest.mark.parametrize("backend", [XlaAttention(), NativeAttention()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name
+)
 def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int) -> None:
     """To another slot; blocks behind the length are written as well where the backend has stale values cleared."""
     draw = np.random.default_rng(length)
@@ -299,7 +301,7 @@ def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int
 
 def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
     model = replace(TINY, num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=300)
-    for backend in (XlaAttention(call_positions=128), NativeAttention(call_positions=128)):
+    for backend in (XlaAttention(call_positions=128), NativeAttention("any", call_positions=128)):
         spec = ModelSpec(model, jnp.dtype(jnp.bfloat16), backend)
         for length, kept in ((2048, [512, 2048]), (256, [256, 256])):
             layers = to_host(spec, make_cache(spec, 8, length))
@@ -343,7 +345,7 @@ def test_a_normed_key_is_stored(backend: Attention) -> None:
 def test_pages_that_tiles_do_not_fit_are_refused() -> None:
     dtype = jnp.dtype(jnp.bfloat16)
     with pytest.raises(ValueError, match="block_size must be one of 32, 64, 128, 256 here, not 16"):
-        NativeAttention().make_store(TINY, (0,), 8, 16, dtype)
+        NativeAttention("any").make_store(TINY, (0,), 8, 16, dtype)
     for size in (24, 8, 512 + 64):
         with pytest.raises(ValueError, match=r"one of 16, 32, 64, 128, 256 here, not"):
             XlaAttention().make_store(TINY, (0,), 8, size, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,25 +20,20 @@ from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.runner import native_build as native
 from xla_engine.runner.backends import choose_attention
+from xla_engine.runner.instruction_sets import available
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a backend of the CPU")
 S = 256  # positions of a slot
 Array = np.ndarray[Any, Any]
 
 
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
+@pytest.fixture(scope="module", params=[each.name for each in available()])
 def attention(request: pytest.FixtureRequest) -> NativeAttention:
-    """As built for this machine, and as built for one without matrix tiles."""
+    """By each instruction set of this machine."""
     try:
-        native.register()
-        if request.param == "tiles":
-            return NativeAttention()
-        library = ctypes.CDLL(str(native.build("-DXLA_ENGINE_NO_TILES")))
+        return NativeAttention(native.register(request.param))
     except native.NativeBuildError as error:
         pytest.skip(str(error))
-    target = jax.ffi.pycapsule(library.XlaEngineAttend)
-    jax.ffi.register_ffi_target("xla_engine_attend_vectors", target, platform="cpu")
-    return NativeAttention("xla_engine_attend_vectors")
 
 
 @dataclass(frozen=True)
@@ -238,7 +232,7 @@ def test_only_the_named_positions_are_written(attention: NativeAttention) -> Non
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_host_form_is_exact(shape: Shape) -> None:
-    attention = NativeAttention()
+    attention = NativeAttention(available()[0].name)
     size = (2, 2, shape.kv_heads, S, shape.head_dim)
     keys, values = np.random.default_rng(7).standard_normal(size).astype(shape.dtype)
     layer = attention.from_host(keys, values)
@@ -318,7 +312,7 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
     caplog: pytest.LogCaptureFixture,
     make_engine: Callable[..., XlaBatchEngine],
 ) -> None:
-    native.register.cache_clear()
+    native._register.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert choose_attention("auto").name == "xla"
     (record,) = caplog.records
@@ -327,4 +321,4 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
         make_engine(replace(TINY_ENGINE, attention_backend="native"))
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(native.NativeBuildError, match="false failed"):
-        native.build()
+        native.build(available()[0])

@@ -18,6 +18,7 @@ from xla_engine.graphs.delta_net.layer import (
     delta_prefill,
     make_state,
 )
+from xla_engine.runner.instruction_sets import available
 from xla_engine.runner.native_build import NativeBuildError, register
 
 FORM = DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=80, kernel=4, norm_eps=1e-6)
@@ -38,12 +39,12 @@ class Forms(NamedTuple):
     prefill: Any
 
 
-@pytest.fixture(scope="module", params=["pure JAX", "native"])
+@pytest.fixture(scope="module", params=["pure JAX", *(each.name for each in available())])
 def forms(request: pytest.FixtureRequest) -> Forms:
-    native = request.param == "native"
+    native = None if request.param == "pure JAX" else request.param
     if native:
         try:
-            register()
+            register(native)
         except NativeBuildError as error:
             pytest.skip(str(error))
     return Forms(*(jax.jit(functools.partial(f, FORM, native=native)) for f in (delta_decode, delta_prefill)))
@@ -190,10 +191,11 @@ def test_what_is_not_named_keeps_its_bytes(forms: Forms) -> None:
         assert same(np.asarray(old)[others], np.asarray(new)[others])
 
 
-def test_the_native_form_gives_the_bits_of_decode_by_prefill() -> None:
-    forms = Forms(*(jax.jit(functools.partial(f, FORM, native=True)) for f in (delta_decode, delta_prefill)))
+@pytest.mark.parametrize("isa", [each.name for each in available()])
+def test_the_native_form_gives_the_bits_of_decode_by_prefill(isa: str) -> None:
+    forms = Forms(*(jax.jit(functools.partial(f, FORM, native=isa)) for f in (delta_decode, delta_prefill)))
     try:
-        register()
+        register(isa)
     except NativeBuildError as error:
         pytest.skip(str(error))
     projected = sequence(40, seed=6)

@@ -16,6 +16,7 @@ from xla_engine.graphs.experts.gpu import gpu_experts
 from xla_engine.graphs.experts.native import native_experts
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, blocked_experts, route
 from xla_engine.model_loader.mxfp4 import from_mxfp4
+from xla_engine.runner.instruction_sets import available
 from xla_engine.runner.native_build import NativeBuildError, register
 
 COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, experts per row
@@ -77,18 +78,22 @@ ON_GPU = functools.partial(gpu_experts, interpret=jax.default_backend() != "gpu"
 INTERPRETED = [pytest.param(f"gpu {dtype}", marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")]
 
 
-@pytest.fixture(params=["blocked float32", "blocked bfloat16", *INTERPRETED, "native"])
+@pytest.fixture(
+    params=[
+        "blocked float32",
+        "blocked bfloat16",
+        *INTERPRETED,
+        *(f"native {each.name}" for each in available()),
+    ]
+)
 def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
-    if request.param != "native":
-        kind, dtype = request.param.split()
+    kind, dtype = request.param.split()
+    if kind != "native":
         return blocked_experts if kind == "blocked" else ON_GPU, jnp.dtype(dtype)
     try:
-        tiles = register()
+        return functools.partial(native_experts, isa=register(dtype)), jnp.dtype(jnp.bfloat16)
     except NativeBuildError as error:
         pytest.skip(str(error))
-    if not tiles:
-        pytest.skip("needs a CPU with matrix tiles")
-    return native_experts, jnp.dtype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize(("biased", "limit"), [(False, None), (True, 0.5)])

@@ -68,7 +68,7 @@ WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=
 def test_law_1_holds_in_eight_bits(
     make_engine: Callable[..., XlaBatchEngine], attention: str, model: ModelConfig
 ) -> None:
-    """The wide model's layers are whole tiles: C++ multiplies, where the machine can."""
+    """The wide model's layers are whole blocks: C++ multiplies."""
     config = replace(TINY_ENGINE, quantization="int8", attention_backend=attention)
     engine = make_engine(config, model=model)
     products = choose_products("auto", model, jnp.dtype(jnp.int8))
@@ -86,7 +86,9 @@ def test_what_cannot_be_kept_in_eight_bits_is_refused() -> None:
         EngineConfig(quantization="int4")
     bf16: Any = jnp.dtype(jnp.bfloat16)
     with pytest.raises(ConfigError, match="int8 and multiples of 64"):
-        make_spec(EngineConfig(quantization="int8", linear_backend="native"), TINY, bf16)
+        make_spec(
+            EngineConfig(quantization="int8", linear_backend="native"), replace(TINY, hidden_size=40), bf16
+        )
     routed = replace(
         TINY, experts=RoutedExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     )

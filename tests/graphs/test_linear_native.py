@@ -1,4 +1,4 @@
-"""Products on matrix tiles, bf16 and int8: against XLA's, and that a row's bits are its own."""
+"""Products in C++, bf16 and int8, by every instruction set: against XLA's, and that a row's bits are its own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
 from xla_engine.runner.backends import choose_products
+from xla_engine.runner.instruction_sets import available
 
 VOCABULARY = 199  # the head ends within a tile
 PLAIN = 2  # of the products of `layer`, the one without norm, bias and residual; those behind it add to it
@@ -30,10 +31,16 @@ def dtype(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+@pytest.fixture(scope="module", params=[each.name for each in available()])
+def isa(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def products(dtype: Any) -> NativeProducts:
+def products(dtype: Any, isa: str) -> NativeProducts:
     try:
-        found = choose_products("native", MODEL, dtype)
+        found = choose_products("native", MODEL, dtype, isa)
     except ConfigError as error:
         pytest.skip(str(error))
     assert isinstance(found, NativeProducts)
@@ -119,10 +126,10 @@ def test_a_row_with_nan_keeps_it_to_itself(products: NativeProducts, dtype: Any)
         assert np.asarray(found)[others].tobytes() == np.asarray(expected)[others].tobytes()
 
 
-def test_products_in_eight_bits_are_those_of_xla_to_the_bit() -> None:
+def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
     """Where nothing is normalised or activated: sums are exact, and rows are rounded alike, tiny ones to zero."""
-    if not isinstance(products := choose_products("auto", MODEL, INT8), NativeProducts):
-        pytest.skip("needs matrix tiles")
+    products = choose_products("native", MODEL, INT8, isa)
+    assert isinstance(products, NativeProducts)
     x = rows(21, INT8, 4)
     x[3], x[4, 5:], x[5, 2], x[6] = 0, 0, 1e30, x[6] * 1e-34
     kept, scale = quantize_weight(
@@ -138,11 +145,17 @@ def test_products_in_eight_bits_are_those_of_xla_to_the_bit() -> None:
 
 
 def test_what_does_not_fit_is_told() -> None:
+    odd = replace(TINY, hidden_size=40)  # no whole vectors of sixteen
     with pytest.raises(ConfigError, match="multiples of 32"):
-        choose_products("native", TINY, BF16)
+        choose_products("native", odd, BF16)
     with pytest.raises(ConfigError, match="bfloat16"):
         choose_products("native", MODEL, jnp.dtype(jnp.float32))
     with pytest.raises(ConfigError, match="int8 and multiples of 64"):
-        choose_products("native", replace(MODEL, intermediate_size=352), INT8)
-    assert choose_products("auto", TINY, BF16) is None
+        choose_products("native", replace(MODEL, intermediate_size=344), INT8)
+    with pytest.raises(ConfigError, match="isa is 'none'"):
+        choose_products("native", MODEL, BF16, "none")
+    with pytest.raises(ConfigError, match="use one of auto, "):
+        choose_products("native", MODEL, BF16, "neon" if available()[0].name != "neon" else "avx2")
+    assert choose_products("auto", odd, BF16) is None
+    assert choose_products("auto", MODEL, BF16, "none") is None
     assert choose_products("xla", MODEL, BF16) is None

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import feature_major
 from xla_engine.graphs.ops import reductions as vocabulary
 from xla_engine.graphs.ops.top_k import largest_by_rank
@@ -19,6 +20,8 @@ from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampl
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling import truncation as thresholds
 from xla_engine.graphs.sampling.logprobs import logprobs
+from xla_engine.runner.instruction_sets import available
+from xla_engine.runner.native_build import NativeBuildError, register
 
 ROWS = 8
 
@@ -115,19 +118,31 @@ def test_logprob_is_raw_whatever_the_temperature() -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="level B is promised on CPUs")
-def test_the_number_of_columns_changes_no_bit_of_a_logprob() -> None:
-    """Pins an exponential over 8 columns, whose unrolled loop was compiled without fused multiply-adds."""
+@pytest.mark.parametrize("isa", [None, *(each.name for each in available())])
+def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> None:
+    """Pins an exponential over 8 columns, whose unrolled loop was compiled without fused multiply-adds.
+
+    Logits are given, or those of the C++ head: XLA's products depend on the number of rows on some machines.
+    """
     draw = np.random.default_rng(0)
     head = jnp.asarray(draw.standard_normal((4096, 32)), jnp.bfloat16)
     hidden = draw.standard_normal((4096, 32)).astype(np.float32)
+    if isa is None:
+        logits = np.ascontiguousarray(feature_major(head, hidden).T)  # [N, V]
+    else:
+        try:
+            products = NativeProducts(register(isa))
+        except NativeBuildError as error:
+            pytest.skip(str(error))
 
     @jax.jit
-    def chosen(hidden: jax.Array) -> jax.Array:
-        logits = feature_major(head, hidden)
-        return logprobs(logits, vocabulary.argmax(logits), jnp.zeros(len(hidden), jnp.int32))[0]
+    def chosen(rows: jax.Array) -> jax.Array:
+        logits = rows.T if isa is None else products.head(head, None, rows)
+        return logprobs(logits, vocabulary.argmax(logits), jnp.zeros(len(rows), jnp.int32))[0]
 
     def by(count: int) -> np.ndarray:
-        return np.concatenate([np.asarray(chosen(part)) for part in np.split(hidden, len(hidden) // count)])
+        every = logits if isa is None else hidden
+        return np.concatenate([np.asarray(chosen(part)) for part in np.split(every, len(every) // count)])
 
     expected = by(16)
     for count in (8, 32):

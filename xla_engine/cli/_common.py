@@ -119,6 +119,12 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             default="auto",
             help="auto takes the fastest here; xla is pure JAX.",
         ),
+        click.option(
+            "--isa",
+            metavar="NAME",
+            default="auto",
+            help="Instruction set of the C++ operations, such as avx2; auto takes the best; none is pure JAX.",
+        ),
     )
     for option in reversed(options):
         command = option(command)

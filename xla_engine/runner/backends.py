@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_engine.config import EngineConfig
+from xla_engine.config import AUTO, EngineConfig, requested_isa
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.native import NativeAttention
@@ -17,6 +17,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.runner.instruction_sets import available
 from xla_engine.runner.native_build import NativeBuildError, register
 
 _log = logging.getLogger("xla_engine")
@@ -27,7 +28,29 @@ def serving_device() -> Any:
     return jax.devices()[0]
 
 
-def choose_attention(name: str, call_positions: int | None = None) -> Attention:
+def serving_isa(asked: str = AUTO) -> str | None:
+    """The instruction set whose C++ operations serve on this CPU, built if need be; None: pure JAX does.
+
+    `asked` as in `EngineConfig.isa`. Raises NativeBuildError where there is none, and ConfigError where the one
+    asked for is not of this machine.
+    """
+    asked = requested_isa(asked)
+    if asked == "none":
+        return None
+    if asked == AUTO:
+        return register()
+    names = [each.name for each in available()]
+    if asked not in names:
+        raise ConfigError(
+            f"isa {asked!r} is not of this machine; use one of {', '.join(('auto', *names, 'none'))}"
+        )
+    try:
+        return register(asked)
+    except NativeBuildError as error:
+        raise ConfigError(f"isa {asked!r} cannot be built: {error}; use 'none' for pure JAX") from error
+
+
+def choose_attention(name: str, call_positions: int | None = None, isa: str = AUTO) -> Attention:
     """The attention backend that `EngineConfig.attention_backend` names on this platform. Raises ConfigError.
 
     `call_positions` lets layers with a window forget what is behind it (`graphs.attention.backend.kept_positions`).
@@ -41,15 +64,20 @@ def choose_attention(name: str, call_positions: int | None = None) -> Attention:
         raise ConfigError(f"attention_backend 'native' is for the CPU, not {platform}; use 'auto'")
     if name == "native" or (name == "auto" and platform == "cpu"):
         try:
-            register()
+            serving = serving_isa(isa)
         except NativeBuildError as error:
             if name == "native":
                 raise ConfigError(
                     f"attention_backend 'native' cannot be built: {error}; use 'xla'"
                 ) from error
             _log.warning("pure-JAX attention serves, the faster C++ one cannot be built: %s", error)
-        else:
-            return NativeAttention(call_positions=call_positions)
+            serving = None
+        if serving is not None:
+            return NativeAttention(serving, call_positions=call_positions)
+        if name == "native" and requested_isa(isa) == "none":
+            raise ConfigError(
+                "attention_backend 'native' needs an instruction set, and isa is 'none'; use 'auto'"
+            )
     # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
     stored = jnp.dtype(jnp.float32) if old and platform == "cpu" else None
@@ -58,7 +86,7 @@ def choose_attention(name: str, call_positions: int | None = None) -> Attention:
 
 def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> ModelSpec:
     """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError."""
-    attention = choose_attention(config.attention_backend, config.call_positions)
+    attention = choose_attention(config.attention_backend, config.call_positions, config.isa)
     quantized = config.quantization is not None
     if quantized and (model.experts is not None or model.delta is not None):
         raise ConfigError(
@@ -66,31 +94,35 @@ def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> Mod
             "layers. Leave it out"
         )
     stored = jnp.dtype(jnp.int8) if quantized else dtype
-    products = choose_products(config.linear_backend, model, stored)
+    products = choose_products(config.linear_backend, model, stored, config.isa)
     return ModelSpec(model, dtype, attention, products, quantized=quantized)
 
 
-def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype) -> Products | None:
+def isa_of(spec: ModelSpec) -> str | None:
+    """The instruction set of the C++ operations of a model; None: it has none."""
+    found = spec.attention if isinstance(spec.attention, NativeAttention) else spec.products
+    return found.isa if isinstance(found, (NativeAttention, NativeProducts)) else None
+
+
+def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype, isa: str = AUTO) -> Products | None:
     """The form of products that `EngineConfig.linear_backend` names; None: XLA's. Raises ConfigError.
 
     `dtype`: of the weights, int8 where they are quantised.
     """
     if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
         return None
-    missing = _missing_for_products(model, dtype)
-    if missing is None:
-        return NativeProducts()
+    missing = "a CPU"
+    if jax.default_backend() == "cpu":
+        try:
+            serving = serving_isa(isa)
+        except NativeBuildError as error:
+            missing = f"a C++ compiler: {error}"
+        else:
+            if serving is not None and fits(model, dtype, serving):
+                return NativeProducts(serving)
+            missing = "an instruction set, and isa is 'none'"
+            if serving is not None:
+                missing = "bfloat16 and layer widths in multiples of 32, or int8 and multiples of 64"
     if name == "native":
         raise ConfigError(f"linear_backend 'native' needs {missing}; use 'auto'")
     return None
-
-
-def _missing_for_products(model: ModelConfig, dtype: jnp.dtype) -> str | None:
-    if jax.default_backend() != "cpu":
-        return "a CPU"
-    if not fits(model, dtype):
-        return "bfloat16 and layer widths in multiples of 32, or int8 and multiples of 64"
-    try:
-        return None if register() else "a CPU with matrix tiles (Intel AMX)"
-    except NativeBuildError as error:
-        return f"a C++ compiler: {error}"

@@ -1,7 +1,7 @@
 """Builds and registers the C++ operations (`graphs/native/`) with the machine's own compiler.
 
-The library is compiled on first use for this CPU (seconds), kept beside the compiled programs and found there next
-time. Without a compiler pure JAX serves.
+The library is compiled on first use for one instruction set of this CPU (seconds), kept beside the compiled programs
+and found there next time. Without a compiler pure JAX serves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -25,10 +24,12 @@ from xla_engine.graphs.attention.native import TARGET
 from xla_engine.graphs.delta_net.native import DELTA_RULE
 from xla_engine.graphs.experts.native import EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
+from xla_engine.runner.instruction_sets import InstructionSet, available, processor
 
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
-_STATE = {TARGET: "XlaEngineAttend", DELTA_RULE: "XlaEngineDeltaRule"}
-_PRODUCTS = {
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+_OPERATIONS = {
+    TARGET: "XlaEngineAttend",
+    DELTA_RULE: "XlaEngineDeltaRule",
     LINEAR: "XlaEngineLinear",
     HEAD: "XlaEngineHead",
     GATED_LINEAR: "XlaEngineGatedLinear",
@@ -38,35 +39,49 @@ _SECONDS = 120  # a compiler gets this long
 
 
 class NativeBuildError(Exception):
-    """The C++ attention cannot be built here; the text says why and what would help."""
+    """The C++ operations cannot be built here; the text says why and what would help."""
+
+
+def register(isa: str | None = None) -> str:
+    """Make the operations known to XLA:CPU, once per process and instruction set, and return its name.
+
+    None takes the best that serves here. Raises NativeBuildError, also where this machine lacks `isa`.
+    """
+    candidates = [each for each in available() if isa in (None, each.name)]
+    for each in candidates:
+        if _register(each):
+            return each.name
+    here = ", ".join(each.name for each in available()) or "none"
+    raise NativeBuildError(f"this machine does not serve {isa or 'any instruction set'} (it has: {here})")
 
 
 @functools.cache
-def register() -> bool:
-    """Make the operations known to XLA:CPU, once per process. Raises NativeBuildError.
+def _register(isa: InstructionSet) -> bool:
+    """Whether the operating system lets us have it."""
+    library = ctypes.CDLL(str(build(isa)))
+    library.XlaEngineReady.restype = ctypes.c_bool
+    if not library.XlaEngineReady():
+        return False
+    for target, symbol in _OPERATIONS.items():
+        capsule = jax.ffi.pycapsule(getattr(library, symbol))
+        jax.ffi.register_ffi_target(f"{target}_{isa.name}", capsule, platform="cpu")
+    return True
 
-    Returns whether this machine has the matrix tiles that products need; attention and delta rule do without.
-    """
-    library = ctypes.CDLL(str(build()))
-    library.XlaEngineTiles.restype = ctypes.c_bool
-    tiles = bool(library.XlaEngineTiles())
-    for target, symbol in {**_STATE, **(_PRODUCTS if tiles else {})}.items():
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
-    return tiles
 
-
-def build(*flags: str) -> Path:
-    """The library for this machine, compiled if it is not there yet. `flags` are added. Raises NativeBuildError."""
+def build(isa: InstructionSet, *flags: str) -> Path:
+    """The library for an instruction set, compiled if it is not there. `flags` are added. Raises NativeBuildError."""
     program = shutil.which(compiler())
     if program is None:
         raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")
     directory = Path(graphs.__file__).parent / "native"
     sources = [str(path) for path in sorted(directory.glob("*.cc"))]
-    command = [program, *_FLAGS, *flags, f"-isystem{jax.ffi.include_dir()}", *sources]
-    text = "".join(path.read_text() for path in sorted(directory.iterdir()))
+    options = (*_FLAGS, *isa.compiler_flags(), *flags)
+    command = [program, *options, f"-isystem{jax.ffi.include_dir()}", *sources]
+    text = "".join(path.read_text() for path in sorted(directory.iterdir()) if path.suffix in (".cc", ".h"))
     version = _run([program, "--version"])
-    identity = "\0".join((version, *_FLAGS, *flags, text, _headers(), _processor()))
-    library = native_cache_directory() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    identity = "\0".join((version, *options, text, _headers(), processor()))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    library = native_cache_directory() / f"native-{isa.name}-{digest}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
@@ -92,12 +107,3 @@ def _run(command: list[str]) -> str:
 def _headers() -> str:
     """The foreign-function headers' version: the library is built against them."""
     return importlib.metadata.version("jaxlib")
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

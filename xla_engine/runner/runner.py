@@ -24,7 +24,7 @@ from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.packing import pack
 from xla_engine.graphs.row_state.rows import Pool
 from xla_engine.runner import memory
-from xla_engine.runner.backends import make_spec
+from xla_engine.runner.backends import isa_of, make_spec
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.dispatch import Dispatch
@@ -203,7 +203,7 @@ class Runner:
     @property
     def platform(self) -> dict[str, str]:
         """Versions and device words that the bits of a run may depend on."""
-        return {
+        words = {
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "backend": jax.default_backend(),
@@ -211,6 +211,13 @@ class Runner:
             "attention": self._spec.attention.name,
             "linear": "xla" if self._spec.products is None else "native",
         }
+        # Files from before instruction sets had names were written with tiles, or with none of ours.
+        return words if self.isa in (None, "amx") else {**words, "isa": self.isa}
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set of the C++ operations in use; None: there are none."""
+        return isa_of(self._spec)
 
     def blank(self) -> None:
         """`reset`, and a cache of zeros as well: what runs next repeats to the bit. Nothing may be in flight."""

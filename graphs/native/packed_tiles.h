@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "common.h"
+#include "product.h"
 
 #ifdef XLA_ENGINE_AMX
 
@@ -23,11 +23,6 @@ inline void ConfigurePacked(int64_t first, int64_t second) {
   for (int tile : {6, 7}) shapes.Set(tile, 16, 64);
   Configure(shapes);
 }
-
-// Where the weights of a task lie, or those of the next one: two blocks of sixteen features.
-struct Stream {
-  const char *one, *other;
-};
 
 // `steps` times 64 bytes of K of up to 32 rows, `pitch` bytes from sixteen to the next, by two blocks of sixteen features,
 // added to tiles 0-3. Meanwhile `lines` cache lines a step of what comes next are fetched.
@@ -60,12 +55,6 @@ void MultiplyPacked(const char* rows, int64_t pitch, Stream weights, int64_t ste
   }
 }
 
-// The sums of sixteen rows by two blocks of sixteen features.
-template <typename Sum>
-struct Sums {
-  alignas(64) Sum one[16 * 16], other[16 * 16];
-};
-
 // Zeroes tiles 0-3 or takes them up from where they were left.
 template <typename Sum>
 void Begin(const Sums<Sum>* sums, bool second, bool fresh) {
@@ -94,46 +83,33 @@ void Leave(Sums<Sum>* sums, bool second) {
   Written();
 }
 
-// Memory that grows, is never cleared and begins a cache line.
-class Lines {
- public:
-  char* Bytes(int64_t count) {
-    if (static_cast<int64_t>(kept_.size()) < count + 64) kept_ = std::vector<char>(count + 64);
-    return kept_.data() + (64 - reinterpret_cast<uintptr_t>(kept_.data()) % 64) % 64;
-  }
-
- private:
-  std::vector<char> kept_;
-};
-
-// Products of `count` prepared rows with packed weights, `width` elements of K. `prepare(n, rows, block)` fills the block of
-// rows n .. n + rows; `pick(task)` names two blocks of features; `finish(task, n, rows, sums)` takes sums away. `clear` is
-// what else there is to do.
-//
 // Many rows go over K in parts whose weights stay in the first-level cache, sums waiting in memory: the order of a sum is
 // the same. The first part of the rows fetches the next task's weights.
-template <typename T, typename Clear, typename Prepare, typename Pick, typename Finish>
-void PackedProduct(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Phase<Clear>& clear,
-                   const Prepare& prepare, const Pick& pick, const Finish& finish) {
+template <typename T>
+struct TileKernel {
   using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
-  constexpr int64_t kMany = 64, kPart = 9;  // rows; steps of K, 2 KB of weights each
-  thread_local Lines prepared;
-  const int64_t groups = (count + 15) / 16, steps = width * sizeof(T) / 64, bytes = steps * 1024;
-  const int64_t parts = count > kMany ? (steps + kPart - 1) / kPart : 1, part = (steps + parts - 1) / parts;
-  const int64_t blocks_of_rows = std::max<int64_t>(1, (count + 31) / 32);
-  const int64_t lines = (16 + blocks_of_rows - 1) / blocks_of_rows;  // of the next 16 a step
-  char* blocks = prepared.Bytes(groups * bytes);
-  const auto fill = [&](int64_t group) {
-    prepare(group * 16, std::min<int64_t>(16, count - group * 16), blocks + group * bytes);
-  };
-  const auto stream = [&](int64_t task) {
-    const auto [one, other] = pick(task);
-    return Stream{static_cast<const char*>(one), static_cast<const char*>(other)};
-  };
-  const auto multiply = [&](int64_t task) {
+  static constexpr int64_t kMany = 64, kPart = 9;  // rows; steps of K, 2 KB of weights each
+
+  static constexpr int64_t kStep = 64 / sizeof(T);                 // elements of K in a tile
+
+  static int64_t GroupRows(int64_t) { return 16; }
+  static int64_t GroupBytes(int64_t width) { return 16 * width * sizeof(T); }
+
+  // Writes `rows` rows from n on as blocks of sixteen by 64 bytes.
+  template <typename Operand>
+  static void Fill(Operand& operand, int64_t n, int64_t rows, char* block) {
+    auto* to = reinterpret_cast<T*>(block);
+    for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return to + k * 16 + r * kStep; });
+  }
+
+  template <typename Take>
+  static void Multiply(const char* blocks, int64_t count, int64_t width, Stream weights, Stream next, const Take& take) {
     thread_local Lines kept;
+    const int64_t groups = (count + 15) / 16, steps = width * sizeof(T) / 64, bytes = steps * 1024;
+    const int64_t parts = count > kMany ? (steps + kPart - 1) / kPart : 1, part = (steps + parts - 1) / parts;
+    const int64_t blocks_of_rows = std::max<int64_t>(1, (count + 31) / 32);
+    const int64_t lines = (16 + blocks_of_rows - 1) / blocks_of_rows;  // of the next 16 a step
     auto* sums = reinterpret_cast<Sums<Sum>*>(kept.Bytes(groups * sizeof(Sums<Sum>)));
-    const Stream weights = stream(task), next = stream(std::min(task + 1, tasks - 1));
     int64_t shaped = 0, fetched = 0;  // rows that the tiles are configured for; bytes of each block of the next weights
     for (int64_t step = 0; step < steps; step += part) {
       const int64_t now = std::min(part, steps - step), from = step * 1024;
@@ -149,14 +125,13 @@ void PackedProduct(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t 
         fetched += ahead * now * 64;
         Leave(of_rows, second > 0);
         if (step + now < steps) continue;
-        finish(task, n, first, of_rows[0]);
-        if (second) finish(task, n + 16, second, of_rows[1]);
+        take(n, first, of_rows[0]);
+        if (second) take(n + 16, second, of_rows[1]);
       }
     }
     _tile_release();
-  };
-  InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
-}
+  }
+};
 
 }  // namespace xla_engine
 

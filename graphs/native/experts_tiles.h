@@ -1,0 +1,126 @@
+// Routed experts on matrix tiles (Intel AMX): rows are gathered into tiles, and gated while still in the tiles' order.
+
+#pragma once
+
+#include "experts.h"
+#include "tiles.h"
+
+#ifdef XLA_ENGINE_AMX
+
+namespace xla_engine {
+
+constexpr int64_t kRows = 16;  // of a group: the rows of one expert that share a tile
+
+// Two features of sixteen rows as the words of an operand tile: the first in the lower halves.
+inline __m512i Words16(Vec first, Vec second) {
+  const auto low = (__m256i)_mm512_cvtneps_pbh((__m512)first), high = (__m256i)_mm512_cvtneps_pbh((__m512)second);
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+
+inline Columns ColumnsOf(const std::vector<Group>& groups, size_t at) {
+  const bool pair = at + 1 < groups.size() && groups[at + 1].expert == groups[at].expert;
+  return {groups[at].rows, pair ? groups[at + 1].rows : 0};
+}
+
+// Calls step(group, columns, experts to the next) for all groups, two of one expert at a time.
+template <typename Step>
+void ByPairs(const std::vector<Group>& groups, Step step) {
+  for (size_t at = 0; at < groups.size();) {
+    const Columns columns = ColumnsOf(groups, at);
+    const size_t next = at + (columns.second ? 2 : 1);
+    const int64_t ahead = next < groups.size() ? groups[next].expert - groups[at].expert : 0;
+    step(static_cast<int64_t>(at), columns, ahead);
+    at = next;
+  }
+}
+
+inline uint32_t* Aligned(std::vector<uint32_t>& buffer, int64_t words) {
+  if (static_cast<int64_t>(buffer.size()) < words + 16) buffer.resize(words + 16);
+  return buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64 / 4;
+}
+
+inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer& layer) {
+  const int64_t count = layer.count, width = layer.width, per_row = layer.per_row, inner = layer.inner;
+  const Gathered gathered(expert, count * per_row, layer.experts, kRows);
+  const std::vector<Group>& groups = gathered.groups;
+  const int64_t group_count = static_cast<int64_t>(groups.size());
+  const int64_t words = width / 2, inner_words = inner / 2;
+  thread_local std::vector<uint32_t> rows_buffer, hidden_buffer;
+  uint32_t* tiles = Aligned(rows_buffer, group_count * kRows * words);
+  uint32_t* hidden = Aligned(hidden_buffer, group_count * kRows * inner_words);
+
+  const int64_t gate_tasks = inner / 16;  // sixteen gates beside their ups, of all experts in use
+  const int64_t down_tasks = width / kFeatures;
+
+  auto prepare = [&](int64_t at) {
+    thread_local std::vector<BFloat16> taken;
+    taken.resize(kRows * width);
+    const Group& group = groups[at];
+    for (int64_t r = 0; r < group.rows; ++r) {
+      const int64_t row = gathered.assignment[group.first + r] / per_row;
+      std::memcpy(taken.data() + r * width, layer.x + row * width, width * sizeof(BFloat16));
+    }
+    Interleave(taken.data(), group.rows, words, tiles + at * kRows * words);
+  };
+
+  auto multiply = [&](int64_t task) {  // gates and ups of features 16 task ..
+    ByPairs(groups, [&](int64_t at, Columns columns, int64_t next) {
+      const int64_t e = groups[at].expert, feature = 16 * task;
+      const BFloat16* gates = layer.gate_up + (e * 2 * inner + feature) * width;
+      Configure(kFeatures, columns);
+      Multiply(Rows<BFloat16>{gates, gates + inner * width, kFeatures, next * 2 * inner * width}, tiles + at * kRows * words, width,
+               columns.second > 0, next > 0);
+      const float* bias = layer.gate_up_bias ? layer.gate_up_bias + e * 2 * inner + feature : nullptr;
+      for (int half = 0; half < (columns.second ? 2 : 1); ++half) {
+        alignas(64) float gate[256], up[256];
+        Take(2 * half, gate, 64);
+        Take(2 * half + 1, up, 64);
+        uint32_t* to = hidden + (at + half) * kRows * inner_words + feature / 2 * kRows;
+        for (int64_t f = 0; f < 16; f += 2) {
+          Vec pair[2];
+          for (int64_t i = 0; i < 2; ++i) {
+            Vec g = Load(gate + (f + i) * 16), u = Load(up + (f + i) * 16);
+            if (bias) g += bias[f + i], u += bias[inner + f + i];
+            pair[i] = Gate(g, u, layer.limit);
+          }
+          _mm512_storeu_si512(to + f / 2 * kRows, Words16(pair[0], pair[1]));
+        }
+      }
+    });
+    _tile_release();
+  };
+
+  auto finish = [&](int64_t task) {  // features 32 task .. of every row
+    const int64_t feature = task * kFeatures;
+    for (int64_t row = 0; row < count; ++row)
+      std::memcpy(layer.out + row * width + feature, layer.residual + row * width + feature,
+                  kFeatures * sizeof(float));
+    ByPairs(groups, [&](int64_t at, Columns columns, int64_t next) {
+      const int64_t e = groups[at].expert;
+      const BFloat16* upper = layer.down + (e * width + feature) * inner;
+      Configure(kFeatures, columns);
+      Multiply(Rows<BFloat16>{upper, upper + 16 * inner, kFeatures, next * width * inner},
+               hidden + at * kRows * inner_words, inner, columns.second > 0, next > 0);
+      for (int tile = 0; tile < (columns.second ? 4 : 2); ++tile) {
+        Turned turned;
+        Take(tile, turned.sums, 64);
+        const Group& group = groups[at + tile / 2];
+        const int64_t first = feature + tile % 2 * 16;
+        Vec bias = {};
+        if (layer.down_bias) bias = Load(layer.down_bias + e * width + first);
+        for (int64_t r = 0; r < group.rows; ++r) {
+          const int64_t assignment = gathered.assignment[group.first + r];
+          float* to = layer.out + assignment / per_row * width + first;
+          Store(to, Load(to) + (turned.Row(r) + bias) * layer.weight[assignment]);
+        }
+      }
+    });
+    _tile_release();
+  };
+
+  InPhases(pool, Phase{group_count, prepare}, Phase{gate_tasks, multiply}, Phase{down_tasks, finish});
+}
+
+}  // namespace xla_engine
+
+#endif

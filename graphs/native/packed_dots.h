@@ -1,0 +1,149 @@
+// Products with packed weights by sums of products (`dots.h`): a few rows by two blocks of features stay in registers while K
+// goes by, words of rows broadcast to all features.
+
+#pragma once
+
+#include "dots.h"
+#include "product.h"
+
+namespace xla_engine {
+
+// The sums of `kRows` rows by the blocks of features at `weights`, over `words` words of K; as many words at `next`, if it is
+// not null, are fetched meanwhile. Every loop over sums is unrolled: sums indexed by a variable would go to memory.
+template <typename T, int kRows, int kBlocks>
+void MultiplyRows(const Word* rows, const char* const* weights, const char* const* next, int64_t words,
+                  typename Dots<T>::Sum* const* to) {
+  using D = Dots<T>;
+  const Word* starts = rows + words * D::kParts * kBlockRows;
+  typename D::Sum sum[kRows][kBlocks];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int b = 0; b < kBlocks; ++b) sum[r][b] = D::Start(starts[r]);
+  }
+  const char *from[kBlocks], *ahead[kBlocks];
+  std::copy_n(weights, kBlocks, from);
+  std::copy_n(next ? next : weights, kBlocks, ahead);
+  const auto add = [&](auto part, int64_t word) __attribute__((always_inline)) {
+    const Word* row = rows + (word * D::kParts + part) * kBlockRows;
+    decltype(D::template Part<part>(from[0])) words_of[kBlocks];
+#pragma GCC unroll 2
+    for (int b = 0; b < kBlocks; ++b) words_of[b] = D::template Part<part>(from[b] + word * 64);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int b = 0; b < kBlocks; ++b) sum[r][b] = D::Add(sum[r][b], words_of[b], row[r]);
+    }
+  };
+  for (int64_t word = 0; word < words; ++word) {
+#pragma GCC unroll 2
+    for (int b = 0; b < kBlocks; ++b)
+      if (next) __builtin_prefetch(ahead[b] + word * 64, 0, 2);
+    add(std::integral_constant<int, 0>(), word);
+    if constexpr (D::kParts == 2) {
+#pragma GCC unroll 2
+      for (int b = 0; b < kBlocks; ++b) asm("" : "+r"(from[b]));  // words are loaded again: no room to keep them
+      add(std::integral_constant<int, 1>(), word);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int b = 0; b < kBlocks; ++b) StoreAs(to[b] + r, sum[r][b]);
+  }
+}
+
+// The same for a number of rows that is not a constant, 1 to kBlockRows, and both blocks of features.
+template <typename T, int kRows = 1>
+void MultiplyRows(int64_t count, const Word* rows, Stream weights, const Stream* next, int64_t words,
+                  Sums<std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>>& sums) {
+  using Sum = typename Dots<T>::Sum;
+  if constexpr (kRows < kBlockRows) {
+    if (count > kRows) return MultiplyRows<T, kRows + 1>(count, rows, weights, next, words, sums);
+  }
+  const char* const from[] = {weights.one, weights.other};
+  const char* const ahead[] = {next ? next->one : nullptr, next ? next->other : nullptr};
+  const char* const* fetched = next ? ahead : nullptr;
+  Sum* const to[] = {reinterpret_cast<Sum*>(sums.one), reinterpret_cast<Sum*>(sums.other)};
+  if constexpr (kRows <= kJointRows) {
+    MultiplyRows<T, kRows, 2>(rows, from, fetched, words, to);
+  } else {
+    MultiplyRows<T, kRows, 1>(rows, from, fetched, words, to);
+    MultiplyRows<T, kRows, 1>(rows, from + 1, fetched ? fetched + 1 : nullptr, words, to + 1);
+  }
+}
+
+template <typename T>
+struct DotKernel {
+  using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
+  static constexpr int64_t kStep = kVector;  // K comes in multiples of it
+
+  // Rows that stand together, as many in each group as can be.
+  static int64_t GroupRows(int64_t count) {
+    const int64_t groups = (count + kBlockRows - 1) / kBlockRows;
+    return groups ? (count + groups - 1) / groups : 1;
+  }
+  // Its words, and where each row's sums start.
+  static int64_t GroupBytes(int64_t width) {
+    return (width * static_cast<int64_t>(sizeof(T)) * Dots<T>::kParts + 4) * kBlockRows;
+  }
+
+  // Row `r` of a group out of its words side by side.
+  static void Spread(const Word* words, int64_t count, int64_t r, char* block) {
+    Word* to = reinterpret_cast<Word*>(block) + r;
+    int32_t total = 0;
+    for (int64_t word = 0; word < count; ++word, to += Dots<T>::kParts * kBlockRows) {
+      Dots<T>::Spread(words[word], to, kBlockRows);
+      total += Dots<T>::Total(words[word]);
+    }
+    *to = static_cast<Word>(-Dots<T>::kOffset * total);
+  }
+
+  // Writes `rows` rows from n on as a group.
+  template <typename Operand>
+  static void Fill(Operand& operand, int64_t n, int64_t rows, char* block) {
+    thread_local Lines kept;
+    T* row = reinterpret_cast<T*>(kept.Bytes(operand.width * sizeof(T)));
+    for (int64_t r = 0; r < rows; ++r) {
+      operand.Write(n + r, [&](int64_t k) { return row + k; });
+      Spread(reinterpret_cast<const Word*>(row), operand.width * sizeof(T) / 4, r, block);
+    }
+  }
+
+  template <typename Take>
+  static void Multiply(const char* blocks, int64_t count, int64_t width, Stream weights, Stream next, const Take& take) {
+    const int64_t group = GroupRows(count), bytes = GroupBytes(width), words = width * sizeof(T) / 4;
+    Sums<Sum> sums;
+    for (int64_t n = 0; n < count; n += group, blocks += bytes) {
+      const int64_t rows = std::min(group, count - n);
+      MultiplyRows<T>(rows, reinterpret_cast<const Word*>(blocks), weights, n ? nullptr : &next, words, sums);
+      take(n, rows, sums);
+    }
+  }
+};
+
+// Packs sixteen features of `words` words each, `pitch` words apart, as [word][feature]; features behind `count` are zero.
+inline void Pack(const Word* rows, int64_t pitch, int64_t count, int64_t words, char* to) {
+  typedef uint32_t Four __attribute__((vector_size(16)));
+  const auto load = [&](int64_t feature, int64_t word) {
+    return feature < count ? LoadAs<Four>(rows + feature * pitch + word) : Four{};
+  };
+  int64_t word = 0;
+  for (; word + 4 <= words; word += 4) {
+    for (int64_t first = 0; first < 16; first += 4) {
+      const Four a = load(first, word), b = load(first + 1, word), c = load(first + 2, word), d = load(first + 3, word);
+      const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+      const Four ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7), cd2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+      char* at = to + word * 64 + first * 4;
+      StoreAs(at, __builtin_shufflevector(ab, cd, 0, 1, 4, 5));
+      StoreAs(at + 64, __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
+      StoreAs(at + 128, __builtin_shufflevector(ab2, cd2, 0, 1, 4, 5));
+      StoreAs(at + 192, __builtin_shufflevector(ab2, cd2, 2, 3, 6, 7));
+    }
+  }
+  for (; word < words; ++word)
+    for (int64_t feature = 0; feature < 16; ++feature)
+      reinterpret_cast<Word*>(to)[word * 16 + feature] = feature < count ? rows[feature * pitch + word] : 0;
+}
+
+}  // namespace xla_engine

@@ -1,0 +1,81 @@
+// Runs a product on a pool of threads: rows are prepared, then tasks of features are multiplied.
+
+#pragma once
+
+#include "operand.h"
+#include "packed_dots.h"
+#include "packed_tiles.h"
+#include "parallel.h"
+
+namespace xla_engine {
+
+#ifdef XLA_ENGINE_AMX
+template <typename T>
+using Kernel = TileKernel<T>;
+#else
+template <typename T>
+using Kernel = DotKernel<T>;
+#endif
+
+// Live rows of an operand times packed weights. `pick(task)` names two blocks of features; `finish(task, n, rows, sums)` takes
+// the sums of rows n .. n + rows away. `clear` is what else there is to do.
+template <typename T, typename Clear, typename Pick, typename Finish>
+void PackedProduct(ffi::ThreadPool& pool, Operand<T>& operand, int64_t tasks, const Phase<Clear>& clear, const Pick& pick,
+                   const Finish& finish) {
+  thread_local Lines prepared;
+  const int64_t count = operand.count, width = operand.width;
+  const int64_t group = Kernel<T>::GroupRows(count), groups = (count + group - 1) / group;
+  const int64_t bytes = Kernel<T>::GroupBytes(width);
+  char* blocks = prepared.Bytes(groups * bytes);
+  const auto fill = [&](int64_t g) {
+    Kernel<T>::Fill(operand, g * group, std::min(group, count - g * group), blocks + g * bytes);
+  };
+  const auto multiply = [&](int64_t task) {
+    Kernel<T>::Multiply(blocks, count, width, pick(task), pick(std::min(task + 1, tasks - 1)),
+                        [&](int64_t n, int64_t rows, const auto& sums) { finish(task, n, rows, sums); });
+  };
+  InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
+}
+
+#ifndef XLA_ENGINE_AMX
+
+// Live rows of an operand times `features` rows of weights as in a checkpoint, which are packed on the way. `finish(task, sums)`
+// gets the values of 32 features, [feature][live row], `stride` floats from one to the next.
+template <typename T, typename Finish>
+void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, int64_t stride,
+                 const Finish& finish) {
+  const int64_t width = operand.width, words = width * sizeof(T) / 4, block = words * 64;
+  const auto* rows = reinterpret_cast<const char*>(weights);
+  const auto at = [&](int64_t task) { return rows + task * 2 * block; };  // sixteen rows are as long as their block
+  thread_local Lines prepared;
+  const int64_t count = operand.count, group = DotKernel<T>::GroupRows(count), groups = (count + group - 1) / group;
+  const int64_t bytes = DotKernel<T>::GroupBytes(width), tasks = (features + kFeatures - 1) / kFeatures;
+  char* blocks = prepared.Bytes(groups * bytes);
+  const auto fill = [&](int64_t g) {
+    DotKernel<T>::Fill(operand, g * group, std::min(group, count - g * group), blocks + g * bytes);
+  };
+  const auto multiply = [&](int64_t task) {
+    thread_local Lines packed, values;
+    char* to = packed.Bytes(2 * block);
+    auto* sums_of = reinterpret_cast<float*>(values.Bytes(kFeatures * stride * sizeof(float)));
+    const int64_t left = std::min(kFeatures, features - task * kFeatures);
+    Pack(reinterpret_cast<const Word*>(at(task)), words, std::min<int64_t>(left, 16), words, to);
+    Pack(reinterpret_cast<const Word*>(at(task) + block), words, std::max<int64_t>(left - 16, 0), words, to + block);
+    const char* next = task + 2 < tasks ? at(task + 1) : to;
+    DotKernel<T>::Multiply(blocks, count, width, {to, to + block}, {next, next + block},
+                           [&](int64_t n, int64_t rows, const auto& sums) {
+                             for (int64_t r = 0; r < rows; ++r) {
+                               for (int64_t f = 0; f < left; ++f) {
+                                 const auto sum = (f < 16 ? sums.one : sums.other)[r * 16 + f % 16];
+                                 sums_of[f * stride + n + r] = operand.Value(sum, n + r, task * kFeatures + f);
+                               }
+                             }
+                           });
+    finish(task, sums_of);
+  };
+  InPhases(pool, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
+}
+
+#endif
+
+}  // namespace xla_engine

@@ -1,0 +1,210 @@
+// Kernels of graphs/native against sums in double precision, without XLA: also for machines that are emulated.
+//
+// Prints what failed and exits with 1; prints "ok" otherwise. `native_kernels time` prints how fast products are.
+
+#include <chrono>
+#include <cstdio>
+#include <random>
+
+#include "attention_cache.h"
+#include "attention_scores.h"
+#include "attention_vectors.h"
+#include "packed_dots.h"
+
+using namespace xla_engine;
+
+namespace {
+
+int failures = 0;
+
+void Check(bool holds, const char* what, int64_t number) {
+  if (!holds && failures++ < 10) std::printf("failed: %s (%lld)\n", what, static_cast<long long>(number));
+}
+
+std::mt19937 generator(1);
+
+template <typename T>
+std::vector<T> Drawn(int64_t count) {
+  std::vector<T> drawn(count);
+  std::normal_distribution<float> normal;
+  std::uniform_int_distribution<int> byte(-127, 127);
+  for (T& each : drawn) {
+    if constexpr (std::is_same_v<T, int8_t>) {
+      each = static_cast<int8_t>(byte(generator));
+    } else {
+      each = Storage<T>::Round(normal(generator));
+    }
+  }
+  return drawn;
+}
+
+double Wide(BFloat16 value) { return Storage<BFloat16>::Widen(value); }
+double Wide(float value) { return value; }
+double Wide(int8_t value) { return value; }
+
+// Rows side by side, in place of what comes from the network.
+template <typename T>
+struct Plain {
+  const T* rows;
+  int64_t width;
+  template <typename Place>
+  void Write(int64_t n, const Place& place) const {
+    std::memcpy(place(0), rows + n * width, width * sizeof(T));
+  }
+};
+
+// Sums [count][32] of rows from `first` on.
+template <typename T>
+std::vector<typename DotKernel<T>::Sum> Multiplied(Plain<T> operand, int64_t first, int64_t count, const char* packed) {
+  using Kernel = DotKernel<T>;
+  const int64_t width = operand.width, group = Kernel::GroupRows(count), bytes = Kernel::GroupBytes(width);
+  const int64_t block = width * static_cast<int64_t>(sizeof(T)) * 16;
+  std::vector<typename Kernel::Sum> out(count * 32);
+  Lines lines;
+  char* blocks = lines.Bytes((count + group - 1) / group * bytes);
+  for (int64_t n = 0; n < count; n += group)
+    Kernel::Fill(operand, first + n, std::min(group, count - n), blocks + n / group * bytes);
+  Kernel::Multiply(blocks, count, width, {packed, packed + block}, {packed, packed + block},
+                   [&](int64_t n, int64_t rows, const auto& sums) {
+                     for (int64_t r = 0; r < rows; ++r) {
+                       std::copy_n(sums.one + r * 16, 16, out.data() + (n + r) * 32);
+                       std::copy_n(sums.other + r * 16, 16, out.data() + (n + r) * 32 + 16);
+                     }
+                   });
+  return out;
+}
+
+template <typename T>
+void CheckProducts(int64_t width) {
+  constexpr int64_t kRows = 70;
+  const auto weights = Drawn<T>(32 * width), rows = Drawn<T>(kRows * width);
+  const int64_t words = width * sizeof(T) / 4;
+  Lines lines;
+  char* packed = lines.Bytes(2 * words * 64);
+  const auto* from = reinterpret_cast<const Word*>(weights.data());
+  for (int64_t half = 0; half < 2; ++half) Pack(from + half * 16 * words, words, 16, words, packed + half * words * 64);
+  for (int64_t f = 0; f < 32; ++f)
+    for (int64_t w = 0; w < words; ++w)
+      Check(LoadAs<Word>(packed + ((f / 16 * words + w) * 16 + f % 16) * 4) == from[f * words + w], "a packed word", f * words + w);
+  const Plain<T> operand = {rows.data(), width};
+  const auto whole = Multiplied(operand, 0, kRows, packed);
+  for (int64_t n = 0; n < kRows; ++n) {
+    for (int64_t f = 0; f < 32; ++f) {
+      double sum = 0, size = 0;
+      for (int64_t k = 0; k < width; ++k) {
+        const double product = Wide(rows[n * width + k]) * Wide(weights[f * width + k]);
+        sum += product, size += std::abs(product);
+      }
+      const double error = std::abs(static_cast<double>(whole[n * 32 + f]) - sum);
+      Check(error <= (std::is_same_v<T, int8_t> ? 0.0 : size * 1e-6), "a sum", n * 32 + f);
+    }
+  }
+  for (int64_t count = 1; count <= kRows; ++count) {
+    const int64_t first = (kRows - count) / 2;
+    const auto some = Multiplied(operand, first, count, packed);
+    Check(!std::memcmp(some.data(), whole.data() + first * 32, some.size() * 4), "bits of a row among", count);
+  }
+}
+
+void CheckSaturation() {  // the largest numbers, all of one sign
+  constexpr int64_t kWidth = 4096;
+  for (int sign : {1, -1}) {
+    const std::vector<int8_t> weights(32 * kWidth, 127), rows(2 * kWidth, static_cast<int8_t>(127 * sign));
+    const auto sums = Multiplied<int8_t>({rows.data(), kWidth}, 0, 2, reinterpret_cast<const char*>(weights.data()));
+    for (int32_t sum : sums) Check(sum == sign * 127 * 127 * kWidth, "the largest sum", sum);
+  }
+}
+
+void CheckExponential() {
+  for (float x = -90.0f; x <= 0.0f; x += 0.01f) {
+    const float found = First(Exp(All(x)));
+    Check(std::abs(found - std::exp(static_cast<double>(x))) <= (x < -87.0f ? 1e-37 : 1e-6 * found), "exp", static_cast<int64_t>(x));
+  }
+  const float nan = First(Exp(All(std::nanf(""))));
+  Check(nan != nan, "exp of NaN", 0);
+}
+
+// Queries of one head over `count` keys, against the definition.
+template <typename T>
+void CheckAttention(int64_t head_dim, int64_t count, int64_t rows) {
+  const int64_t page = 256, kept = page * head_dim;
+  const auto keys = Drawn<T>(count * head_dim), values = Drawn<T>(count * head_dim), queries = Drawn<T>(rows * head_dim);
+  std::vector<T> key_store(kept + 64), value_store(kept + 64);
+  for (auto* store : {&key_store, &value_store}) std::memset(static_cast<void*>(store->data()), 0xFF, store->size() * sizeof(T));  // NaN
+  const int32_t table = 0;
+  const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, kept, head_dim};
+  for (int64_t t = 0; t < count; ++t) head.Write(t, keys.data() + t * head_dim, values.data() + t * head_dim, true);
+  Context<T> context;
+  context.List(head, 0, count);
+  Seen seen = {};
+  seen.rows = rows;
+  for (int64_t r = 0; r < rows; ++r) seen.last[r] = count - rows + 1 + r, seen.sink[r] = kLowest;
+  const int64_t stride = (count + 15) / 16 * 16 + 16;
+  std::vector<float> scores(kQueries * stride), out(kQueries * kMaxWidth), sums(kQueries);
+  AttendVectors(context, queries.data(), seen, {0.25f, 0.0f}, scores.data(), stride, out.data(), sums.data());
+  for (int64_t r = 0; r < rows; ++r) {
+    std::vector<double> weight(seen.last[r]);
+    double total = 0;
+    for (int64_t t = 0; t < seen.last[r]; ++t) {
+      double score = 0;
+      for (int64_t d = 0; d < head_dim; ++d) score += Wide(queries[r * head_dim + d]) * Wide(keys[t * head_dim + d]);
+      total += weight[t] = std::exp(0.25 * score);
+    }
+    for (int64_t d = 0; d < head_dim; ++d) {
+      double expected = 0;
+      for (int64_t t = 0; t < seen.last[r]; ++t) expected += weight[t] / total * Wide(values[t * head_dim + d]);
+      Check(std::abs(out[r * head_dim + d] / sums[r] - expected) < 1e-4, "attention", r * head_dim + d);
+    }
+  }
+}
+
+// Gigaflops and bytes of weights of one thread.
+template <typename T>
+void Time(const char* name, int64_t count, int64_t width, int64_t tasks) {
+  const int64_t block = width * sizeof(T) * 16;
+  const auto weights = Drawn<T>(tasks * 32 * width), rows = Drawn<T>(count * width);
+  const auto* packed = reinterpret_cast<const char*>(weights.data());
+  const int64_t group = DotKernel<T>::GroupRows(count), bytes = DotKernel<T>::GroupBytes(width);
+  Lines lines;
+  char* blocks = lines.Bytes((count + group - 1) / group * bytes);
+  const Plain<T> operand = {rows.data(), width};
+  for (int64_t n = 0; n < count; n += group)
+    DotKernel<T>::Fill(operand, n, std::min(group, count - n), blocks + n / group * bytes);
+  double least = 1e9;
+  volatile float sink = 0;
+  for (int round = 0; round < 7; ++round) {
+    const auto began = std::chrono::steady_clock::now();
+    for (int64_t task = 0; task < tasks; ++task) {
+      const char* at = packed + task * 2 * block;
+      const char* next = packed + std::min(task + 1, tasks - 1) * 2 * block;
+      DotKernel<T>::Multiply(blocks, count, width, {at, at + block}, {next, next + block},
+                             [&](int64_t, int64_t, const auto& sums) { sink = sink + static_cast<float>(sums.one[0]); });
+    }
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+  }
+  const double elements = static_cast<double>(tasks) * 32 * width;
+  std::printf("%-5s %4lld rows x %lld: %7.1f GFLOP/s, %6.1f GB/s of weights\n", name, static_cast<long long>(count),
+              static_cast<long long>(width), 2 * elements * count / least / 1e9, elements * sizeof(T) / least / 1e9);
+}
+
+}  // namespace
+
+int main(int count, char**) {
+  if (count > 1) {
+    for (int64_t rows : {1, 2, 4, 8, 12, 16, 32, 64, 256}) {
+      Time<BFloat16>("bf16", rows, 576, rows > 64 ? 48 : 2000);
+      Time<BFloat16>("bf16", rows, 1536, rows > 64 ? 18 : 800);
+      Time<int8_t>("int8", rows, 576, rows > 64 ? 48 : 4000);
+    }
+    return 0;
+  }
+  for (int64_t width : {16, 48, 576, 1536}) CheckProducts<BFloat16>(width), CheckProducts<int8_t>(width);
+  CheckSaturation();
+  CheckExponential();
+  for (int64_t keys : {1, 2, 17, 32, 33, 200}) {
+    CheckAttention<BFloat16>(64, keys, 1), CheckAttention<float>(48, keys, 1);
+    if (keys > 16) CheckAttention<BFloat16>(96, keys, 16), CheckAttention<float>(64, keys, 7);
+  }
+  if (!failures) std::printf("ok\n");
+  return failures != 0;
+}

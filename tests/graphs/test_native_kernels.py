@@ -1,0 +1,65 @@
+"""The C++ kernels by themselves (`native_kernels.cc`), by every instruction set; others are emulated."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from xla_engine import graphs
+from xla_engine.runner.instruction_sets import INSTRUCTION_SETS, InstructionSet, available, features
+
+HEADERS = Path(graphs.__file__).parent / "native"
+WITHOUT_TILES = tuple(each for each in INSTRUCTION_SETS if each.name != "amx")
+ARM = ("aarch64", "arm64")
+
+
+def run(compiler: str, flags: tuple[str, ...], directory: Path, *emulator: str) -> str:
+    program = directory / "kernels"
+    source = Path(__file__).with_name("native_kernels.cc")
+    built = subprocess.run(
+        [compiler, "-std=c++17", "-O3", "-static", *flags, f"-I{HEADERS}", str(source), "-o", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr[:2000]
+    done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+VARIANTS = [  # with and without what a processor may have beside the set: dot products of bytes
+    pytest.param(isa, extras, id=" ".join((isa.name, *extras)))
+    for isa in WITHOUT_TILES
+    for extras in dict.fromkeys(((), tuple(feature for feature, _ in isa.extras)))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("isa", "extras"), VARIANTS)
+def test_kernels_are_sums_in_any_instruction_set(
+    isa: InstructionSet, extras: tuple[str, ...], tmp_path: Path
+) -> None:
+    added = tuple(flag for feature, flag in isa.extras if feature in extras)
+    flags = (*(flag for flag in isa.flags if flag != "-mtune=native"), *added)
+    arm, here = isa.machines == ARM, platform.machine() in isa.machines
+    tools = ["g++" if here else "aarch64-linux-gnu-g++" if arm else "x86_64-linux-gnu-g++"]
+    emulator: tuple[str, ...] = ()
+    if not (here and isa.needs | set(extras) <= features()):
+        if not arm and (isa.name != "avx2" or extras):
+            pytest.skip("needs a processor that has it: qemu-user has no AVX-512 and no VNNI")
+        emulator = ("qemu-aarch64" if arm else "qemu-x86_64", "-cpu", "max")
+        tools.append(emulator[0])
+    for tool in tools:
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
+    assert run(tools[0], flags, tmp_path, *emulator) == "ok\n"
+
+
+def test_kernels_are_sums_here(tmp_path: Path) -> None:
+    best = next(each for each in available() if each in WITHOUT_TILES)
+    compiler = shutil.which("g++") or pytest.skip("needs g++")
+    assert run(compiler, best.compiler_flags(), tmp_path) == "ok\n"
