@@ -283,15 +283,15 @@ def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
 
 @pytest.mark.parametrize(("length", "whole"), [(300, 2), (700, 3), (1024, 4)])
 @pytest.mark.parametrize("backend", [XlaAttention(), NativeAttention()], ids=lambda backend: backend.name)
-def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int) -> None:
-    """To another slot; blocks behind the length are written as well where the backend has stale values cleared."""
+def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) -> None:
+    """To another slot; spans behind the length are written as well where the backend has stale values cleared."""
     draw = np.random.default_rng(length)
     cache = tuple(draw.standard_normal((2, 1, 512, 64), np.float32) for _ in range(2))
     layer, size = _stored(backend, cache), jnp.int32(length)
-    blocks = [backend.read_span(layer, jnp.int32(0), jnp.int32(block)) for block in range(whole)]
-    for block in range(whole if backend.bounded_by_length else 4):
-        moved = blocks[min(block, whole - 1)]
-        layer = backend.write_span(layer, jnp.int32(1), jnp.int32(block), moved, size)
+    spans = [backend.read_span(layer, jnp.int32(0), jnp.int32(span)) for span in range(whole)]
+    for span in range(whole if backend.bounded_by_length else 4):
+        moved = spans[min(span, whole - 1)]
+        layer = backend.write_span(layer, jnp.int32(1), jnp.int32(span), moved, size)
     valid = min(length, 512)
     for old, new in zip(cache, backend.to_host(layer, 64), strict=True):
         assert bits(new[1, :, :valid]) == bits(old[0, :, :valid]) and bits(new[0]) == bits(old[0])
