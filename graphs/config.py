@@ -13,13 +13,19 @@ class RopeScaling:
     """How rotary frequencies are changed to reach further; fields and types are those of Hugging Face configs.
 
     rope_type: "linear" divides them by `factor` (Chen et al. 2023). "dynamic" enlarges the base so that the engine's
-        longest request fits (NTK-aware). "yarn" divides low frequencies by `factor`, keeps high ones and ramps between
-        `beta_slow` and `beta_fast` turns, at whole dimensions if `truncate` (Peng et al. 2023). "llama3" does so by
-        wavelengths, between `low_freq_factor` and `high_freq_factor` turns (Llama 3.1 release notes). "longrope"
-        divides each by a factor of its own: `short_factor`, or `long_factor` where the engine's longest request is
-        longer than the original context (Ding et al. 2024).
+        longest request fits (NTK-aware). "yarn" divides low frequencies by `factor`, keeps high ones and ramps in
+        between (Peng et al. 2023). "llama3" does so by wavelengths (Llama 3.1 release notes). "longrope" divides each
+        by a factor of its own (Ding et al. 2024).
     original_max_position_embeddings: the context before scaling.
+    factor: how much further positions reach.
+    low_freq_factor: turns in the original context up to which "llama3" divides by the whole `factor`.
+    high_freq_factor: turns from which "llama3" divides by nothing.
+    beta_fast: turns from which "yarn" divides by nothing.
+    beta_slow: turns up to which "yarn" divides by the whole `factor`.
+    truncate: "yarn" ramps between whole dimensions.
     attention_factor: cosines and sines are multiplied by it (yarn, longrope).
+    short_factor: the divisors of "longrope".
+    long_factor: the same where the engine's longest request is longer than the original context.
     """
 
     rope_type: str
@@ -60,9 +66,12 @@ class AttentionForm:
 class RoutedExperts:
     """MLPs of which every token takes the few that a router scores highest (Shazeer et al. 2017).
 
-    num_experts_per_tok: experts that a token takes. norm_topk_prob: their probabilities are made to sum to one.
-    moe_intermediate_size, shared_expert_intermediate_size: width of each expert, and of one more that every token
-    takes, behind a gate of its own; 0: there is none. bias: of router and experts.
+    num_experts: how many there are.
+    num_experts_per_tok: experts that a token takes.
+    moe_intermediate_size: width of each expert.
+    norm_topk_prob: the probabilities of the experts that a token takes are made to sum to one.
+    shared_expert_intermediate_size: width of one more that every token takes, behind a gate of its own; 0: none.
+    bias: router and experts have biases.
     swiglu_limit: the gate is gpt-oss's, clamped (`graphs.experts.routing.gate`); None is SwiGLU.
     """
 
@@ -122,24 +131,44 @@ class DeltaForm:
 class ModelConfig:
     """Shape and flags of a decoder. Field names are those of the checkpoint's config.json where it has one.
 
+    vocab_size: token ids.
+    hidden_size: features of the residual stream.
+    intermediate_size: features inside the MLP.
+    num_hidden_layers: layers.
+    num_attention_heads: query heads.
+    num_key_value_heads: key and value heads; each serves consecutive query heads.
+    head_dim: features of a head.
     max_position_embeddings: positions a request may have, rope scaling included.
-    rms_norm_eps: of every norm. hidden_act: "silu" or "gelu_tanh", of the gate.
+    rms_norm_eps: of every norm.
+    hidden_act: activation of the MLP's gate.
+    tie_word_embeddings: the output head is the embedding.
     layer_types: "full_attention", "sliding_attention" or "linear_attention" of each layer; empty is full.
     sliding_window: keys that a query of a sliding layer sees, None all.
+    rope_theta: base of the rotary embedding.
+    rope_scaling: how its frequencies are changed, None not at all.
     partial_rotary_factor: part of each head that is rotated, the first dimensions in the checkpoint.
     rope_interleaved: the checkpoint's rotary pairs are neighbours, not half a head apart.
     rope_local_base_freq: base, without scaling, of the sliding layers; None: theirs is that of the others.
     no_rope_layers: indices of the layers without rotary embedding.
     attention_multiplier: scale of the scores; None is `head_dim ** -0.5`.
+    attn_logit_softcapping: bound of the scores, by tanh; None: no bound.
+    final_logit_softcapping: bound of the logits, by tanh; None: no bound.
     qk_norm: "head" normalises every query and key head, "all" the heads of a token together.
     attention_sinks: every query head has one more logit in its softmax, of no value.
     attn_output_gate: the output of attention is multiplied by a sigmoid of the layer's input.
     delta: sizes of the linear layers.
-    experts: in place of the MLP of every layer but `mlp_only_layers`, indices.
-    qkv_bias, output_bias, mlp_bias: on q, k and v; on the attention's output; on gate, up and down.
-    pre_norm, post_norm: norms before and behind attention and MLP.
-    layer_norm: norms subtract the mean. use_parallel_residual: attention and MLP read the same normed input.
-    embedding_multiplier, residual_multiplier, logit_scale: of embeddings, of what a layer adds, of the logits.
+    experts: what stands in place of the MLP.
+    mlp_only_layers: indices of the layers that have an MLP all the same.
+    qkv_bias: on q, k and v.
+    output_bias: on the attention's output.
+    mlp_bias: on gate, up and down.
+    pre_norm: a norm before attention, and one before the MLP.
+    post_norm: a norm behind attention, and one behind the MLP.
+    layer_norm: norms subtract the mean.
+    use_parallel_residual: attention and MLP read the same normed input.
+    embedding_multiplier: factor of the embeddings.
+    residual_multiplier: factor of what attention and MLP add to the residual stream.
+    logit_scale: factor of the logits.
     """
 
     vocab_size: int

@@ -29,7 +29,13 @@ class Program:
 class GraphReport:
     """What one executable cost and needs. Sizes in bytes, times in seconds.
 
-    alias_bytes: inputs whose buffers the outputs reuse; temp_bytes: scratch memory of one call.
+    name: of the program.
+    shapes: of the argument that varies between programs.
+    lower_seconds: tracing and lowering.
+    compile_seconds: compiling.
+    temp_bytes: scratch memory of one call.
+    alias_bytes: inputs whose buffers the outputs reuse.
+    argument_bytes: all inputs.
     """
 
     name: str

@@ -9,25 +9,25 @@ from xla_engine.scheduler.policy import POLICIES, PREEMPTIVE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a scheduler. Raises ValueError, naming the field, for one that is below 1.
+    """Limits of a scheduler. Raises ValueError, naming the field, for a limit that is below 1.
 
     max_num_seqs: number of slots.
     chunk_size: prompt tokens of one prefill lane.
     max_num_batched_tokens: tokens of one step, where a decode row counts one and a chunk its padded width
         `chunk_size`. Every live row decodes and at least one chunk runs, even where that exceeds it.
-    max_chunks: chunks of one step, None for no bound but that of tokens. One more than a prefill call has lanes would
-        take a call of its own.
+    max_chunks: chunks of one step, None for no bound but that of tokens. Chunks beyond the lanes of a prefill call
+        take one more call.
     max_waiting: longest waiting queue, None for no bound.
     scheduling_policy: who goes first, one of `scheduler.policy.POLICIES`.
     priority_aging: later arrivals that one class of priority is worth, see `scheduler.policy.place`; under policies
         that bound no wait by themselves, how many requests may go before the one that waits longest.
     quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
     enable_prefix_caching: slots keep what they hold for prompts that begin alike; see
-    `scheduler.kv.slot_prefix_cache`.
+        `scheduler.kv.slot_prefix_cache`.
     block_size: tokens of one block of the prefix cache.
     num_blocks: blocks of `block_size` tokens that slots borrow, see `scheduler.kv.block_manager`; None: every slot
-        has room of its own. Where blocks run out, requests lose their slots whatever `preemption` says.
-    cache_key: what the keys of blocks begin with; names the model.
+        has memory of its own. Where blocks run out, requests lose their slots whatever `preemption` says.
+    cache_key: names the model; the keys of blocks begin with it.
     prefill_equals_decode: prefill gives the bits of decode on this device, so that generated tokens may be reused and
         recomputed.
     cut_invariant: a prompt's last token has the same bits in a chunk of its own, so that nothing else of a prompt that

@@ -29,7 +29,7 @@ class Chunk:
     prompt alone. (Where the device is known not to mind, the last token of a prompt that is cached otherwise is a
     chunk of its own.) The program that runs the last chunk also samples the request's next token.
 
-    is_first: nothing behind `start` in the slot is the request's; what lies before comes from the prefix cache.
+    is_first: no earlier chunk of this tenancy ran; what lies before `start` comes from the prefix cache.
     generated: how many of the tokens up to the prompt's end the request itself had sampled before it was preempted.
     """
 
@@ -64,8 +64,8 @@ class Reuse:
 class Swap:
     """The state of a request in `slot`, of which `length` positions are written, goes to the host or comes back.
 
-    blocks: where slots have blocks, those of the positions, in order. -1 for the first ones: a resume leaves them as
-        they are, since they are shared.
+    blocks: where slots borrow blocks, those of the positions, in order; -1 for the first ones, which a resume leaves
+        as they are, since they are shared.
     """
 
     slot: Slot
@@ -84,7 +84,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Blocks of a tenancy in order of position, the first of them its `start`-th; others stay what they are."""
+    """Blocks of a tenancy in order of position, the first of them its `start`-th; the others stay as they are."""
 
     slot: Slot
     request_id: str
@@ -110,9 +110,6 @@ class Plan:
     """Everything the device is asked to do in one step: the chunks in order, then one decode of the rows.
 
     step: counts non-empty plans from 0. Plans are started and committed in this order.
-    parks, copies, resumes, reuses: what happens to slots and blocks before anything else in the step, in this order.
-    tables: where slots have blocks, those that are new.
-    replays: ids of requests that lost their slot and will sample all their tokens anew.
     admitted: ids of the requests that left the queue for a slot, first in line first.
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
         a lane may read the KV that an earlier lane writes.
@@ -120,6 +117,13 @@ class Plan:
         them, unless it is in host_gated: such rows come last, and only when no token of theirs is in flight. Without
         them, the tuple is the same object from plan to plan until membership changes.
     decisions: in the order taken. Those about the queue concern its head only.
+    parks: state that goes to the host. Parks, copies, resumes and reuses happen before all else in the step, in this
+        order.
+    resumes: state that comes back from the host.
+    reuses: cached prefixes that requests begin with.
+    replays: ids of requests that lost their slot and will sample all their tokens anew.
+    tables: where slots borrow blocks, those that are new.
+    copies: blocks that become what another one is.
     """
 
     step: int
@@ -166,7 +170,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """What a decode step sampled, in columns by slot index. Nobody makes an object for a row until one is asked for.
+    """What a decode step sampled, in columns by slot index. A row gets an object of its own when one is asked for.
 
     tokens: ids, NO_TOKEN or NO_CHOICE. logprobs: as in `Sample`, as many or none. extra: where there is any.
     """

@@ -60,11 +60,9 @@ POLICIES: dict[str, Callable[[Facts], Place]] = {
     "longest_prefix": fcfs,  # among the first in line, see `most_cached`
     "round_robin": fcfs,  # slots change hands, see `Scheduler`
 }
-PREEMPTIVE = frozenset(
-    {"fcfs", "priority"}
-)  # whose places allow preemption: each arrival takes one slot at most
-# Whose places are no bound on how long anybody waits: there the request that waits longest goes next after
-# `priority_aging` others have gone before it.
+PREEMPTIVE = frozenset({"fcfs", "priority"})  # policies under which each arrival takes one slot at most
+# Policies whose places bound no wait: the request that waits longest goes next after `priority_aging` others have gone
+# before it.
 UNBOUNDED = frozenset({"shortest_prompt", "deadline", "longest_prefix"})
 
 

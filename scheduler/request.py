@@ -42,8 +42,8 @@ class Request:
     cache_salt: requests share cached prefixes only with those of the same salt.
     reads_prefix_cache: false for one that needs every position of its prompt computed.
     priority: from -10 to 10, the lower the sooner; see `scheduler.policy.place`.
-    deadline, queue_deadline: times on the caller's clock. From the first on, `expire` ends the request wherever it
-        is; from the second on, if it still waits.
+    deadline: time on the caller's clock from which on `expire` ends the request wherever it is.
+    queue_deadline: time from which on `expire` ends it if it still waits for its first slot.
     """
 
     request_id: str

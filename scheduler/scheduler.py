@@ -124,7 +124,8 @@ class Scheduler:
         """Decide the next step, and count it as started: fill free slots from the head of the queue, decode every
         live row, and run prompt chunks in what that leaves of the token budget."""
         decisions: list[Decision] = []
-        decisions += self._preemption.park_expired(self._round_robin, self._next_step)
+        if self._round_robin:
+            decisions += self._preemption.park_expired(self._round_robin, self._next_step)
         if (blocks := self._kv.blocks) is not None:
             decisions += self._preemption.grow(self._host_gated.ready(), self._next_step)
         admitted, resumes = self._admit(decisions)

@@ -18,8 +18,11 @@ SHOWN_WAITING = 8  # requests of the queue in a notebook's table
 class RequestView:
     """One live request.
 
+    status: where it stands.
     priority, arrival: its place in the line, by `scheduler.policy.place`.
-    prefilled: prompt tokens in the plans made so far. planned: new tokens in them.
+    prompt_tokens, max_tokens: as in the request.
+    prefilled: prompt tokens in the plans made so far.
+    planned: new tokens in the plans made so far.
     credited: new tokens received.
     decision: why it stands where it stands; None when no plan was made since it came.
     """
@@ -38,9 +41,11 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotView:
-    """One slot. position: KV entries that the plans made so far write. request: None when it is free.
+    """One slot.
 
-    blocks: the blocks it borrows, where slots do.
+    position: KV entries that the plans made so far write.
+    request: None when the slot is free.
+    blocks: those it borrows, where slots do.
     """
 
     slot: Slot
@@ -51,7 +56,7 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Totals since the start. `submitted` is what is live and all of `finished`."""
+    """Totals since the start. `submitted` counts what is live and all of `finished`."""
 
     steps_planned: int
     steps_committed: int
@@ -150,8 +155,7 @@ def _free(slot: Slot) -> SlotView:
     return SlotView(slot=slot, position=0, request=None)
 
 
-# A plan explains the head of each line only, so that its cost does not grow with the queue; the rest is
-# explained here.
+# A plan explains the head of each line only, so that its cost does not grow with the queue. The rest follows here.
 
 
 def _wait_behind(state: RequestState, ahead: int) -> Decision:

@@ -1,8 +1,8 @@
 """Routed experts on CUDA, in Pallas for Triton: a program for each block of rows of one expert and tile of features.
 
 What `graphs.experts.routing.blocked_experts` does, without its loop of as many turns as there are blocks, before
-each of which the host would wait for the device (findings/016). Blocks that hold nobody end at once, so that an
-expert whom nobody takes is not read. Law 1: the place of a row in a block changes no bit of it, and features are
+each of which the host would wait for the device (findings/016). Blocks that hold no row end at once, so that an
+expert that no row takes is not read. Law 1: the place of a row in a block changes no bit of it, and features are
 summed up in tiles of one size in one order.
 """
 
@@ -66,7 +66,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(expert: jax.Array, experts: int) -> _Blocks:
-    """Assignments `expert [A]` brought together by expert, `BLOCK_ROWS` at a time; `experts` is nobody.
+    """Assignments `expert [A]` brought together by expert, `BLOCK_ROWS` at a time; `experts` stands for none.
 
     By comparing all with all: an assignment's place is the number of earlier ones of its expert.
     """

@@ -46,7 +46,7 @@ def route(logits: jax.Array, count: int, *, renormalise: bool, live: jax.Array |
     """The `count` experts of largest `logits [N, E]` per row, the lower index first among equals.
 
     Weights are softmax probabilities over all experts, or over the chosen ones where `renormalise`. Rows that are not
-    `live [N]` take no expert: nobody reads what they compute, and their experts' weights need not be read either.
+    `live [N]` take no expert: what they compute is not read, and neither are the weights of their experts.
     """
     experts = logits.shape[1]
     chosen, expert = lax.platform_dependent(
@@ -77,7 +77,7 @@ def blocked_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax
     """`residual [N, D]` plus the weighted sum of each row's experts of `x [N, D]`, float32, in pure JAX.
 
     One block of rows of one expert at a time, so that an expert's weights are read once per block and those of
-    experts that nobody takes not at all.
+    experts that no row takes not at all.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
     count, features = x.shape
@@ -117,7 +117,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(expert: jax.Array, experts: int) -> _Blocks:
-    """Assignments `expert [A]` brought together by expert, `BLOCK_ROWS` at a time; `experts` is nobody."""
+    """Assignments `expert [A]` brought together by expert, `BLOCK_ROWS` at a time; `experts` stands for none."""
     total = expert.shape[0]
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     members = jnp.zeros(experts, jnp.int32).at[expert].add(1, mode="drop")

@@ -52,7 +52,7 @@ class Products(Protocol):
 
     @property
     def live(self) -> jax.Array | None:
-        """The rows that anybody reads, bool `[N]`; None: all."""
+        """The rows whose results are read, bool `[N]`; None: all."""
         ...
 
     def for_rows(self, live: jax.Array) -> Self:

@@ -1,6 +1,6 @@
-"""Reads over the vocabulary axis of `[V, N]`, per column, in two levels: blocks of entries, then the entries of one.
+"""Reads over the vocabulary axis of `[V, N]`, per column, in two levels: groups of entries, then the entries of one.
 
-XLA:CPU fuses what runs over blocks of 64 into one pass (findings/004). Sums are written out in one order, so that a
+XLA:CPU fuses what runs over groups of 64 into one pass (findings/004). Sums are written out in one order, so that a
 column's bits do not depend on the number of columns (`graphs.ops.fixed_order_sums`).
 """
 
@@ -15,11 +15,11 @@ from jax import lax
 from xla_engine.graphs.ops.fixed_order_sums import sum_first
 from xla_engine.graphs.ops.top_k import largest_by_rank
 
-GROUP = 64  # vocabulary entries per block
+GROUP = 64  # vocabulary entries per group
 
 
 def groups(values: jax.Array, fill: float) -> jax.Array:
-    """`[V, N] -> [ceil(V / block), block, N]`, padded with `fill`."""
+    """`[V, N] -> [ceil(V / group), group, N]`, padded with `fill`."""
     count, columns = values.shape
     if missing := -count % GROUP:
         values = jnp.pad(values, ((0, missing), (0, 0)), constant_values=fill)
@@ -27,14 +27,14 @@ def groups(values: jax.Array, fill: float) -> jax.Array:
 
 
 def take_group(grouped: jax.Array, index: jax.Array) -> jax.Array:
-    """Block `index [N]` of each column of `grouped [M, block, N]`: `[block, N]`."""
+    """Group `index [N]` of each column of `grouped [M, group, N]`: `[group, N]`."""
     return jnp.take_along_axis(grouped, index[None, None, :], axis=0)[0]
 
 
 def argmax(values: jax.Array) -> jax.Array:
     """Index of the largest of `values [V, N]` per column, lowest index on ties, i32 `[N]`.
 
-    Maxima of blocks, then the winning block. One argmax over V carries indices through the whole reduction and is
+    Maxima of groups, then the winning group. One argmax over V carries indices through the whole reduction and is
     many times slower on CPU.
     """
     grouped = groups(values, -jnp.inf)
@@ -55,7 +55,7 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _largest_by_sort(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """They all lie in the `count` blocks of largest maxima, so only these are sorted."""
+    """They all lie in the `count` groups of largest maxima, so only these are sorted."""
     grouped = groups(values, -jnp.inf)
     if count >= grouped.shape[0]:
         best, index = lax.top_k(values.T, count)
@@ -63,29 +63,29 @@ def _largest_by_sort(values: jax.Array, count: int) -> tuple[jax.Array, jax.Arra
     _, winners = lax.top_k(jnp.max(grouped, axis=1).T, count)
     winners = jnp.sort(winners, axis=1)  # in order of the vocabulary, for the ties
     columns = grouped.shape[2]
-    inside = grouped.transpose(2, 0, 1)[jnp.arange(columns)[:, None], winners]  # [N, count, block]
+    inside = grouped.transpose(2, 0, 1)[jnp.arange(columns)[:, None], winners]  # [N, count, group]
     best, place = lax.top_k(inside.reshape(columns, -1), count)
     index = jnp.take_along_axis(winners, place // GROUP, axis=1) * GROUP + place % GROUP
     return best.T, index.T
 
 
 def as_rows(values: jax.Array) -> jax.Array:
-    """`values [V, N]` as rows of a whole block, `[ceil(V / block), block * N]`, for exponentials.
+    """`values [V, N]` as rows of a whole group, `[ceil(V / group), group * N]`, for exponentials.
 
     XLA:CPU unrolls an inner loop of up to 8 and then rounds the multiply-adds of its exponential differently, so that
-    8 columns would get other bits than 16 (findings/011). What is computed here ends in `columns`.
+    8 columns would get other bits than 16 (findings/011). Undone by `as_columns`.
     """
     grouped = groups(values, 0.0)
     return grouped.reshape(len(grouped), -1)
 
 
 def per_column(each: jax.Array) -> jax.Array:
-    """One value per column, `each [N]`, as `flat` has them: `[block * N]`."""
+    """One value per column, `each [N]`, as `as_rows` has them: `[group * N]`."""
     return lax.optimization_barrier(jnp.tile(each, GROUP))  # read along a row, not by index arithmetic
 
 
 def as_columns(flattened: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of `flat` for values of `shape [V, N]`."""
+    """Inverse of `as_rows` for values of `shape [V, N]`."""
     return lax.optimization_barrier(flattened).reshape(-1, shape[1])[: shape[0]]
 
 
@@ -95,7 +95,7 @@ def relative(values: jax.Array, peak: jax.Array) -> jax.Array:
 
 
 def total(values: jax.Array) -> jax.Array:
-    """Sum of non-negative `values [V, N]` per column, f32 `[N]`: over the blocks, then inside."""
+    """Sum of non-negative `values [V, N]` per column, f32 `[N]`: over the groups, then inside."""
     return sum_first(sum_first(groups(values, 0.0)))
 
 

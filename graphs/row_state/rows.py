@@ -21,10 +21,14 @@ class SamplingRows:
     """Sampling parameters, one entry per row; N is B for the decode state and P for prefill lanes.
 
     temperature: f32 `[N]`, 0 is greedy.
-    top_k: i32 `[N]`, 0 keeps all.   top_p: f32 `[N]`, 1 keeps all.   min_p: f32 `[N]`, 0 keeps all.
+    top_k: i32 `[N]`, 0 keeps all.
+    top_p: f32 `[N]`, 1 keeps all.
+    min_p: f32 `[N]`, 0 keeps all.
     repetition_penalty: f32 `[N]`, 1 changes nothing.
-    frequency_penalty, presence_penalty: f32 `[N]`, 0 changes nothing.
-    has_bias, has_mask: bool `[N]`, the slot's entries in the `Tables` apply.
+    frequency_penalty: f32 `[N]`, 0 changes nothing.
+    presence_penalty: f32 `[N]`, 0 changes nothing.
+    has_bias: bool `[N]`, the slot's bias in the `Tables` applies.
+    has_mask: bool `[N]`, the slot's mask in the `Tables` applies.
     seed: u32 `[N, 2]`, the 64-bit seed as (high, low).
     num_logprobs: i32 `[N]`, -1 none, 0 the chosen token's, n > 0 also those of the n most likely tokens.
     """

@@ -18,10 +18,17 @@ from xla_engine.graphs.row_state.rows import SamplingRows, Tables
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingContext:
-    """What the sampler reads of N rows beside their parameters; see `Rows` for what is not explained here.
+    """What the sampler reads of N rows beside their parameters.
 
-    live: bool `[N]`, the sample will be used.   slot: i32 `[N]`, the row's entry in `history` and `tables`.
-    length: i32 `[N]`, valid tokens in `history`.   history, block_tables: those of `Rows`.
+    live: bool `[N]`, the sample will be used.
+    slot: i32 `[N]`, the row's entry in `history` and `tables`.
+    length: i32 `[N]`, valid tokens in `history`.
+    prompt_length: i32 `[N]`, as in `Rows`.
+    min_remaining: i32 `[N]`, as in `Rows`.
+    stop_ids: i32 `[N, E]`, as in `Rows`.
+    history: that of `Rows`, of all slots.
+    tables: bias and masks of all slots.
+    block_tables: those of `Rows`, of all slots.
     """
 
     live: jax.Array

@@ -137,17 +137,17 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 def _invert(weight: jax.Array, uniform: jax.Array) -> jax.Array:
     """First index at which the cumulative `weight [V, N]` passes `uniform [N]` of the total; its weight is positive.
 
-    Two levels: the block whose cumulative sum passes, then the entry inside it.
+    Two levels: the group whose cumulative sum passes, then the entry inside it.
     """
     grouped = groups(weight, 0.0)
     totals = jnp.sum(grouped, axis=1)
-    passing = cumulative(totals)  # [V / block, N]
+    passing = cumulative(totals)  # [V / group, N]
     target = uniform * passing[-1]
-    block = _first_passing(passing, totals, target)
-    before = jnp.take_along_axis(passing, jnp.maximum(block - 1, 0)[None], axis=0)[0]
-    inside = take_group(grouped, block)  # [block, N]
-    passed = jnp.where(block > 0, before, 0.0) + cumulative(inside)
-    return block * GROUP + _first_passing(passed, inside, target)
+    group = _first_passing(passing, totals, target)
+    before = jnp.take_along_axis(passing, jnp.maximum(group - 1, 0)[None], axis=0)[0]
+    inside = take_group(grouped, group)  # [group, N]
+    passed = jnp.where(group > 0, before, 0.0) + cumulative(inside)
+    return group * GROUP + _first_passing(passed, inside, target)
 
 
 def _first_passing(passing: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:

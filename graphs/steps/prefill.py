@@ -26,11 +26,16 @@ class Lanes:
     """One prefill call. An unused lane has count 0 and is_last false.
 
     tokens: i32 `[P, T]`, padded.
-    slot, start, count: i32 `[P]`: `tokens[p, :count]` are positions `start ..` of slot `slot`.
-    is_last: bool `[P]`, the chunk completes its prompt: sample the first token and activate the row.
+    slot: i32 `[P]`, where the lane writes.
+    start: i32 `[P]`, the first position it writes.
+    count: i32 `[P]`, tokens that are not padding.
+    is_last: bool `[P]`, the chunk completes its prompt: sample the first token and activate the row. What follows is
+        read of these lanes only.
     prompt_length: i32 `[P]`, of the prompt itself: tokens from there on were generated and are prefilled again.
-    max_tokens, min_tokens: i32 `[P]`, tokens still to sample; stop_ids: i32 `[P, E]`, sampling: the request's. These
-        and prompt_length are read where is_last.
+    max_tokens: i32 `[P]`, tokens still to sample at most.
+    min_tokens: i32 `[P]`, tokens still to sample at least.
+    stop_ids: i32 `[P, E]`, ids that end the row, padded with -1.
+    sampling: the request's sampling parameters.
     """
 
     tokens: jax.Array

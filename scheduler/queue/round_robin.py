@@ -21,6 +21,10 @@ class RoundRobin:
             deque()
         )  # (when its turn ends, who); stale ones among them
 
+    def __bool__(self) -> bool:
+        """Whether any turn may be over or end."""
+        return bool(self._running)
+
     def begin(self, state: RequestState, step: int) -> None:
         """Begin the turn of a request that runs from `step` on."""
         if self._quantum is None:

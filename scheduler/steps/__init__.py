@@ -1,1 +1,1 @@
-"""What one step holds: prompt chunks, decoding rows, and the credit of their tokens."""
+"""What one step holds: prompt chunks and decoding rows, and which requests their tokens belong to."""

@@ -1,10 +1,10 @@
-"""Whose the tokens of a step are, and who ends by them."""
+"""Crediting the tokens of a step to the requests of its plan, and ending those whose last it was."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import call, itemgetter
+from operator import itemgetter
 
 from xla_engine.scheduler.plan import (
     NO_CHOICE,
@@ -26,7 +26,7 @@ from xla_engine.scheduler.steps.decode import Batch, Decoding
 class Events:
     """The tokens that a step brought: first ones in lane order, then decoded ones in row order.
 
-    Of the decoded ones only those that end a request are objects; the others are made when somebody iterates.
+    Of the decoded ones only those that end a request are objects; the others are made in iterating.
 
     first: the first tokens. ended: the decoded ones that end their request.
     """
@@ -40,7 +40,7 @@ class Events:
         dropped: Collection[int] = (),
         ended: Mapping[int, TokenEvent] | None = None,
     ) -> None:
-        """dropped: slots whose sample is nobody's. ended: by slot, in row order."""
+        """dropped: slots whose sample belongs to no live request. ended: by slot, in row order."""
         self.first = first
         self._rows = rows
         self._decoded = decoded or Decoded()
@@ -67,11 +67,13 @@ class Events:
 class Committer:
     """Credits the samples of steps, in the order of the plans, to the tenancies of the plan.
 
-    Every row is its request's still, but for those known to be over, and reaches its cap in the step that was
-    foreseen. So what is done for every row of a batch runs inside C calls, and only what comes and goes costs more.
+    Every row still belongs to its request, but for those known to be over, and reaches its cap in the step that was
+    foreseen. So little is done for every row of a batch, and only rows that come and go cost more.
 
-    live: every live request by id, as it stands. end: called with each request that ends.
-    steps: credited so far. credited, dropped: tokens.
+    live: every live request by id, kept up to date by the caller.
+    end: called with each request that ends.
+    steps: credited so far.
+    credited, dropped: tokens so far.
     """
 
     def __init__(
@@ -92,24 +94,22 @@ class Committer:
         # Tokens that end a row, each with how many rows, until all is read.
         self._stops = Counter({NO_CHOICE: 1})
         # Of steps that were planned and are not credited yet:
-        self._ending: dict[int, list[RequestState]] = {}  # step -> who has its last token in it
-        self._gone: list[tuple[int, int, int]] = []  # rows that are over: slot, first and last step
-        self._unlike = 0  # steps before this one have rows that are not as others
-
-    # -- what was planned -------------------------------------------------------------------------------------
+        self._ending: dict[int, list[RequestState]] = {}  # step -> requests that have their last token in it
+        self._gone: list[tuple[int, int, int]] = []  # rows whose request ended: slot, first and last step
+        self._unlike = 0  # steps before this one have rows that are not like the others
 
     def joined(self, state: RequestState) -> None:
-        """A request decodes from now on."""
+        """Expect the tokens of a request that decodes from now on."""
         if _decodes(state):
             self._stops.update(state.request.stop_token_ids)
 
     def handed_over(self, state: RequestState) -> None:
-        """The last token of a request that joined is planned."""
+        """Expect the end of a request that joined: its last token is planned."""
         if _decodes(state) and state.last_step is not None:
             self._ending.setdefault(state.last_step, []).append(state)
 
     def taken_away(self, state: RequestState, next_step: int) -> None:
-        """A request that joined was preempted: steps before `next_step` are credited row by row."""
+        """Credit the steps before `next_step` row by row: a request that joined was preempted."""
         self._forget(state)
         self.differ(next_step)
 
@@ -119,7 +119,7 @@ class Committer:
         self.dropped += state.credited
 
     def ended(self, state: RequestState, next_step: int) -> None:
-        """A request that joined has ended: what is not credited yet is nobody's."""
+        """Drop what is not credited yet of a request that joined and has ended."""
         assert state.last_step is not None
         self._forget(state)
         first, last = max(state.first_step, self.steps), min(state.last_step, next_step - 1)
@@ -127,7 +127,7 @@ class Committer:
             self._gone.append((state.slot.index, first, last))
 
     def differ(self, next_step: int) -> None:
-        """Steps before `next_step` are credited row by row: they have rows that are not as the others."""
+        """Credit the steps before `next_step` row by row: some of their rows are not like the others."""
         self._unlike = next_step
 
     def _forget(self, state: RequestState) -> None:
@@ -136,8 +136,6 @@ class Committer:
             for token_id in state.request.stop_token_ids:
                 if not self._stops[token_id]:
                     del self._stops[token_id]
-
-    # -- what was sampled -------------------------------------------------------------------------------------
 
     def credit(self, plan: Plan, result: StepResult) -> Events:
         """Credit a step, the next one. Raises ResultMismatchError for a result that does not fit."""
@@ -177,7 +175,7 @@ class Committer:
         ending: Sequence[RequestState],
         over: set[int],
     ) -> Events:
-        """Credit the step's token to every row but those that are over."""
+        """Credit the step's token to every row but those of the slots `over`."""
         column, slots = decoded.tokens, batch.slots
         tokens = itemgetter(*slots)(column) if len(slots) > 1 else (column[slots[0]],)
         late = sum(column[slot] != NO_TOKEN for slot in over)
@@ -187,7 +185,8 @@ class Committer:
             )
             raise _silent(row)
         if self._keeps_tokens:
-            deque(map(call, batch.keep, tokens), maxlen=0)
+            for keep, token in zip(batch.keep, tokens, strict=True):
+                keep(token)
         at = {slots.index(state.slot.index) for state in ending if self._live.get(state.request_id) is state}
         if not self._stops.keys().isdisjoint(tokens):
             at.update(place for place, token in enumerate(tokens) if token in self._stops)
@@ -208,7 +207,7 @@ class Committer:
         return Events(first, batch.rows, decoded, dropped=over, ended=ended)
 
     def _credit_each(self, first: list[TokenEvent], rows: Sequence[Row], decoded: Decoded) -> Events:
-        """The same where rows are not alike: each is looked up."""
+        """Credit the step's tokens row by row, where rows are not alike."""
         dropped, ended = set(), {}
         for row in rows:
             slot = row.slot.index
@@ -220,9 +219,9 @@ class Committer:
         return Events(first, rows, decoded, dropped=dropped, ended=ended)
 
     def _credit(self, part: Chunk | Row, sample: Sample) -> TokenEvent | None:
-        """Credit one sample; None where it is nobody's.
+        """Credit one sample; None where it belongs to no live request.
 
-        The tenancy in the plan decides, not who holds the slot now.
+        The tenancy in the plan decides, not the request that holds the slot now.
         """
         state, token_id = self._live.get(part.request_id), sample.token_id
         if state is None or (state.tenancy is not part.slot and state.tenancy != part.slot):

@@ -14,7 +14,7 @@ REMEMBERED = 64  # batches; one that is read later is credited row by row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows that decode together. In their order: slots, and what keeps each request's tokens."""
+    """Rows that decode together, their slots, and the functions that keep each request's tokens, all in one order."""
 
     rows: tuple[Row, ...] = ()
     slots: tuple[int, ...] = ()
@@ -25,7 +25,7 @@ class Decoding:
     """Membership of the decode step.
 
     A live row plans one token in every step, so the step of its last token is known when it joins. With a
-    calendar of those steps, planning costs what comes and goes.
+    calendar of those steps, the cost of planning is that of the rows that come and go.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Decoding:
         return None
 
     def join(self, state: RequestState, step: int, *, sampled: int) -> None:
-        """Take a request that has `sampled` tokens before it decodes, from `step` on and if it may."""
+        """Add a request that decodes from `step` on, unless the `sampled` tokens it has by then are all it may."""
         index, left = state.slot.index, state.request.max_tokens - sampled
         state.last_step = step + max(left - 1, 0)
         state.first_step = step if left else step + 1

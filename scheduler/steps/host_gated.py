@@ -24,7 +24,7 @@ class HostGated:
         return iter(self._states.values())
 
     def join(self, state: RequestState, *, sampled: int) -> None:
-        """Take a request of which `sampled` tokens are planned, the last one perhaps just now."""
+        """Add a request of which `sampled` tokens are planned, the last one perhaps just now."""
         state.planned_before = sampled
         self._states[state.slot.index] = state
 

@@ -14,7 +14,7 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class _Start(NamedTuple):
-    """Where a prompt begins: `length` tokens of it are in slot `source`. wait: more of it is on its way."""
+    """Where a prompt begins: `length` tokens of it are in slot `source`. wait: an older prompt writes more of it."""
 
     source: int
     length: int
@@ -22,7 +22,7 @@ class _Start(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """This step's chunks in lane order, what they need of other slots, and the requests that have no more to come."""
+    """This step's chunks in lane order, what they reuse of other slots, and the requests wholly planned by them."""
 
     chunks: tuple[Chunk, ...]
     reuses: tuple[Reuse, ...]
@@ -30,10 +30,10 @@ class PrefillPlan(NamedTuple):
 
 
 class Prefilling:
-    """Prompts in order of admission: the oldest is served first, and no other before it has all it needs.
+    """Prompts in order of admission: each gets chunks only when every older one has all it needs.
 
-    One exception: a prompt that begins as an older one does, which runs in this very step, waits for it instead of
-    computing the same again, and others may pass it meanwhile. Each older prompt can hold it once.
+    One exception: a prompt that begins like an older one that runs in this very step waits for it instead of computing
+    the same again, and others may pass it meanwhile. Each older prompt can hold it once.
     """
 
     def __init__(self, config: SchedulerConfig, cache: SlotPrefixCache | BlockManager | None) -> None:
@@ -50,7 +50,7 @@ class Prefilling:
         return iter(self._states.values())
 
     def join(self, state: RequestState) -> None:
-        """Take a request that was just admitted."""
+        """Add a request that was just admitted."""
         self._states[state.request_id] = state
 
     def leave(self, state: RequestState) -> None:

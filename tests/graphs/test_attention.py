@@ -116,18 +116,18 @@ class Case:
             out.append(weights @ values[of] / (weights.sum() + sink))
         return np.concatenate(out)
 
-    def in_pages(self, size: int, seed: int = 7) -> dict[str, Any]:
-        """The same cache in pages of `size` positions, in any order, among pages of NaN."""
+    def in_blocks(self, size: int, seed: int = 7) -> dict[str, Any]:
+        """The same cache in blocks of `size` positions, in any order, among blocks of NaN."""
         draw = np.random.default_rng(seed)
-        slots, pages = len(self.cache[0]), POSITIONS // size
-        place = draw.permutation(slots * pages + 5)[: slots * pages]
+        slots, blocks = len(self.cache[0]), POSITIONS // size
+        place = draw.permutation(slots * blocks + 5)[: slots * blocks]
         pool = []
         for each in self.cache:
-            parts = each.reshape(slots, self.kv_heads, pages, size, -1).swapaxes(1, 2)
-            stored = np.full((slots * pages + 5, *parts.shape[2:]), np.nan, each.dtype)
+            parts = each.reshape(slots, self.kv_heads, blocks, size, -1).swapaxes(1, 2)
+            stored = np.full((slots * blocks + 5, *parts.shape[2:]), np.nan, each.dtype)
             stored[place] = parts.reshape(-1, *parts.shape[2:])
             pool.append(stored)
-        return {"cache": tuple(pool), "tables": place.reshape(slots, pages).astype(np.int32)}
+        return {"cache": tuple(pool), "tables": place.reshape(slots, blocks).astype(np.int32)}
 
 
 @dataclass(frozen=True)
@@ -233,25 +233,25 @@ SLOW = {("xla", 0), ("xla", 2), *[("gpu", index) for index in (0, 2, 3) if INTER
         for backend in BACKENDS
     ],
 )
-def test_norms_windows_caps_sinks_and_pages(
+def test_norms_windows_caps_sinks_and_blocks(
     backend: Attention, heads: tuple[int, int, int], dtype: Any, features: Features, block_size: int
 ) -> None:
-    """Against NumPy with contiguous slots, and the same bits from pages, also what is written.
+    """Against NumPy with contiguous slots, and the same bits from blocks, also what is written.
 
-    XLA rounds a soft cap in float32 otherwise in the loop over pages: there it is the same up to that.
+    XLA rounds a soft cap in float32 otherwise in the loop over blocks: there it is the same up to that.
     """
     case = Case(heads, dtype, features=features)
     assert_as_numpy(case, backend)
-    paged = case.in_pages(block_size)
+    pooled = case.in_blocks(block_size)
     for run in (case.decode, case.prefill):
-        (kept, wanted), (pool, found) = run(backend), run(backend, **paged)
+        (kept, wanted), (pool, found) = run(backend), run(backend, **pooled)
         used = np.arange(wanted.shape[1]) < case.count[:, None] if wanted.ndim == 3 else slice(None)
         if backend.name == "xla" and dtype == jnp.float32 and features.softcap:
             np.testing.assert_allclose(found[used], wanted[used], atol=1e-6)
         else:
             assert bits(found[used]) == bits(wanted[used])
-        for contiguous, pages in zip(kept, pool, strict=True):
-            by_slot = pages[paged["tables"]].swapaxes(1, 2).reshape(contiguous.shape)
+        for contiguous, blocks in zip(kept, pool, strict=True):
+            by_slot = blocks[pooled["tables"]].swapaxes(1, 2).reshape(contiguous.shape)
             assert bits(by_slot) == bits(contiguous)
 
 
@@ -282,18 +282,16 @@ def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
 
 
 @pytest.mark.parametrize(("length", "whole"), [(300, 2), (700, 3), (1024, 4)])
-@pytest.mark.parametrize(
-    "backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name
-)
-def test_a_ring_moves_block_by_block(backend: Attention, length: int, whole: int) -> None:
-    """To another slot; blocks behind the length are written as well where the backend has stale values cleared."""
+@pytest.mark.parametrize("backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name)
+def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) -> None:
+    """To another slot; spans behind the length are written as well where the backend has stale values cleared."""
     draw = np.random.default_rng(length)
     cache = tuple(draw.standard_normal((2, 1, 512, 64), np.float32) for _ in range(2))
     layer, size = _stored(backend, cache), jnp.int32(length)
-    blocks = [backend.read_span(layer, jnp.int32(0), jnp.int32(block)) for block in range(whole)]
-    for block in range(whole if backend.bounded_by_length else 4):
-        moved = blocks[min(block, whole - 1)]
-        layer = backend.write_span(layer, jnp.int32(1), jnp.int32(block), moved, size)
+    spans = [backend.read_span(layer, jnp.int32(0), jnp.int32(span)) for span in range(whole)]
+    for span in range(whole if backend.bounded_by_length else 4):
+        moved = spans[min(span, whole - 1)]
+        layer = backend.write_span(layer, jnp.int32(1), jnp.int32(span), moved, size)
     valid = min(length, 512)
     for old, new in zip(cache, backend.to_host(layer, 64), strict=True):
         assert bits(new[1, :, :valid]) == bits(old[0, :, :valid]) and bits(new[0]) == bits(old[0])
@@ -342,7 +340,7 @@ def test_a_normed_key_is_stored(backend: Attention) -> None:
         np.testing.assert_allclose(keys[row, 0, position], turned, atol=1e-5)
 
 
-def test_pages_that_tiles_do_not_fit_are_refused() -> None:
+def test_blocks_that_tiles_do_not_fit_are_refused() -> None:
     dtype = jnp.dtype(jnp.bfloat16)
     with pytest.raises(ValueError, match="block_size must be one of 32, 64, 128, 256 here, not 16"):
         NativeAttention("any").make_store(TINY, (0,), 8, 16, dtype)
@@ -450,9 +448,6 @@ def test_a_cache_survives_the_way_over_the_host(backend: Attention) -> None:
     assert jax.tree.map(bits, to_host(spec, stored)) == jax.tree.map(bits, full)
 
 
-# -- the GPU kernels --------------------------------------------------------------------------------------------
-
-
 def test_an_engine_on_gpu_kernels_keeps_the_law(make_engine: Callable[..., XlaBatchEngine]) -> None:
     config = replace(TINY_ENGINE, attention_backend="gpu", prefill_lanes=(2,), max_num_seqs=4)
     engine = make_engine(config)
@@ -484,7 +479,7 @@ def test_the_kernels_lower_for_cuda(
 ) -> None:
     """Through Triton, with both cache buffers aliased to the write kernel's outputs."""
     case, backend = Case(heads, dtype, features=features), GpuAttention()
-    stored = case.in_pages(block_size) if block_size else {"cache": case.cache, "tables": None}
+    stored = case.in_blocks(block_size) if block_size else {"cache": case.cache, "tables": None}
     layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in stored["cache"]))
     rest = case.rope, case.weights
     decode = (case.form, layer, case.qkv, *rest, case.length, case.live, stored["tables"], POSITIONS)

@@ -1,4 +1,4 @@
-"""The graphs over pages: the bits of contiguous slots, in any order of pages, and prefixes shared where they lie."""
+"""The graphs over blocks: the bits of contiguous slots, in any order of blocks, and prefixes shared where they lie."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class Device:
         self.cache, self.rows, packed, *_ = call
         return [bits[len(chunks) - 1].tobytes() for bits in unpack_samples(np.asarray(packed))]
 
-    def lend(self, slot: int, pages: list[int], start: int = 0) -> None:
-        """Put pages into a slot's table from its `start`-th entry on, as the next calls do."""
+    def lend(self, slot: int, blocks: list[int], start: int = 0) -> None:
+        """Put blocks into a slot's table from its `start`-th entry on, as the next calls do."""
         changes = np.full((3, ROWS), ROWS, np.int32)
-        changes[:, : len(pages)] = [[slot] * len(pages), range(start, start + len(pages)), pages]
+        changes[:, : len(blocks)] = [[slot] * len(blocks), range(start, start + len(blocks)), blocks]
         self.tables = replace(self.tables, block_changes=changes)
 
     def decode(self, slots: list[int], steps: int) -> list[bytes]:
@@ -107,23 +107,23 @@ class Device:
     ],
 )
 def test_pages_give_the_bits_of_slots_and_share_a_prefix(backend: Attention) -> None:
-    """Two prompts that begin alike: in pages the second one reads the first one's, and prefills only the rest."""
+    """Two prompts that begin alike: in blocks the second one reads the first one's, and prefills only the rest."""
     draw = np.random.default_rng(3)
     first = draw.integers(1, MODEL.vocab_size, 100).tolist()
     second = [*first[:CHUNK], *draw.integers(1, MODEL.vocab_size, 20).tolist()]
-    pages = draw.permutation(24).tolist()
-    slots, paged = Device(backend), Device(backend, 24)
-    paged.lend(2, pages[:4])  # no more than the prompt takes
-    assert paged.prefill(2, first) == slots.prefill(2, first)
-    paged.lend(5, [*pages[:2], pages[4]])
-    assert paged.prefill(5, second, CHUNK) == slots.prefill(5, second)
-    for slot, index, page, steps in (
+    blocks = draw.permutation(24).tolist()
+    slots, pooled = Device(backend), Device(backend, 24)
+    pooled.lend(2, blocks[:4])  # no more than the prompt takes
+    assert pooled.prefill(2, first) == slots.prefill(2, first)
+    pooled.lend(5, [*blocks[:2], blocks[4]])
+    assert pooled.prefill(5, second, CHUNK) == slots.prefill(5, second)
+    for slot, index, block, steps in (
         (5, 3, 5, 12),
         (2, 4, 6, 16),
         (5, 4, 7, 12),
     ):  # before the last one is full
-        paged.lend(slot, [pages[page]], index)
-        assert paged.decode([2, 5], steps) == slots.decode([2, 5], steps)
+        pooled.lend(slot, [blocks[block]], index)
+        assert pooled.decode([2, 5], steps) == slots.decode([2, 5], steps)
 
 
 def test_block_tables_on_the_device_follow_those_of_the_host() -> None:
@@ -163,12 +163,12 @@ class Calls:
 
 
 def by_page(state: State) -> list[tuple[bytes, ...]]:
-    """Every page's keys, values and tokens."""
+    """Every block's keys, values and tokens."""
     cache, rows = state
     count = len(rows.history)
     leaves = [np.asarray(leaf) for leaf in (*jax.tree.leaves(cache), rows.history)]
     arrays = [np.moveaxis(leaf, leaf.shape.index(count), 0) for leaf in leaves]  # blocks or layers come first
-    return [tuple(array[page].tobytes() for array in arrays) for page in range(count)]
+    return [tuple(array[block].tobytes() for array in arrays) for block in range(count)]
 
 
 def by_slot(rows: Rows) -> list[tuple[bytes, ...]]:
@@ -182,7 +182,7 @@ def by_slot(rows: Rows) -> list[tuple[bytes, ...]]:
     "backend", [*BACKENDS.values(), GpuAttention(interpret=True)], ids=lambda each: each.name
 )
 def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> None:
-    """Pages and rows are random, NaN among them: copied in order, parked, and resumed elsewhere."""
+    """Blocks and rows are random, NaN among them: copied in order, parked, and resumed elsewhere."""
     draw = np.random.default_rng(7)
     spec = ModelSpec(MODEL, jnp.dtype(jnp.bfloat16), backend)
 
@@ -207,8 +207,8 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
         expected[target] = expected[source]
     assert by_page(state) == expected and by_slot(state[1]) == slots
 
-    pages = draw.permutation(30).tolist()
-    held, others = tuple(pages[:11]), pages[11:]
+    blocks = draw.permutation(30).tolist()
+    held, others = tuple(blocks[:11]), blocks[11:]
     for shared in (0, 1, 6, 11):
         swap = Swap(slot=Slot(index=3, epoch=0), request_id="a", length=11 * 64 - 5, blocks=held)
         moves.park(state, swap)

@@ -108,7 +108,7 @@ def test_each_form_is_the_sum_over_the_experts(
 
 
 def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, Any]) -> None:
-    """Alone, among any number of rows, and where everybody wants its experts, so that they fill several blocks."""
+    """Alone, among any number of rows, and where all rows want its experts, so that they fill several blocks."""
     form, dtype = form_and_dtype
     experts, x, routed = weights(dtype, biased=True), rows(100), routes(100)
     whole = run(form, experts, x, routed)
@@ -139,8 +139,8 @@ def test_a_row_without_experts_is_its_residual(form_and_dtype: tuple[Form, Any])
     found = run(form, experts, x, some)
     assert found[~live].tobytes() == x[~live].tobytes()
     assert found[live].tobytes() == run(form, experts, x, routed)[live].tobytes()
-    nobody = routed._replace(expert=jnp.full_like(routed.expert, COUNT))
-    assert run(form, experts, x, nobody).tobytes() == x.tobytes()
+    unrouted = routed._replace(expert=jnp.full_like(routed.expert, COUNT))
+    assert run(form, experts, x, unrouted).tobytes() == x.tobytes()
 
 
 def test_kernels_for_a_gpu_give_a_row_its_own_sum() -> None:

@@ -52,7 +52,7 @@ def test_a_request_alone_is_that_among_peers(hybrid: XlaBatchEngine) -> None:
 
 
 def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> None:
-    """Free slots hold NaN in state, keys and values before every turn; whoever moves in must not notice."""
+    """Free slots hold NaN in state, keys and values before every turn; the next request there must not notice."""
     cases = draw_cases(hybrid, 30, seed=3)
     expected = {case.request_id: run_alone(hybrid, case) for case in cases}
     found: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 BASE = {"chunk_size": 4, "max_num_batched_tokens": 64, "block_size": 4, "priority_aging": 4}
 
 
-LAYOUTS = [None, 12]  # slots of their own, or pages
+LAYOUTS = [None, 12]  # slots of their own, or blocks
 
 
 def loop(slots: int, **options: object) -> Loop:
@@ -34,11 +34,11 @@ def holders(driven: Loop) -> set[str]:
     return {slot.request.request_id for slot in driven.scheduler.snapshot().slots if slot.request is not None}
 
 
-# -- P ----------------------------------------------------------------------------------------------------------------
+# From here on, bugs of P.
 
 
 def test_admits_exactly_max_num_seqs_also_when_that_is_one() -> None:
-    """An off-by-one admitted one fewer, and with one slot nobody."""
+    """An off-by-one admitted one fewer, and with one slot none."""
     for slots in (1, 2, 3):
         driven = loop(slots)
         for index in range(slots + 2):
@@ -151,7 +151,7 @@ def test_padding_is_not_token_zero_and_the_place_of_a_page_counts(num_blocks: in
         driven.submit(request(name, prompt=prompt, max_tokens=1))
         reused += [reuse.length for reuse in driven.turn().reuses]
         driven.drain()
-    assert reused == [4], "only the page at the beginning, under the prompt that begins with it"
+    assert reused == [4], "only the block at the beginning, under the prompt that begins with it"
 
 
 @pytest.mark.parametrize("num_blocks", LAYOUTS)
@@ -184,7 +184,7 @@ def test_terminating_all_reaches_those_who_wait_and_those_who_are_parked(num_blo
 
 
 def test_pages_of_those_who_lose_them_come_back_to_the_pool() -> None:
-    """Eviction took the owner away and did not return the block: a leak. Here everybody needs every page."""
+    """Eviction took the owner away and did not return the block: a leak. Here each request needs every block."""
     driven = loop(2, enable_prefix_caching=False, num_blocks=6, swap_tokens=0)
     for index in range(12):
         driven.submit(request(f"r{index}", prompt=(1,) * 12 + (index,), max_tokens=12))
@@ -213,7 +213,7 @@ def test_room_on_the_host_is_given_back_by_those_who_return() -> None:
 
 
 def test_prompts_do_not_always_win() -> None:
-    """A step was all prompts or all completions, and a whole prompt at that: whoever generated stood still."""
+    """A step was all prompts or all completions, and a whole prompt at that: requests that generated stood still."""
     driven = loop(2, max_num_batched_tokens=5)
     driven.submit(request("live", max_tokens=14, prompt=(3, 1)))
     driven.turn()
@@ -235,7 +235,7 @@ def test_rows_of_other_lengths_are_not_preempted_in_every_step() -> None:
     assert driven.runner.prefilled == sum(1 + 3 * index for index in range(8))
 
 
-# -- R ----------------------------------------------------------------------------------------------------------------
+# From here on, bugs of R.
 
 
 def test_rows_at_different_positions_all_decode_in_every_step() -> None:
@@ -326,7 +326,7 @@ def test_the_cache_finds_every_prompt_that_still_lies_in_a_slot() -> None:
 
 
 def test_the_inner_pages_of_a_live_prefix_stay() -> None:
-    """Only leaves were counted, and inner nodes of a live prefix were evicted: the index has every page of a slot."""
+    """Only leaves were counted, and inner nodes of a live prefix were evicted: the index has every block of a slot."""
     cache_checked: list[int] = []
     driven = loop(2)
     driven.submit(request("live", prompt=tuple(range(1, 13)) * 2, max_tokens=30))
@@ -372,7 +372,7 @@ def test_prompts_of_which_unequal_parts_are_cached_share_a_step() -> None:
 
 
 def test_a_queue_has_a_bound_a_timeout_and_priorities() -> None:
-    """There were none: lists without end, popped at the front, in which everybody waited for ever."""
+    """There were none: lists without end, popped at the front, in which every request waited for ever."""
     driven = loop(1, max_waiting=2)
     driven.submit(request("live", max_tokens=12))
     driven.turn()

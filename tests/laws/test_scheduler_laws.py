@@ -266,9 +266,6 @@ def test_same_calls_give_the_same_plans() -> None:
     assert run() == run()
 
 
-# -- the laws can fail -------------------------------------------------------------------------------------
-
-
 def some_request(rng: random.Random, request_id: str) -> Request:
     return Request(
         request_id=request_id,
@@ -318,7 +315,7 @@ def epochs_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a token went to whoever has the id now."""
+    """As if a token went to the request that has the id now."""
     commit = Scheduler.commit
 
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
@@ -333,7 +330,7 @@ def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a token went to whoever holds the row now."""
+    """As if a token went to the request that holds the row now."""
     commit = Scheduler.commit
 
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
@@ -375,7 +372,7 @@ def queue_is_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def priority_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody ages: a low priority may starve."""
+    """No request ages: a low priority may starve."""
     monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (priority, arrival))
 
 
@@ -421,7 +418,7 @@ def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in which everybody gets one token more is taken too easily."""
+    """The step in which every row gets one token more is taken too easily."""
     joined = Committer.joined
 
     def careless(self: Committer, state: RequestState) -> None:
@@ -473,6 +470,6 @@ def test_planted_fault_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    # PlanError is an AssertionError; a token for somebody who is not there finds nobody.
+    # PlanError is an AssertionError; a token for a request that is not there is a LookupError.
     with pytest.raises((AssertionError, ValueError, LookupError)):
         storms()

@@ -1,4 +1,4 @@
-"""Blocks that are shared, grow and run out: who gets what, who gives way, and for how long anybody can wait."""
+"""Blocks that are shared, grow and run out: who gets which, who gives way, and how long a request waits at most."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.laws.test_memory_laws import adversary
-from tests.scheduler.test_policy import PolicyLoop
+from tests.support.adversary import adversary
 from tests.support.fake_runner import Loop, expected
+from tests.support.policy_loop import PolicyLoop
 from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
 from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.kv.block_manager import BlockManager
@@ -31,7 +31,7 @@ def request(name: str, prompt: tuple[int, ...], max_tokens: int = 4, **fields: o
 
 
 def held(driven: Loop) -> int:
-    """Blocks that somebody holds."""
+    """Blocks that some request holds."""
     blocks = driven.scheduler._kv.blocks
     assert blocks is not None
     return blocks.pool.num_blocks - blocks.pool.num_free
@@ -47,9 +47,6 @@ def lasting(length: int, tokens: int, first: int = 0) -> tuple[int, ...]:
 
 
 STEM = lasting(10, 8, first=3)
-
-
-# -- what is shared -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -75,7 +72,7 @@ def test_a_prompt_that_is_known_computes_its_last_token_in_a_copy() -> None:
     driven.submit(request("b", STEM[:8], max_tokens=1))
     plan = driven.turn()
     assert [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks] == [(7, 1)]
-    assert len(plan.copies) == 1, "the second block is written, and somebody may find it meanwhile"
+    assert len(plan.copies) == 1, "the second block is written, and may be found meanwhile"
     driven.drain()
 
 
@@ -139,9 +136,6 @@ def test_pages_without_a_name_go_before_those_with_one_and_these_by_their_last_u
     assert found == [4, 4, 0]
 
 
-# -- who gives way ------------------------------------------------------------------------------------------------
-
-
 def test_the_last_in_line_gives_way_and_nobody_computes_for_nothing() -> None:
     """Two requests of six blocks in a pool of eight: the second is parked once, and comes back when the first ends."""
     prompts = [lasting(4, 20, first) for first in (1, 5)]
@@ -182,9 +176,6 @@ def test_the_next_in_line_takes_the_pages_of_a_later_one_where_it_may() -> None:
     driven.drain()
 
 
-# -- for how long -------------------------------------------------------------------------------------------------
-
-
 def test_nobody_waits_longer_than_those_before_it_run() -> None:
     """Arrivals without end and a pool of little more than one request: each of k requests before one in line, and of
     those that had blocks when it came, runs from beginning to end at most once before it ends."""
@@ -208,7 +199,7 @@ def test_nobody_waits_longer_than_those_before_it_run() -> None:
                 limit[name] = turn + (len(driven.live) + slots + 1) * longest
                 driven.submit(request(name, prompt, max_tokens=draw.randint(1, 10)))
             driven.turn(lag)
-            assert all(turn <= limit[name] for name in driven.live), "somebody waits too long"
+            assert all(turn <= limit[name] for name in driven.live), "a request waits too long"
         driven.drain(lag)
 
 
@@ -226,9 +217,6 @@ def test_under_policies_of_no_fixed_order_the_oldest_keeps_its_pages(policy: str
             break
     assert "old" not in driven.live and driven.preempted.total() > 0
     driven.drain()
-
-
-# -- planted faults: what such schedulers have done wrong elsewhere -----------------------------------------------
 
 
 def no_copies(plan: Plan) -> Plan:
@@ -296,4 +284,4 @@ def assert_caught() -> None:
             adversary(random.Random(seed)).drain()
         except (AssertionError, KeyError, IndexError):
             return
-    raise AssertionError("nobody noticed")
+    raise AssertionError("the fault went unnoticed")

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.fake_runner import VOCABULARY, Loop
+from tests.support.fake_runner import VOCABULARY
+from tests.support.policy_loop import PolicyLoop
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -19,7 +20,6 @@ from xla_engine.equivalence.schedule import draw_schedule, run_alone, run_schedu
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import (
     FinishReason,
-    Plan,
     Request,
     Sample,
     Scheduler,
@@ -27,30 +27,11 @@ from xla_engine.scheduler import (
     StepResult,
     policy,
 )
-from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
-
-
-class PolicyLoop(Loop):
-    """The loop without the order of the line that `Loop` expects of the default policy."""
-
-    def plan(self) -> Plan:
-        plan = self.scheduler.plan()
-        for lost in (each for each in plan.decisions if each.action in WAYS_TO_PREEMPT):
-            self._lost_its_slot(lost.request_id, lost.action)
-        for request_id in plan.admitted:
-            self.queue.pop(request_id)
-        for request_id in plan.replays:
-            self.live[request_id].samples.clear()  # they come again
-        self.plans.append(plan)
-        self._check_host_gated(plan)
-        if not plan.is_empty:
-            self.in_flight.append((plan, self.runner.start(plan)))
-        return plan
 
 
 def draw_config(draw: random.Random, name: str) -> SchedulerConfig:
     size = draw.choice((1, 2, 4))
-    tokens = draw.choice((None, None, 34, 50))  # in pages; the largest request takes 32
+    tokens = draw.choice((None, None, 34, 50))  # in blocks; the largest request takes 32
     return SchedulerConfig(
         max_num_seqs=draw.randint(1, 4),
         chunk_size=draw.choice((2, 4)),

@@ -76,9 +76,6 @@ def names(parts: Sequence[object]) -> list[str]:
     return [part.request_id for part in parts]  # type: ignore[attr-defined]
 
 
-# -- how requests end --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sampled", "max_tokens", "credited", "reason"),
     [
@@ -192,9 +189,6 @@ def test_finish_frees_the_slot_for_the_next_plan() -> None:
     assert engine.snapshot().counters.finished == dict.fromkeys(FinishReason, 0) | {STOP: 1}
 
 
-# -- abort -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "running", "draining"])
 def test_abort_ends_a_request_in_every_state(state: str) -> None:
     engine = make(slots=1, chunk=2, budget=2)
@@ -255,11 +249,8 @@ def test_id_resubmitted_while_it_waits_gets_nothing_from_steps_in_flight() -> No
     assert list(engine.commit(old, result(old))) == []
 
 
-# -- the queue ---------------------------------------------------------------------------------------------
-
-
 def test_every_slot_is_used_and_the_lowest_first() -> None:
-    """An off-by-one here left one slot idle for years, and a single slot admitted nobody."""
+    """An off-by-one here left one slot idle for years, and a single slot admitted no request."""
     for count in (1, 2, 5):
         engine = make(slots=count)
         for index in range(7):
@@ -312,9 +303,6 @@ def test_full_queue_is_an_error_that_changes_nothing() -> None:
     engine.plan()
     engine.submit(ask("c"))
     assert names(engine.snapshot().waiting) == ["b", "c"]
-
-
-# -- chunks and budget -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -384,9 +372,6 @@ def test_prompt_is_planned_within_its_own_and_all_older_chunks(budget: int) -> N
         assert ended[name] <= bound
 
 
-# -- commit ------------------------------------------------------------------------------------------------
-
-
 def test_first_tokens_come_before_decoded_ones() -> None:
     engine = make()
     engine.submit(ask("a"))
@@ -446,9 +431,6 @@ def test_plan_that_travelled_as_bytes_is_credited_the_same() -> None:
     events = [event for plan in plans for event in engine.commit(plan, result(plan))]
     assert len(events) == 4
     assert ends(events) == {"a": LENGTH}
-
-
-# -- introspection -----------------------------------------------------------------------------------------
 
 
 def test_decode_tuple_is_the_same_object_until_membership_changes() -> None:
@@ -581,9 +563,6 @@ def test_check_finds_a_broken_invariant() -> None:
             engine.check()
 
 
-# -- slots and limits --------------------------------------------------------------------------------------
-
-
 def test_slots_come_lowest_first_and_each_release_starts_an_epoch() -> None:
     slots = Slots(3)
     held = [slots.acquire() for _ in range(3)]
@@ -604,7 +583,7 @@ def test_stale_slot_cannot_be_released() -> None:
         slots.release(first)  # while the slot is free
     second = slots.acquire()
     with pytest.raises(StaleSlotError, match="it is in epoch 1"):
-        slots.release(first)  # while somebody else holds it
+        slots.release(first)  # while another tenancy holds it
     assert slots.holds(second) and not slots.holds(first)
     slots.check()
 

@@ -359,7 +359,7 @@ def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) ->
     ran = CliRunner().invoke(main, [*made, "--policy", "round_robin", "--policy", "fcfs", "--memory", "9kB"])
     assert ran.exit_code == 0 and "round_robin, 2 slots" in ran.output, ran.output
     ran = CliRunner().invoke(main, [*made, "--memory", "4kB", "--pages", "--json", str(figures)])
-    assert ran.exit_code == 0 and "never fit into the pages" in ran.output, ran.output
+    assert ran.exit_code == 0 and "never fit into the blocks" in ran.output, ran.output
     found = json.loads(figures.read_text())["simulations"]["priority, 8 slots, 6 pages"]
     assert found["preemptions"] > 0 and found["finished"]["refused"] > 0 < found["finished"]["length"]
     ran = CliRunner().invoke(main, [*made, "--record", str(again)])

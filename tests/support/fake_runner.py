@@ -2,7 +2,7 @@
 
 It keeps per-row state as the device does: the KV a row holds (here the tokens themselves, by position, and written
 otherwise by decode where prefill does not give its bits), how many tokens the row may still sample, and its stop ids.
-A free row keeps its KV, and a request may begin with what is in its row or in another. Where rows have pages, the
+A free row keeps its KV, and a request may begin with what is in its row or in another. Where rows have blocks, the
 tokens lie in these too, and after every step each row must find there what is its own. It learns nothing from the
 scheduler but plans. `Loop` stands in for the engine and states the laws a caller may rely on.
 """
@@ -111,7 +111,7 @@ class FakeRunner:
         self.rows = [DeviceRow() for _ in range(config.max_num_seqs)]
         self.requests: dict[str, Request] = {}
         self.host: dict[str, DeviceRow] = {}  # state of parked requests
-        self.pages = [[-1] * config.block_size for _ in range(config.num_blocks or 0)]  # tokens, as in `kv`
+        self.blocks = [[-1] * config.block_size for _ in range(config.num_blocks or 0)]  # tokens, as in `kv`
         self.tables: list[list[int]] = [[] for _ in self.rows]
         self.steps = 0
         self.prefilled = 0  # tokens
@@ -141,7 +141,7 @@ class FakeRunner:
         for swap in plan.parks:
             self._park(swap)
         for copy in plan.copies:
-            self.pages[copy.target] = list(self.pages[copy.source])
+            self.blocks[copy.target] = list(self.blocks[copy.source])
         for table in plan.tables:
             self._set_table(table)
         for swap in plan.resumes:
@@ -152,8 +152,8 @@ class FakeRunner:
         decode = decoded_of(plan.decode, [self._decode(row) for row in plan.decode])
         self._check_all_decode(plan)
         for row in self.rows if self.config.num_blocks is not None else ():
-            if not row.over and self._in_pages(row.slot, len(row.kv)) != row.kv:
-                raise PlanError(f"the pages of {row} were overwritten")
+            if not row.over and self._in_blocks(row.slot, len(row.kv)) != row.kv:
+                raise PlanError(f"the blocks of {row} were overwritten")
         return StepResult(first=[token for token in first if token is not None], decode=decode)
 
     def _check_budget(self, plan: Plan) -> None:
@@ -165,22 +165,22 @@ class FakeRunner:
         own = self.tables[table.slot.index]
         require(table.start <= len(own), f"{table} leaves a gap behind {own}")
         own[table.start :] = table.blocks
-        require(len(set(own)) == len(own), f"a page twice in {own}")
+        require(len(set(own)) == len(own), f"a block twice in {own}")
 
-    def _in_pages(self, slot: Slot | None, length: int) -> list[int]:
+    def _in_blocks(self, slot: Slot | None, length: int) -> list[int]:
         assert slot is not None
-        return [token for block in self.tables[slot.index] for token in self.pages[block]][:length]
+        return [token for block in self.tables[slot.index] for token in self.blocks[block]][:length]
 
     def _write(self, row: DeviceRow, tokens: Sequence[int], start: int = 0) -> None:
-        """Append to what a row has, and to its pages from position `start` on."""
+        """Append to what a row has, and to its blocks from position `start` on."""
         row.kv.extend(tokens)
         if self.config.num_blocks is not None:
             assert row.slot is not None
             size, table = self.config.block_size, self.tables[row.slot.index]
             if len(row.kv) > len(table) * size:
-                raise PlanError(f"{row} has written behind its pages {table}")
+                raise PlanError(f"{row} has written behind its blocks {table}")
             for position in range(max(start, len(row.kv) - len(tokens)), len(row.kv)):
-                self.pages[table[position // size]][position % size] = row.kv[position]
+                self.blocks[table[position // size]][position % size] = row.kv[position]
 
     def _take_over(self, slot: Slot, request_id: str) -> DeviceRow:
         """A blank row for a new tenancy."""
@@ -198,8 +198,8 @@ class FakeRunner:
         require(len(row.kv) <= swap.length, f"{swap} leaves part of {row}")
         if self.config.num_blocks is not None:
             size = self.config.block_size
-            require(len(swap.blocks) == -(-swap.length // size), f"{swap} has not the pages of its length")
-            found = [token for block in swap.blocks for token in self.pages[block]][: len(row.kv)]
+            require(len(swap.blocks) == -(-swap.length // size), f"{swap} has not the blocks of its length")
+            found = [token for block in swap.blocks for token in self.blocks[block]][: len(row.kv)]
             require(found == row.kv, f"{swap} reads {found}, not {row}")
         self.host[swap.request_id] = replace(row, kv=list(row.kv))
         row.over = True
@@ -212,7 +212,7 @@ class FakeRunner:
         require(len(parked.kv) == swap.length, f"{swap} is not {parked}")
         self.rows[swap.slot.index] = row = replace(parked, slot=swap.slot, over=False, kv=[])
         shared = swap.blocks.count(-1)
-        require(set(swap.blocks[:shared]) <= {-1}, f"{swap} leaves pages behind those it writes")
+        require(set(swap.blocks[:shared]) <= {-1}, f"{swap} leaves blocks behind those it writes")
         self._write(row, parked.kv, start=shared * self.config.block_size)
         own = self.tables[swap.slot.index][shared : len(swap.blocks)]
         require(
@@ -224,8 +224,8 @@ class FakeRunner:
         if self.config.num_blocks is None:
             found = self.rows[reuse.source].kv[: reuse.length]
         else:
-            require(reuse.source == -1, f"{reuse} names a slot where there are pages")
-            found = self._in_pages(reuse.slot, reuse.length)
+            require(reuse.source == -1, f"{reuse} names a slot where there are blocks")
+            found = self._in_blocks(reuse.slot, reuse.length)
         context = self._context(reuse.request_id)[: reuse.length]
         require(found == context, f"stale: {reuse} finds {found}, not {context}")
         row = self._take_over(reuse.slot, reuse.request_id)
@@ -390,12 +390,12 @@ class Loop:
         oldest = min(self.live, key=lambda name: self.live[name].place, default=None)
         plan = self.scheduler.plan()
         by_preemption = [each for each in plan.decisions if each.action in WAYS_TO_PREEMPT]
-        paged = self.scheduler.config.num_blocks is not None
-        require(self.scheduler.config.preemption or paged or not by_preemption, f"preempted unasked: {plan}")
+        pooled = self.scheduler.config.num_blocks is not None
+        require(self.scheduler.config.preemption or pooled or not by_preemption, f"preempted unasked: {plan}")
         for lost in by_preemption:
             require(lost.request_id != oldest, f"the first of all was preempted: {plan}")
             place = self.live[lost.request_id].place
-            if paged:  # for a row that grows, perhaps itself, or an arrival
+            if pooled:  # for a row that grows, perhaps itself, or an arrival
                 gained = [*plan.admitted, *(table.request_id for table in plan.tables), lost.request_id]
                 first = min(self.live[name].place for name in gained)
                 require(place > first or {*gained} == {lost.request_id}, f"preempted by a later one: {plan}")
@@ -406,17 +406,17 @@ class Loop:
         line = sorted(self.queue, key=self.queue.__getitem__)
         ready = line[: min((line.index(name) for name in unread), default=len(line))]
         granted = min(free + len(by_preemption), len(ready))
-        if paged:  # pages may be short instead
+        if pooled:  # blocks may be short instead
             granted = min(granted, len(plan.admitted))
         require(plan.admitted == tuple(ready[:granted]), f"{free} free slots are for {ready}: {plan}")
         for request_id in plan.admitted:
             del self.queue[request_id]
-        for lost in by_preemption if not paged else ():
+        for lost in by_preemption if not pooled else ():
             self._lost_its_slot(lost.request_id, lost.action)
         for request_id in plan.replays:
             self.live[request_id].samples.clear()  # they come again
         prompts = [slot.request for slot in self.scheduler.snapshot().slots if slot.request is not None]
-        self._check_nobody_is_passed_over(prompts)
+        self._check_order(prompts)
         stuck = not plan.chunks and any(request.status is Status.PREFILLING for request in prompts)
         require(not stuck, f"prompts in slots, but none advances: {plan}")
         self.plans.append(plan)
@@ -425,7 +425,7 @@ class Loop:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
 
-    def _check_nobody_is_passed_over(self, held: list[RequestView]) -> None:
+    def _check_order(self, held: list[RequestView]) -> None:
         """Where places count, the first in line waits for requests of earlier places only, or for a read."""
         waiting = self.scheduler.snapshot().waiting
         if (
@@ -501,7 +501,7 @@ class Loop:
         self.check()
 
     def check(self) -> None:
-        """The laws that hold whenever nobody is live."""
+        """The laws that hold whenever no request is live."""
         self.scheduler.check()
         require(not self.scheduler.has_unfinished, "the scheduler still has requests")
         for life in self.ended:

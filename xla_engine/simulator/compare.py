@@ -93,7 +93,7 @@ def compare(log: StepLog, cost: CostModel) -> Comparison:
 
 def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int | None:
     """The first step that differs from the record in who was admitted, which chunks ran in which slots, which slots
-    decoded, what was moved (of pages: how many), or after how many steps it was read."""
+    decoded, what was moved (of blocks: how many), or after how many steps it was read."""
     names = [request.name for request in log.requests]
     for number, step in enumerate(log.steps):
         if number >= len(plans):

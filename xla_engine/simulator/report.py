@@ -12,7 +12,7 @@ from xla_engine.scheduler import SchedulerConfig
 from xla_engine.utils.quantiles import Quantiles
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
-REFUSED = "refused"  # among the ends of requests: it needs more pages than there are
+REFUSED = "refused"  # among the ends of requests: it needs more blocks than there are
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def table(reports: Mapping[str, Report]) -> list[str]:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     for name, report in reports.items():
         if refused := report.finished.get(REFUSED):
-            lines.append(f"{name}: {refused} of {report.requests} requests never fit into the pages")
+            lines.append(f"{name}: {refused} of {report.requests} requests never fit into the blocks")
     return lines
 
 

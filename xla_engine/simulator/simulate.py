@@ -149,7 +149,7 @@ class Simulation:
         if started:
             self._start(plan)
         while len(self._in_flight) > (self._lag if started else 0):
-            self._take_back()  # somebody may have come while the host waited
+            self._take_back()  # a caller may have given up while the host waited
             self._read()
             started = True
 
