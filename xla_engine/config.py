@@ -14,11 +14,11 @@ from xla_engine.scheduler.policy import POLICIES
 from xla_engine.utils.shown import shown
 
 AUTO: Final = "auto"
-DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
+DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and no length was asked for
 GENERATION_CONFIGS = ("engine", "model")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
-PAGE_SIZES = (16, 32, 64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
 QUANTIZATIONS = (None, "int8")
 LINEAR_BACKENDS = ("auto", "native", "xla")
@@ -50,7 +50,7 @@ class EngineConfig:
     prefill_lanes: lane counts of the prefill graphs, ascending.
     max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
         prefill graph once per step.
-    key_buckets: key lengths attention is compiled for, ascending; rounded up to whole key blocks. None takes three at
+    key_buckets: key lengths attention is compiled for, ascending; rounded up to whole spans. None takes three at
         most: 256, the whole context, and the geometric mean of the two (findings/017).
     attention_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, compiled at first
         use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
@@ -60,7 +60,7 @@ class EngineConfig:
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
         activations row by row: half the memory, other tokens (findings/029). None keeps them as `dtype` says.
     max_waiting: queued requests at most; None is unbounded.
-    scheduling_policy: who goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
+    scheduling_policy: which request goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
         "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
         in which requests take turns on the slots; `scheduler.policy` states the bounds.
     priority_aging: later arrivals that one class of priority may go before; under shortest_prompt, deadline and
@@ -73,12 +73,12 @@ class EngineConfig:
         own, or "model", what the checkpoint's generation_config.json recommends.
     enable_prefix_caching: prompts that begin as an earlier one did, of the same `cache_salt`, prefill only the rest;
         where the model keeps no window or recurrent state, and never at the cost of a bit.
-    block_size: tokens of a page, the unit in which cached prefixes are found and slots borrow memory.
-    num_blocks: pages of `block_size` tokens that slots borrow as they grow, and share where prompts begin alike, where
-        otherwise each slot has `max_model_len` of its own: more requests fit when most are short. When pages run out,
-        the last in line loses its slot and goes on later.
-    kv_cache_memory_bytes: memory of these pages, instead of their number; "auto" takes what weights and slots leave of
-        `memory_utilization`, up to `max_model_len` for every slot.
+    block_size: tokens of a KV block, the unit in which cached prefixes are found and slots borrow memory.
+    num_blocks: KV blocks of `block_size` tokens that slots borrow as they grow, and share where prompts begin alike;
+        without it each slot has `max_model_len` of its own. More requests fit when most are short. When blocks run
+        out, the last request in line loses its slot and goes on later.
+    kv_cache_memory_bytes: memory of these blocks, instead of their number; "auto" takes what weights and slots leave
+        of `memory_utilization`, up to `max_model_len` for every slot.
     preemption: under priority, a request that is before another in line takes its slot; the other goes on later.
     swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
@@ -135,12 +135,14 @@ class EngineConfig:
             _at_least("num_blocks", self.num_blocks, 1)
             if self.kv_cache_memory_bytes is not None:
                 raise ConfigError(
-                    "num_blocks and kv_cache_memory_bytes both say how many pages there are: give one"
+                    "num_blocks and kv_cache_memory_bytes both say how many blocks there are: give one"
                 )
         if self.kv_cache_memory_bytes not in (None, AUTO):
             _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        if self.paged and self.block_size not in PAGE_SIZES:
-            raise ConfigError(f"pages hold {', '.join(map(str, PAGE_SIZES))} tokens, not {self.block_size}")
+        if self.uses_blocks and self.block_size not in BLOCK_SIZES:
+            raise ConfigError(
+                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {self.block_size}"
+            )
         if not _is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {shown(self.swap_space)}")
         if self.max_model_len is not None:
@@ -171,19 +173,19 @@ class EngineConfig:
         return self.max_num_seqs
 
     @property
-    def paged(self) -> bool:
-        """Whether slots borrow pages."""
+    def uses_blocks(self) -> bool:
+        """Whether slots borrow KV blocks."""
         return self.num_blocks is not None or self.kv_cache_memory_bytes is not None
 
     @property
     def reuses_slots(self) -> bool:
-        """Whether slots are looked into for the beginnings of prompts."""
-        return self.enable_prefix_caching and not self.paged
+        """Whether a prompt may take its beginning from what a slot still holds of another."""
+        return self.enable_prefix_caching and not self.uses_blocks
 
     @property
     def parks(self) -> bool:
         """Whether the state of a request can wait on the host."""
-        return self.preemption or self.paged
+        return self.preemption or self.uses_blocks
 
     @property
     def device_rows(self) -> int:
@@ -224,7 +226,7 @@ class EngineConfig:
         return self.max_model_len
 
     def buckets(self, context_length: int) -> tuple[int, ...]:
-        """Key lengths attention is compiled for, whole blocks; the last one holds the whole context."""
+        """Key lengths attention is compiled for, whole spans; the last one holds the whole context."""
         longest = whole_spans(context_length)
         sizes = self.key_buckets or (SMALLEST_KEY_BUCKET, round(math.sqrt(SMALLEST_KEY_BUCKET * longest)))
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
@@ -250,7 +252,7 @@ def compile_cache_directory() -> Path:
 
 
 def native_cache_directory() -> Path:
-    """Where the compiled C++ attention is kept, among the compiled programs."""
+    """Where the compiled C++ operations are kept, among the compiled programs."""
     return compile_cache_directory() / "native"
 
 

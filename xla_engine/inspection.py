@@ -1,4 +1,4 @@
-"""What a model is and what it needs here, told before anything is loaded: `xla-engine inspect`."""
+"""What a model is and what memory it needs here, before any weight is loaded: `xla-engine inspect`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,22 @@ _SLOTS = (8, 16, 32, 64, 128, 256)
 
 @dataclass(slots=True, kw_only=True)
 class Inspection:
-    """The report. What could not be found out is None, and `problems` says why.
+    """What is known of a model. What could not be found out is None, and `problems` says why.
 
-    stored: tensors, parameters and bytes in the files, by dtype. layers: number by type. shape: of `ModelConfig`.
-    parameters: of the model, tied ones once. dtype: of the engine. backends: what would serve.
-    memory: the configuration asked for, in bytes, with what a token and a slot take. fits: for each max_model_len the
-    bytes needed by max_num_seqs, and how many slots fit at most.
+    path: the directory or file.
+    architecture: as its configuration names it.
+    stored: tensors, parameters and bytes in the files, by dtype.
+    parameters: of the model, tied ones once.
+    shape: the fields of `ModelConfig`.
+    layers: how many there are of each type.
+    eos_token_ids: ids that end a text.
+    tokenizer: one more than its highest token id.
+    chat_template: whether there is one.
+    dtype: of the engine.
+    backends: what would serve.
+    memory: the configuration asked for, in bytes, with what a token and a slot take.
+    fits: for each max_model_len the bytes needed by max_num_seqs, and how many slots fit at most.
+    problems: why the model cannot run, or a part of the report is missing.
     """
 
     path: str
@@ -96,7 +106,7 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
 
 @contextmanager
 def _problems(report: Inspection) -> Iterator[None]:
-    """What is wrong becomes a problem of the report, once."""
+    """An error in the block becomes a problem of the report, once."""
     try:
         yield
     except XlaEngineError as error:

@@ -63,7 +63,8 @@ class SamplingParams:
     max_tokens: new tokens at most, the stop token included.
     min_tokens: new tokens before stop ids may be sampled and stop strings are looked for.
     repetition_penalty: divides positive logits of tokens that stand in prompt or output, multiplies negative ones.
-    frequency_penalty, presence_penalty: taken off the logits of tokens in the output: so often, and once.
+    frequency_penalty: taken off the logits of tokens in the output, as often as each stands there.
+    presence_penalty: taken off the logits of tokens in the output, once.
     logit_bias: added to the logits of these ids, -100 to 100, at most MAX_LOGIT_BIAS ids.
     allowed_token_ids: sample nothing else; stop ids that should be possible must be among them.
     bad_words: strings whose last token is not sampled where it would complete them in the output, as the word

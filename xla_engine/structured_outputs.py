@@ -21,11 +21,13 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputsParams:
     """What the text must match; exactly one of the first five. Names are vLLM's.
 
-    json: a JSON schema, as an object or as text.   json_object: any JSON object.
+    json: a JSON schema, as an object or as text.
     regex: a regular expression, in the syntax of Rust's regex crate, for the whole text.
-    choice: the text is one of these strings.   grammar: a Lark grammar with the rule `start`.
-    disable_any_whitespace: JSON without blanks between its parts. True unless told otherwise, since models that may
-        write blanks can do so for ever; vLLM's default is false.
+    choice: the text is one of these strings.
+    grammar: a Lark grammar with the rule `start`.
+    json_object: any JSON object.
+    disable_any_whitespace: JSON without blanks between its parts. True by default, since models that may write blanks
+        can do so for ever; vLLM's default is false.
     """
 
     json: str | Mapping[str, Any] | None = None

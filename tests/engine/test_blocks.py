@@ -247,7 +247,7 @@ def test_the_start_up_check_runs_over_pages_where_they_hold_a_crowd(
 
 
 def test_sizes_that_make_no_pages_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pages hold 16, 32, 64, 128, 256 tokens, not 48"):
+    with pytest.raises(ConfigError, match="block_size must be one of 16, 32, 64, 128, 256, not 48"):
         EngineConfig(num_blocks=4, block_size=48)
     with pytest.raises(ConfigError, match="give one"):
         EngineConfig(num_blocks=4, kv_cache_memory_bytes=1 << 20)

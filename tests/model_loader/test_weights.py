@@ -1,4 +1,4 @@
-"""Leaves are read block by block into arrays that jax adopts; suspicious values are told by tensor."""
+"""Leaves are read block by block into arrays that jax adopts; suspicious values are named by tensor."""
 
 from __future__ import annotations
 

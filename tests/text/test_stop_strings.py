@@ -1,4 +1,4 @@
-"""Stop strings: the same end however the text is cut, nothing shown that is taken back, and who goes before whom."""
+"""Stop strings: the same end however the text is cut, nothing shown that is taken back, and which end counts first."""
 
 from __future__ import annotations
 

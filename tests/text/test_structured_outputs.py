@@ -1,4 +1,4 @@
-"""Structured output on the embedded model: what comes matches, whoever is beside it; bad constraints harm nobody."""
+"""Structured output on the embedded model: the text matches beside any others; a bad constraint ends one request."""
 
 from __future__ import annotations
 

@@ -86,4 +86,4 @@ def _complete(directory: Path) -> bool:
         )
         return all((directory / str(file)).exists() for file in ("config.json", *shards))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return True  # a broken index is told by who reads it
+        return True  # reading the index will say what is broken

@@ -33,7 +33,7 @@ _OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
 
 
 def open_weight_files(directory: Path) -> TensorFiles:
-    """Check and map the weight files of `directory`; they stay mapped as long as somebody holds the result.
+    """Check and map the weight files of `directory`; they stay mapped as long as the result lives.
 
     Raises CheckpointError for pickled or missing weights, an unusable index or header, and duplicate tensors.
     """
@@ -118,7 +118,7 @@ def _why_no_weights(directory: Path) -> str:
 
 @contextmanager
 def _named(file: Path, part: str) -> Iterator[None]:
-    """Whatever the library or the system says about `file` becomes one CheckpointError."""
+    """Any error of the library or the system becomes a CheckpointError that names `file`."""
     try:
         yield
     except CheckpointError:

@@ -1,7 +1,7 @@
 """Named tensors in memory-mapped files, read block by block, so that a reader's memory stays small.
 
-The pages of a map count as a process's memory while they are mapped in, therefore they are given back behind the
-reader; the system keeps them cached as long as it has room. A file must not be shortened while it is mapped.
+Parts of a map count as a process's memory once they were read. They are given back behind the reader; the system
+keeps them cached as long as it has room. A file must not be shortened while it is mapped.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class TensorInfo:
 
 
 class TensorFiles:
-    """Mapped files: `tensors` is all that their headers promise, checked by whoever made this."""
+    """Mapped files and all tensors that their headers describe, already checked against the files' lengths."""
 
-    dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of numbers; other tensors may be there
+    dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of weights; tensors of other dtypes may be there
 
     def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
         self.tensors = tensors
@@ -94,7 +94,7 @@ class TensorFiles:
         return digest.hexdigest()
 
     def _parts(self, info: TensorInfo, stored: Array) -> Iterator[slice]:
-        """Ranges of rows of `stored`, the tensor's bytes in the file; the file's pages are forgotten behind each."""
+        """Ranges of rows of `stored`, the tensor's bytes in the file; each is unmapped behind the reader."""
         row_bytes = max(1, stored.nbytes // max(1, len(stored)))
         rows = max(1, _BLOCK // row_bytes)
         for first in range(0, len(stored), rows):
@@ -103,7 +103,7 @@ class TensorFiles:
 
 
 def _forget(mapped: mmap.mmap, start: int, length: int) -> None:
-    """Drop the pages of a range from this process's memory."""
+    """Drop a range of the file from this process's memory."""
     if hasattr(mmap, "MADV_DONTNEED"):
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         mapped.madvise(mmap.MADV_DONTNEED, first, min(start + length, len(mapped)) - first)

@@ -59,7 +59,7 @@ class StoredWeights(Mapping[str, Array]):
             finite, first = True, row
             for block in self._rows(source, rows.shape[1:]):
                 part = rows[row : row + len(block)]
-                with np.errstate(invalid="ignore", over="ignore"):  # told below, by tensor
+                with np.errstate(invalid="ignore", over="ignore"):  # a warning below names the tensor
                     part[...] = block
                 finite = finite and all_finite(part)
                 row += len(block)

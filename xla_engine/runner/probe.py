@@ -67,7 +67,7 @@ class Probe:
         length = min(below + int(_CHUNKS * chunk), room - self.samples)
         self._tokens = self._random_tokens(length)
         # Whole blocks are computed, or none of their positions.
-        self._head = math.lcm(chunk, runner.config.block_size if runner.config.paged else 1)
+        self._head = math.lcm(chunk, runner.config.block_size if runner.config.uses_blocks else 1)
         self._tail = min(below, length - 1) // self._head * self._head
         self.slots = (0, rows // 2, rows - 1)
 
@@ -149,7 +149,7 @@ class Probe:
         rows = tuple(Row(slot=_slot(prompt), request_id=str(prompt.slot)) for prompt in prompts)
         settings = {str(prompt.slot): prompt.settings for prompt in prompts}
         decodes = prompts[0].settings.max_tokens - 1
-        tables = self._tables(prompts) if self._runner.config.paged else ()
+        tables = self._tables(prompts) if self._runner.config.uses_blocks else ()
         plans = [_plan(before, (), tables)] if before else []
         plans += [_plan(chunks, rows if decodes else (), tables), *[_plan((), rows)] * (decodes - 1)]
         results = [self._runner.wait(step) for step in [self._runner.start(plan, settings) for plan in plans]]

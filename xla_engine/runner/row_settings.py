@@ -29,7 +29,7 @@ class RowSettings:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before stop ids may be sampled, for the device; a mask in host_gated forbids them itself."""
+        """Tokens before stop ids may be sampled, for the device; a host-gated mask forbids them itself."""
         return 0 if self.mask is not None and self.mask.host_gated else self.params.min_tokens
 
     @property

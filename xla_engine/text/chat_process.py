@@ -1,4 +1,4 @@
-"""The process that renders chat templates, as its parent sees it; what runs in it is `chat_worker`."""
+"""The process that renders chat templates, from the side of its parent; `chat_worker` runs in it."""
 
 from __future__ import annotations
 

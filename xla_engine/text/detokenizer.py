@@ -76,7 +76,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
-    """GPT-2 style: tokens are bytes in disguise. At most three bytes of an unfinished character are held."""
+    """Text of tokens that spell bytes (GPT-2 style). At most three bytes of an unfinished character are held back."""
 
     def __init__(self, token_bytes: TokenBytes, visible_token: VisibleToken, decode: Decode) -> None:
         super().__init__(visible_token, decode)
@@ -97,7 +97,7 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 
 
 class PieceDetokenizer(IncrementalDetokenizer):
-    """SentencePiece style: tokens are text, or single bytes that are text together.
+    """Text of tokens that are text themselves, or single bytes that are text together (SentencePiece style).
 
     The library turns a run of byte tokens with one bad byte into U+FFFD from its beginning, so nothing of a
     run is final before its end.

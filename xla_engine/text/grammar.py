@@ -25,7 +25,7 @@ class Matcher:
 
     def words(self) -> np.ndarray:
         """What may come next, u32 `[ceil(V / 32)]`; an eos id where the text may end. Raises InvalidRequestError."""
-        import numpy as np  # here: the command line reads this module before anybody asks for a mask
+        import numpy as np  # here: most imports of this module never ask for a mask
 
         words = np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._words]
         self._check()

@@ -60,7 +60,7 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the begin and end tokens that tokenizer.json adds unless told otherwise.
+        """Token ids of `text`, with the begin and end tokens that tokenizer.json adds if `add_special_tokens`.
 
         Raises InvalidRequestError for text that is not valid Unicode and for whatever the tokenizer fails at.
         """

@@ -303,7 +303,7 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
 
 
 def beside(vision: str, text: dict[str, Any]) -> dict[str, Any]:
-    """A decoder within a model that also sees, whose vision part is as small as can be."""
+    """A decoder within a model that also takes pictures, whose vision part is as small as can be."""
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     seeing = {"model_type": vision, "image_size": 16, "patch_size": 8, "head_dim": 8, **size}
     return {"text_config": {"vocab_size": VOCABULARY, **text}, "vision_config": seeing}

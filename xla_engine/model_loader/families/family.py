@@ -23,8 +23,11 @@ ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
 class Source:
     """A checkpoint tensor as a part of a leaf: its rows come behind those of the parts before it.
 
-    shape: in the file. rotary_heads: its first rows are so many heads, each put in the engine's rotary order
-    (`graphs.ops.rope.rotary_order`). offset: added in float32 (Gemma stores norm weights less one).
+    name: in the file.
+    shape: in the file.
+    rotary_heads: so many heads stand in its first rows; each is put in the engine's rotary order
+        (`graphs.ops.rope.rotary_order`).
+    offset: added in float32 (Gemma stores norm weights less one).
     order: its rows that the leaf takes, in the leaf's order; None: all of them as they stand.
     convert: what becomes of a block of its leading entries before it is cut into rows.
     scales: the tensor of its scales where it is stored in MXFP4, as `[..., blocks, 16]` bytes.
@@ -52,17 +55,21 @@ def no_flags(_: Fields) -> dict[str, Any]:
 class Family:
     """One architecture of transformers, as data.
 
-    architecture, model_type: their names in config.json.
-    defaults: values of fields that real files leave out (null is not left out). rope_theta: likewise.
-    rope_local: sliding layers have a rotary base of their own, without scaling.
-    reads: fields that `flags` knows; every other one that would change the computation is refused by name.
-    flags: fields of `ModelConfig` beside the sizes that all families share.
+    architecture: config.json's name of it.
+    model_type: config.json's other name of it.
     tensors: the tensors of each leaf of a layer, below `layer`, or a function that gives its sources; of the leaves
-        beside the layers, whole names. mxfp4: the same of leaves that a checkpoint quantised so stores otherwise.
-    activations: config.json's words for those that are built in.
+        beside the layers, whole names.
+    mxfp4: the same of the leaves that an MXFP4 checkpoint stores in another way.
+    flags: gives the fields of `ModelConfig` beside the sizes that all families share.
+    reads: fields that `flags` knows; every other one that would change the computation is refused by name.
+    defaults: values of fields that real files leave out (null is not left out).
+    rope_theta: rotary base where a file leaves it out.
+    rope_local: sliding layers have a rotary base of their own, without scaling.
+    activations: config.json's words for the activations that are built in.
     norm_offset: added to every norm weight.
     ignores: pattern of tensors that are no part of the decoder.
     text_type: model_type of config.json's `text_config`, which describes the decoder where it is a part of a model.
+    layer: what the names of a layer's tensors begin with.
     """
 
     architecture: str
@@ -82,7 +89,7 @@ class Family:
 
 
 def within_vision_model(family: Family, architecture: str, model_type: str) -> Family:
-    """The text decoder of a checkpoint that also sees; what sees is left on disk."""
+    """The text decoder of a checkpoint that also takes pictures; the weights for pictures are not read."""
     beside = {
         leaf: names for leaf, names in family.tensors.items() if leaf in ("embed", "final_norm", "head")
     }

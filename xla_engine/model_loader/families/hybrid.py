@@ -184,7 +184,7 @@ QWEN3_5 = Family(
     norm_offset=1.0,
     ignores=r"mtp\..*",
 )
-QWEN3_5_VISION = replace(  # what sees is left on disk
+QWEN3_5_VISION = replace(  # the weights for pictures are not read
     QWEN3_5,
     architecture="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",

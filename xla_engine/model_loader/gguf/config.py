@@ -25,9 +25,13 @@ from xla_engine.utils.shown import shown
 class _Architecture:
     """An architecture of llama.cpp in transformers' words.
 
+    name: llama.cpp's.
+    architecture: transformers' name of the class.
+    model_type: transformers' name of the configuration.
     interleaved: its files have rotary pairs side by side, where transformers has them half a head apart.
-    fields: of config.json, where the metadata does not say. words: other names of fields than those of `_FIELDS`.
-    experts: some layers have them.
+    fields: of config.json, where the metadata does not say.
+    words: other names of fields than those of `_FIELDS`.
+    experts: some layers have experts.
     """
 
     name: str
@@ -214,7 +218,7 @@ def _number(file: GgufReader, key: str) -> Any:
 def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
     """Value heads must be as wide as key heads; the rotary part may be narrower."""
     if not values.get("hidden_size") or not values.get("num_attention_heads"):
-        return  # told by the reader of the fields
+        return  # the reader of the fields refuses them
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     valued = file.get("{arch}.attention.value_length")
     if valued not in (None, width):

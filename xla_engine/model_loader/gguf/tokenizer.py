@@ -57,7 +57,7 @@ def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
 
 
 class _Vocabulary:
-    """Tokens by id, with what is said of each."""
+    """The tokens of a GGUF file by id, with their types."""
 
     def __init__(self, file: GgufReader) -> None:
         self.tokens: list[str] = self._list(file, "tokens", str, None)
