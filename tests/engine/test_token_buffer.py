@@ -121,9 +121,7 @@ def test_everybody_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> None
                 row.samples.append(Sample(tokens[row.slot], logprobs[row.slot], extra.get(row.slot)))
                 row.times.append(float(step))
         eager = buffer.eager()
-        assert {request for request in eager} == {
-            row.request for row in rows if row.slot is not None and row.request.eager
-        }
+        assert set(eager) == {row.request for row in rows if row.slot is not None and row.request.eager}
         for request in eager:
             assert not request.take()
         assert buffer.num_tokens == sum(len(row.samples) for row in (*rows, *over))

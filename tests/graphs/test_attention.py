@@ -362,12 +362,12 @@ def test_a_row_depends_on_nothing_but_itself(backend: Attention) -> None:
     )
     runs = {
         "permuted": (
-            dict(cache=[x[order] for x in case.cache], qkv=case.qkv[order], length=case.length[order]),
+            {"cache": [x[order] for x in case.cache], "qkv": case.qkv[order], "length": case.length[order]},
             np.argsort(order),
         ),
-        "neighbours": (dict(cache=(keys, values), qkv=np.where(mine[:, None], case.qkv, other.qkv)), [1]),
-        "alone": (dict(live=mine), [1]),
-        "longer cache": (dict(cache=[np.concatenate([x, x], axis=2) for x in case.cache]), range(4)),
+        "neighbours": ({"cache": (keys, values), "qkv": np.where(mine[:, None], case.qkv, other.qkv)}, [1]),
+        "alone": ({"live": mine}, [1]),
+        "longer cache": ({"cache": [np.concatenate([x, x], axis=2) for x in case.cache]}, range(4)),
     }
     for name, (changes, rows) in runs.items():
         _, found = case.decode(backend, **changes)

@@ -197,7 +197,7 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
         noise, (cache, pack_rows(make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
     )
     parked = Parked()
-    moves = BlockMoves(cast(Inventory, Calls(spec)), parked, 64)
+    moves = BlockMoves(cast("Inventory", Calls(spec)), parked, 64)
     expected, slots = by_page(state), by_slot(state[1])
     assert by_page(moves.warm_up(state, swaps=True)) == expected
 

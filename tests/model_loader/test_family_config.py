@@ -82,18 +82,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
         | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         {
-            **{
-                "layer_types": (SLIDES, FULL) * 13,
-                "post_norm": True,
-                "pre_norm": True,
-                "embedding_multiplier": 48.0,
-            },
-            **{
-                "attention_multiplier": 1 / 16,
-                "attn_logit_softcapping": 50.0,
-                "final_logit_softcapping": 30.0,
-            },
-            **{"tie_word_embeddings": True, "hidden_act": "gelu_tanh", "qk_norm": None},
+            "layer_types": (SLIDES, FULL) * 13,
+            "post_norm": True,
+            "pre_norm": True,
+            "embedding_multiplier": 48.0,
+            "attention_multiplier": 1 / 16,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_tanh",
+            "qk_norm": None,
         },
     ),
     "gemma-3-1b": (
@@ -106,8 +104,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None}
         | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": False},
         {
-            **{"layer_types": ((SLIDES,) * 5 + (FULL,)) * 4 + (SLIDES,) * 2, "qk_norm": "head"},
-            **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "attn_logit_softcapping": None},
+            "layer_types": ((SLIDES,) * 5 + (FULL,)) * 4 + (SLIDES,) * 2,
+            "qk_norm": "head",
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "attn_logit_softcapping": None,
         },
     ),
     "Phi-3-mini-4k": (
@@ -132,7 +133,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
         | {"logits_scaling": 8.0, "tie_word_embeddings": True, "attention_bias": False},
         {
-            **{"attention_multiplier": 1 / 64, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+            "attention_multiplier": 1 / 64,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
             "logit_scale": 0.125,
         },
     ),
@@ -142,8 +145,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         | {"logit_scale": 0.0625, "use_qk_norm": False, "attention_bias": False},
         {
-            **{"layer_norm": True, "use_parallel_residual": True, "rope_interleaved": True},
-            **{"logit_scale": 0.0625, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+            "layer_norm": True,
+            "use_parallel_residual": True,
+            "rope_interleaved": True,
+            "logit_scale": 0.0625,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
         },
     ),
 }
@@ -213,13 +220,12 @@ GEMMA3_4B = {
     "model_type": "gemma3",
     "eos_token_id": [1, 106],
     "text_config": {
-        **{
-            "model_type": "gemma3_text",
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "num_hidden_layers": 34,
-        },
-        **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
     },
     "vision_config": {"model_type": "siglip_vision_model"},
 }

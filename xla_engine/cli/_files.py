@@ -18,7 +18,7 @@ def open_input(path: str) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
     elif is_packed(path):
         with gzip.open(path, "rb") as packed:
-            yield cast(BinaryIO, packed)
+            yield cast("BinaryIO", packed)
     else:
         with open(path, "rb") as source:
             yield source

@@ -19,7 +19,7 @@ def make_lanes(
     """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt."""
     # Any: the records are declared for the arrays a graph sees.
     tokens: Any = np.zeros((lanes, chunk_size), np.int32)
-    slot, start, count, prompt_length, max_tokens, min_tokens = cast(Any, np.zeros((6, lanes), np.int32))
+    slot, start, count, prompt_length, max_tokens, min_tokens = cast("Any", np.zeros((6, lanes), np.int32))
     is_last: Any = np.zeros(lanes, np.bool_)
     stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
     for lane, chunk in enumerate(chunks):

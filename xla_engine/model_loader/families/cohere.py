@@ -17,8 +17,11 @@ _DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "max_position_e
 def _cohere(fields: Fields) -> dict[str, Any]:
     bias = fields.flag("attention_bias", default=False)
     return {
-        **{"layer_norm": True, "use_parallel_residual": True, "rope_interleaved": True},
-        **{"qkv_bias": bias, "output_bias": bias},
+        "layer_norm": True,
+        "use_parallel_residual": True,
+        "rope_interleaved": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
         "rms_norm_eps": fields.number("layer_norm_eps", high=1.0, default=1e-5),
         "logit_scale": fields.number("logit_scale", high=1e6, default=1.0),
     }
