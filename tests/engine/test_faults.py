@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import TINY_ENGINE
 from tests.support.device import edit_cache
+from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.faults import FAULTS_IN_A_ROW
 from xla_engine.equivalence.cases import Case, draw_cases

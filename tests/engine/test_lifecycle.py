@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY_ENGINE
+from tests.support.models import TINY_ENGINE
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import xla_engine.runner.runner as runner_module
-from tests.conftest import TINY, TINY_ENGINE
 from tests.support.device import program_text
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY_ENGINE
-from tests.laws.test_equivalence import FAULTY, attend_decode, attend_prefill, poison_free_slots
-from tests.laws.test_scheduler_laws import credit_goes_to_the_slot
+from tests.support.device import poison_free_slots
 from tests.support.fake_runner import Loop, PlanError
+from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot
+from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.reference import Reference
