@@ -75,14 +75,14 @@ def test_concurrent_tasks_get_their_own_tokens(tiny: XlaBatchEngine, alone: list
     assert not tiny.has_work and not tiny.has_unfinished
 
 
-def test_a_reader_that_stalls_holds_up_nobody(tiny: XlaBatchEngine, alone: list[tuple[int, ...]]) -> None:
+def test_a_reader_that_stalls_holds_up_no_other(tiny: XlaBatchEngine, alone: list[tuple[int, ...]]) -> None:
     llm = AsyncLLM.from_engine(tiny)
 
     async def main() -> None:
         stalled = llm.generate(PROMPTS[0], PARAMS, request_id="stalled")
         first = await anext(stalled)  # type: ignore[arg-type]
         assert not first.finished
-        for number in (1, 2, 3):  # many turns, in which nobody looks at the first
+        for number in (1, 2, 3):  # many turns, in which the first is not read
             assert (await read(llm, PROMPTS[number])).outputs[0].token_ids == alone[number]
         rest = [output async for output in stalled]
         assert len(rest) == 1 and rest[0].finished  # everything it missed, in one piece

@@ -1,4 +1,4 @@
-"""The engine's loop: every request ends exactly once, bad input harms nobody, failures are said."""
+"""The engine's loop: every request ends exactly once, bad input harms no other request, failures are said."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MakeEngine = Callable[..., XlaBatchEngine]
 def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int) -> None:
     """Half of the live requests lose their slot in some step, in every way there is; streams never repeat a token."""
     ways = tiny.ways_to_preempt
-    assert ways == ("park", "replay"), "nobody knows that a recompute is exact"
+    assert ways == ("park", "replay"), "a recompute is not known to be exact"
     expected: dict[str, object] = {}
     for at, prompt in enumerate(PROMPTS):
         for kind, params in enumerate(PARAMS):

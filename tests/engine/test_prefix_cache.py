@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and nobody can tell by a bit."""
+"""Prompts that begin alike are computed once, and no bit tells."""
 
 from __future__ import annotations
 

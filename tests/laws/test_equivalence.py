@@ -100,7 +100,7 @@ def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaB
 
 
 def test_stale_nan_in_free_slots_changes_nothing(make_engine: Callable[..., XlaBatchEngine]) -> None:
-    """Every free slot is filled with NaN before every turn; whoever moves in must not notice."""
+    """Every free slot is filled with NaN before every turn; the next request must not notice."""
     engine = make_engine()
     cases = draw_cases(engine, 40, seed=3)
     expected = {case.request_id: run_alone(engine, case) for case in cases}
@@ -202,7 +202,7 @@ def test_a_planted_fault_is_caught(
 def test_credit_to_the_wrong_epoch_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    """A ledger that forgets when a tenancy began gives a dead tenancy's tokens to whoever has its slot."""
+    """A token buffer that forgets when a tenancy began gives a dead tenancy's tokens to the slot's next request."""
     engine = make_engine(FAULTY)
     peers = engine.max_num_seqs - 1  # so that the slot is the same
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

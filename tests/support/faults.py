@@ -51,7 +51,7 @@ def attend_everything_writes(self: Any, layer: Any, qkv: Any, call: Any, *, live
 
 
 def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a token went to whoever holds the row now."""
+    """As if a token went to the request that holds the row now."""
     commit = Scheduler.commit
 
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
