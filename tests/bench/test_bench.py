@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import TINY
+from tests.support.models import TINY
 from xla_engine.bench import limits
 from xla_engine.bench.card import card, markdown_table
 from xla_engine.bench.figures import Spread, complaints, figures, ratios, spread_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY
+from tests.support.models import TINY
 from xla_engine.bench import measure as bench
 from xla_engine.bench import peers, rounds
 from xla_engine.bench.peers import PeerFailed, Process, parse_peers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.conftest import TINY_ENGINE, tiny_checkpoint
+from tests.support.models import TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench import sweep
 from xla_engine.bench.figures import Spread
 from xla_engine.cli import main

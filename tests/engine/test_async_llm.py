@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -74,14 +75,14 @@ def test_concurrent_tasks_get_their_own_tokens(tiny: XlaBatchEngine, alone: list
     assert not tiny.has_work and not tiny.has_unfinished
 
 
-def test_a_reader_that_stalls_holds_up_nobody(tiny: XlaBatchEngine, alone: list[tuple[int, ...]]) -> None:
+def test_a_reader_that_stalls_holds_up_no_other(tiny: XlaBatchEngine, alone: list[tuple[int, ...]]) -> None:
     llm = AsyncLLM.from_engine(tiny)
 
     async def main() -> None:
         stalled = llm.generate(PROMPTS[0], PARAMS, request_id="stalled")
         first = await anext(stalled)  # type: ignore[arg-type]
         assert not first.finished
-        for number in (1, 2, 3):  # many turns, in which nobody looks at the first
+        for number in (1, 2, 3):  # many turns, in which the first is not read
             assert (await read(llm, PROMPTS[number])).outputs[0].token_ids == alone[number]
         rest = [output async for output in stalled]
         assert len(rest) == 1 and rest[0].finished  # everything it missed, in one piece
@@ -186,17 +187,29 @@ def test_a_fault_in_a_step_is_survived(
 
 
 def test_a_cancelled_loop_tells_every_reader_and_the_next_request_starts_another(
-    tiny: XlaBatchEngine, alone: list[tuple[int, ...]]
+    tiny: XlaBatchEngine, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = AsyncLLM.from_engine(tiny)
+    """Cancelled while the third step is waited for, when no request can have ended."""
+    llm, real = AsyncLLM.from_engine(tiny), tiny.runner.wait
+    reached, told, steps = threading.Event(), threading.Event(), []
+
+    def wait(step: Any) -> Any:
+        steps.append(step)
+        if len(steps) == 3:
+            reached.set()
+            assert told.wait(60)
+        return real(step)
+
+    monkeypatch.setattr(tiny.runner, "wait", wait)
 
     async def main() -> None:
         tasks = [asyncio.create_task(read(llm, prompt)) for prompt in PROMPTS]
-        while not tiny.num_running:  # the first step is under way, and nobody has got a token of it
+        while not reached.is_set():
             await asyncio.sleep(0)
         assert llm._driver is not None
         llm._driver.cancel()
         outputs = await asyncio.gather(*tasks)
+        told.set()
         assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
         assert (await read(llm, PROMPTS[5])).outputs[0].token_ids == alone[5]
 

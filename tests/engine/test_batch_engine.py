@@ -1,4 +1,4 @@
-"""The engine's loop: every request ends exactly once, bad input harms nobody, failures are said."""
+"""The engine's loop: every request ends exactly once, bad input harms no other request, failures are said."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases

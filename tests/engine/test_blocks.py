@@ -1,4 +1,4 @@
-"""Slots that borrow pages: the bits of slots of their own, more requests in one memory, every page accounted for."""
+"""Slots that borrow blocks: the bits of slots of their own, more requests in one memory, every block accounted for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
-from tests.engine.test_preemption import PARAMS, PROMPTS, answers, submit_all
 from tests.simulator.test_simulator import COST, record
 from tests.support.device import num_parked
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.requests import PARAMS, PROMPTS, answers, submit_all
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -39,7 +39,7 @@ STEMS = [[DRAW.randrange(TINY.vocab_size) for _ in range(100)] for _ in range(3)
 
 @pytest.fixture(scope="module")
 def shared_paged() -> Iterator[XlaBatchEngine]:
-    """24 pages of 32 are the memory of three slots of 256; more than eight requests share it."""
+    """24 blocks of 32 are the memory of three slots of 256; more than eight requests share it."""
     with XlaBatchEngine(tiny_checkpoint(), None, PAGED) as engine:
         yield engine
 
@@ -51,8 +51,8 @@ def paged(shared_paged: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
     shared_paged.lag = shared_paged.config.lag
     shared_paged.drain()
     shared_paged.scheduler.check()
-    pages = shared_paged.scheduler._kv.blocks
-    assert pages is not None and pages.pool.num_free == PAGED.num_blocks, "a page leaked"
+    manager = shared_paged.scheduler._kv.blocks
+    assert manager is not None and manager.pool.num_free == PAGED.num_blocks, "a block leaked"
     assert num_parked(shared_paged.runner) == 0
 
 
@@ -65,7 +65,7 @@ def run_checked(engine: XlaBatchEngine, disturb: Callable[[], object] = lambda: 
     return ended
 
 
-def test_pages_hold_more_requests_and_change_no_bit(tiny: XlaBatchEngine, paged: XlaBatchEngine) -> None:
+def test_blocks_hold_more_requests_and_change_no_bit(tiny: XlaBatchEngine, paged: XlaBatchEngine) -> None:
     assert paged.runner.cache_bytes < tiny.runner.cache_bytes / 2
     tiny.reset_prefix_cache()
     submit_all(tiny)
@@ -122,13 +122,13 @@ def storm(engine: XlaBatchEngine, seed: int, lag: int, requests: int = 24) -> in
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_storm_over_few_pages_changes_no_bit(paged: XlaBatchEngine, lag: int) -> None:
+def test_a_storm_over_few_blocks_changes_no_bit(paged: XlaBatchEngine, lag: int) -> None:
     assert storm(paged, seed=lag, lag=lag) > 10
 
 
 @contextlib.contextmanager
 def scheduled(engine: XlaBatchEngine, **options: Any) -> Iterator[None]:
-    """Another scheduler, of fewer slots and pages than there are."""
+    """Another scheduler, of fewer slots and blocks than there are."""
     usual = engine.scheduler
     engine.scheduler = Scheduler(replace(usual.config, **options))
     yield
@@ -138,8 +138,8 @@ def scheduled(engine: XlaBatchEngine, **options: Any) -> Iterator[None]:
     engine.reset_prefix_cache()
 
 
-def test_turns_of_one_step_over_fewer_pages_than_requests_change_no_bit(paged: XlaBatchEngine) -> None:
-    """Everything at once: each request loses its slot after every step, pages run out, and prefixes come and go."""
+def test_turns_of_one_step_over_fewer_blocks_than_requests_change_no_bit(paged: XlaBatchEngine) -> None:
+    """Everything at once: each request loses its slot after every step, blocks run out, and prefixes come and go."""
     turns = {"scheduling_policy": "round_robin", "quantum": 1, "preemption": False}
     with scheduled(paged, **turns, max_num_seqs=4, num_blocks=10):
         assert storm(paged, seed=7, lag=1, requests=12) > 100
@@ -156,7 +156,7 @@ def test_a_storm_with_the_cpp_operations_changes_no_bit() -> None:
 
 
 def test_rows_grow_and_the_last_in_line_gives_way(paged: XlaBatchEngine) -> None:
-    """Sixteen requests of one page at first, four in the end: 64 pages are wanted of 24."""
+    """Sixteen requests of one block at first, four in the end: 64 blocks are wanted of 24."""
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=100, logprobs=2, ignore_eos=True)
     prompts = [[index, 7, 9] for index in range(16)]
     expected = {}
@@ -175,39 +175,39 @@ def test_rows_grow_and_the_last_in_line_gives_way(paged: XlaBatchEngine) -> None
     assert ended[0].request_id == "0", "the first in line never gives way"
 
 
-def test_samples_of_one_prompt_share_its_pages(paged: XlaBatchEngine) -> None:
+def test_samples_of_one_prompt_share_its_blocks(paged: XlaBatchEngine) -> None:
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=4, n=8, logprobs=0, ignore_eos=True)
     prompt = STEMS[0][:96]
     paged.submit(prompt, params, request_id="alone")
     (alone,) = paged.drain()
     assert len({output.token_ids for output in alone.outputs}) > 1, "eight samples are not the same"
-    pages = paged.scheduler._kv.blocks
-    assert pages is not None
-    fewest = pages.pool.num_free
+    manager = paged.scheduler._kv.blocks
+    assert manager is not None
+    fewest = manager.pool.num_free
 
     def count() -> None:
         nonlocal fewest
-        fewest = min(fewest, pages.pool.num_free)
+        fewest = min(fewest, manager.pool.num_free)
 
     copies: list[BlockCopy] = []
     paged.on_step = lambda plan, _: copies.extend(plan.copies)
     paged.submit(prompt, params, request_id="alone")
     (again,) = run_checked(paged, count)
     paged.on_step = None
-    assert copies, "the last page holds the last chunk, which each computes for itself"
+    assert copies, "the last block holds the last chunk, which each computes for itself"
     assert [output.token_ids for output in again.outputs] == [output.token_ids for output in alone.outputs]
-    # 99 positions are four pages: two or three are everybody's, and eight sequences would take 32 of their own.
+    # 99 positions are four blocks: two or three are shared by all, and eight sequences would take 32 of their own.
     assert 24 - fewest <= 3 + 8 * 2
 
 
-def test_law_1_over_pages(paged: XlaBatchEngine) -> None:
+def test_law_1_over_blocks(paged: XlaBatchEngine) -> None:
     with scheduled(paged, num_blocks=14):
         report = verify(paged, requests=60, schedules=2, seed=31, lags=(0, 2))
     assert report.ok and report.preempted > 0, "\n".join(report.lines())
 
 
 @pytest.mark.slow
-def test_law_1_over_pages_with_pure_jax(make_engine: MakeEngine) -> None:
+def test_law_1_over_blocks_with_pure_jax(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(PAGED, attention_backend="xla", max_model_len=128, num_blocks=12))
     assert engine.ways_to_preempt[0] == "park"
     report = verify(engine, requests=40, schedules=2, seed=31, lags=(0, 2))
@@ -215,7 +215,7 @@ def test_law_1_over_pages_with_pure_jax(make_engine: MakeEngine) -> None:
     engine.scheduler.check()
 
 
-def test_a_record_of_a_run_over_pages_replays(paged: XlaBatchEngine) -> None:
+def test_a_record_of_a_run_over_blocks_replays(paged: XlaBatchEngine) -> None:
     cases = draw_cases(paged, 24, seed=5)
     drawn = draw_schedule(cases, 5, lag=1, preempts=paged.ways_to_preempt)
     _, record = record_schedule(paged, drawn, blank=True)
@@ -224,7 +224,7 @@ def test_a_record_of_a_run_over_pages_replays(paged: XlaBatchEngine) -> None:
     assert report.ok, "\n".join(report.lines())
 
 
-def test_a_simulated_run_over_pages_is_the_real_one_step_for_step(
+def test_a_simulated_run_over_blocks_is_the_real_one_step_for_step(
     paged: XlaBatchEngine, tmp_path: Path
 ) -> None:
     record(paged, tmp_path / "steps.jsonl", seed=1)
@@ -234,7 +234,7 @@ def test_a_simulated_run_over_pages_is_the_real_one_step_for_step(
     assert any(step.parks for step in log.steps) and any(step.reuses for step in log.steps)
 
 
-def test_the_start_up_check_runs_over_pages_where_they_hold_a_crowd(
+def test_the_start_up_check_runs_over_blocks_where_they_hold_a_crowd(
     paged: XlaBatchEngine, make_engine: MakeEngine
 ) -> None:
     assert paged.self_check is not None and paged.self_check.row_invariant
@@ -246,14 +246,14 @@ def test_the_start_up_check_runs_over_pages_where_they_hold_a_crowd(
     assert len(small.drain()) == 1
 
 
-def test_sizes_that_make_no_pages_are_refused() -> None:
+def test_sizes_that_make_no_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="block_size must be one of 16, 32, 64, 128, 256, not 48"):
         EngineConfig(num_blocks=4, block_size=48)
     with pytest.raises(ConfigError, match="give one"):
         EngineConfig(num_blocks=4, kv_cache_memory_bytes=1 << 20)
 
 
-def test_every_program_over_pages_works_in_place(paged: XlaBatchEngine) -> None:
+def test_every_program_over_blocks_works_in_place(paged: XlaBatchEngine) -> None:
     reports = paged.inventory_report()
     assert len(reports) <= 8
     for report in reports:

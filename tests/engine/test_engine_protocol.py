@@ -139,7 +139,7 @@ def test_an_identity_is_that_of_the_engine(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["real", "fake"])
-def test_a_closed_engine_has_told_everyone_and_takes_no_more(
+def test_a_closed_engine_has_told_every_reader_and_takes_no_more(
     kind: str, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
     engine: Engine = make_engine() if kind == "real" else FakeEngine()

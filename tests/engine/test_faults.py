@@ -1,4 +1,4 @@
-"""What a fault costs: one in a step costs nobody anything, one that comes again ends those in its step, no more."""
+"""What a fault costs: one in a step costs nothing, one that comes again ends the requests in its step and no more."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import TINY_ENGINE
 from tests.support.device import edit_cache
+from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.faults import FAULTS_IN_A_ROW
 from xla_engine.equivalence.cases import Case, draw_cases
@@ -62,7 +62,7 @@ def fail_at(
         count += 1
         if count in calls:
             if verb == "start":
-                real(*arguments)  # the donated state has moved on, and nobody knows
+                real(*arguments)  # the donated state has moved on unnoticed
             raise error
         return real(*arguments)
 
@@ -107,10 +107,10 @@ def test_what_was_delivered_is_not_delivered_again(
     assert tiny.stats().generation_tokens - generated == sum(seen.values())
 
 
-def test_a_fault_that_comes_again_ends_those_in_its_step_and_nobody_else(
+def test_a_fault_that_comes_again_ends_those_in_its_step_and_no_others(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 3 and 5 fail: whoever was in both is over, with the tokens it had; who waited never notices."""
+    """Steps 3 and 5 fail: a request in both is over, with the tokens it had; those that waited never notice."""
     in_step: list[set[str]] = []
     real = tiny.runner.start
 
@@ -177,7 +177,7 @@ def test_an_interrupt_before_the_device_state_is_replaced_lets_abort_and_submit_
     }
 
 
-def test_a_device_that_never_answers_again_is_given_up_with_a_word_to_everybody(
+def test_a_device_that_never_answers_again_is_given_up_with_a_word_to_every_request(
     make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -243,7 +243,7 @@ def test_the_mark_of_a_row_without_choice_is_the_same_on_both_sides() -> None:
 def test_nan_in_one_row_ends_its_request_and_no_other(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], where: str, lag: int
 ) -> None:
-    """Planted in the row's keys on the device; the slot is clean for whoever comes next."""
+    """Planted in the row's keys on the device; the slot is clean for the next request."""
     tiny.lag = lag
     long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     length = 5 if where == "decode" else TINY_ENGINE.chunk_size * (TINY_ENGINE.prefill_lanes[-1] + 2)

@@ -1,4 +1,4 @@
-"""Cancel, deadlines, priorities and streams: every request ends once, in time, and disturbs nobody on its way."""
+"""Cancel, deadlines, priorities and streams: every request ends once, in time, and disturbs no other on its way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY_ENGINE
+from tests.support.models import TINY_ENGINE
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
@@ -218,7 +218,7 @@ def test_streams_read_in_turns_lose_nothing(tiny: XlaBatchEngine) -> None:
 
 
 def test_unread_news_merge(tiny: XlaBatchEngine) -> None:
-    """An collector holds one entry per request, however long nobody looks; then everything is there."""
+    """A collector holds one entry per request, however late it is read; then everything is there."""
     calls: list[int] = []
     collector = OutputCollector(on_news=lambda: calls.append(1))
     expected = _alone(tiny, [1, 2])
@@ -243,7 +243,7 @@ def test_text_deltas_are_never_taken_back(embedded: XlaBatchEngine) -> None:
 # -- the end of the engine ---------------------------------------------------------------------------------
 
 
-def test_close_keeps_what_nobody_has_read(make_engine: Callable[..., XlaBatchEngine]) -> None:
+def test_close_keeps_what_was_not_read(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine()
     collector = OutputCollector()
     engine.submit([1], replace(LONG, max_tokens=1), request_id="done")

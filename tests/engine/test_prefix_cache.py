@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and nobody can tell by a bit."""
+"""Prompts that begin alike are computed once, and no bit tells."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.device import read_cache
-from xla_engine.config import EngineConfig
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -183,4 +182,3 @@ def test_off_means_off(make_engine: Callable[..., XlaBatchEngine]) -> None:
     assert "copy_block" not in {report.name for report in engine.inventory_report()}
     run(engine, [STEM])
     assert run(engine, [STEM])[0].num_cached_tokens == 0
-    assert isinstance(engine.config, EngineConfig)

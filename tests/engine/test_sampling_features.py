@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE
+from tests.support.models import TINY, TINY_ENGINE
+from tests.support.requests import comparable
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.reference import Reference
 from xla_engine.errors import InvalidRequestError
-from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 
@@ -42,27 +43,6 @@ def draw_params(draw: random.Random) -> dict[str, Any]:
     if fields.get("temperature", 1) > 0:
         fields["n"] = draw.choice((1, 1, 1, 2, 3))
     return fields
-
-
-def comparable(output: RequestOutput) -> tuple[Any, ...]:
-    """All that a caller can see of a result, with the bits of every number."""
-
-    def bits(value: float) -> bytes:
-        return np.float32(value).tobytes()
-
-    def entries(tokens: tuple[Any, ...] | None) -> Any:
-        if tokens is None:
-            return None
-        return [
-            each and {token: (bits(found.logprob), found.rank) for token, found in each.items()}
-            for each in tokens
-        ]
-
-    def one(choice: CompletionOutput) -> tuple[Any, ...]:
-        logprobs = choice.logprobs and [bits(value) for value in choice.logprobs]
-        return choice.token_ids, choice.finish_reason, choice.text, logprobs, entries(choice.top_logprobs)
-
-    return *map(one, output.outputs), entries(output.prompt_logprobs)
 
 
 def test_every_field_at_once_alone_equals_batched(tiny: XlaBatchEngine) -> None:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.laws.test_equivalence import (
+from tests.support.faults import (
     FAULTY,
     attend_everything_writes,
     attend_one_key_too_far,

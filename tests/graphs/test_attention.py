@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE
 from tests.support.device import read_cache
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
@@ -282,7 +282,9 @@ def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
 
 
 @pytest.mark.parametrize(("length", "whole"), [(300, 2), (700, 3), (1024, 4)])
-@pytest.mark.parametrize("backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name
+)
 def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) -> None:
     """To another slot; spans behind the length are written as well where the backend has stale values cleared."""
     draw = np.random.default_rng(length)

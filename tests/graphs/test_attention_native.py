@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, tiny_checkpoint
+from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.xla import XlaAttention

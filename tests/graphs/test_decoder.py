@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, tiny_checkpoint
+from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.reference import Reference
 from xla_engine.graphs.config import Rope, RopeScaling

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, tiny_checkpoint
 from tests.support.device import edit_cache, read_cache
+from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases

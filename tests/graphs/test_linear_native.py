@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY
+from tests.support.models import TINY
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.native import NativeProducts

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY_ENGINE
+from tests.support.models import TINY_ENGINE
 from xla_engine.graphs.row_state.packing import pack, unpack
 from xla_engine.graphs.row_state.rows import Rows, make_rows, pack_rows, unpack_rows
 from xla_engine.runner.prefill_inputs import make_lanes

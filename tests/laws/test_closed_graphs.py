@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import xla_engine.runner.runner as runner_module
-from tests.conftest import TINY, TINY_ENGINE
 from tests.support.device import program_text
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -130,9 +130,7 @@ def test_implicit_transfers_never_happen(tiny: XlaBatchEngine) -> None:
 
 @pytest.mark.parametrize("num_blocks", [None, 8], ids=["slots", "pages"])
 @pytest.mark.parametrize("length", [100, 2048, 8192, 131072])
-def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(
-    length: int, num_blocks: int | None
-) -> None:
+def test_an_untuned_configuration_has_at_most_14_programs(length: int, num_blocks: int | None) -> None:
     """Start-up compiles them all. Pure JAX has most: it alone has key buckets."""
     config = EngineConfig(num_blocks=num_blocks)
     spec = ModelSpec(TINY, jnp.dtype(jnp.bfloat16), XlaAttention())

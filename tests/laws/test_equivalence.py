@@ -7,22 +7,24 @@ from dataclasses import fields, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
-from tests.support.device import edit_cache, read_cache
-from xla_engine.config import EngineConfig
+from tests.support.device import edit_cache, poison_free_slots, read_cache
+from tests.support.faults import (
+    FAULTY,
+    attend_everything_writes,
+    attend_one_key_too_far,
+    noise_keyed_by_slot,
+    top_k_of_the_batch,
+)
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.token_buffer import TokenBuffer
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
-from xla_engine.graphs.attention.xla import XlaAttention
-from xla_engine.graphs.row_state.rows import SamplingRows
-from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.sampling_params import SamplingParams
 
 
@@ -98,7 +100,7 @@ def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaB
 
 
 def test_stale_nan_in_free_slots_changes_nothing(make_engine: Callable[..., XlaBatchEngine]) -> None:
-    """Every free slot is filled with NaN before every turn; whoever moves in must not notice."""
+    """Every free slot is filled with NaN before every turn; the next request must not notice."""
     engine = make_engine()
     cases = draw_cases(engine, 40, seed=3)
     expected = {case.request_id: run_alone(engine, case) for case in cases}
@@ -115,18 +117,6 @@ def test_stale_nan_in_free_slots_changes_nothing(make_engine: Callable[..., XlaB
             if output.finished:
                 found[output.request_id] = output.outputs[0]
     assert found == expected
-
-
-def poison_free_slots(engine: XlaBatchEngine) -> None:
-    busy = [view.slot.index for view in engine.snapshot().slots if view.request is not None]
-    free = [index for index in range(engine.config.device_rows) if index not in busy]
-
-    def edit(_: int, __: str, buffer: np.ndarray) -> np.ndarray:
-        buffer[free] = np.nan
-        return buffer
-
-    edit_cache(engine.runner, edit)
-    engine.reset_prefix_cache()  # what free slots held is gone
 
 
 def test_slots_not_named_by_a_step_keep_their_bytes(make_engine: Callable[..., XlaBatchEngine]) -> None:
@@ -159,62 +149,35 @@ def test_slots_not_named_by_a_step_keep_their_bytes(make_engine: Callable[..., X
 
 
 def test_an_inactive_slot_survives_a_thousand_steps(tiny: XlaBatchEngine) -> None:
+    """Neither a short request nor a long one writes a byte into a slot that its plans do not name."""
+    named: set[int] = set()
+
+    def others() -> dict[int, list[bytes]]:
+        """The bytes of the slots that no plan has named."""
+        layers = read_cache(tiny.runner)
+        free = set(range(tiny.config.device_rows)) - named
+        return {slot: [bits(k[slot]) + bits(v[slot]) for k, v in layers] for slot in free}
+
     run_alone(tiny, draw_cases(tiny, 1, seed=6)[0])
+    tiny.on_step = lambda plan, _: named.update(part.slot.index for part in (*plan.chunks, *plan.decode))
     for _ in range(16):  # 16 x 64 steps of one live row
-        tiny.submit([3, 4], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        before = [bits(k[1:]) + bits(v[1:]) for k, v in read_cache(tiny.runner)]
+        named.clear()
+        before = others()
         tiny.submit([9] * 8, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         tiny.drain()
+        after = others()
+        assert len(named) == 1 and after == {slot: before[slot] for slot in after}
+        named.clear()
         tiny.submit([3, 4], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         tiny.step()
-        (busy,) = (view.slot.index for view in tiny.snapshot().slots if view.request is not None)
-        others = [index for index in range(tiny.config.device_rows) if index != busy]
-        middle = [bits(k[others]) + bits(v[others]) for k, v in read_cache(tiny.runner)]
+        middle = others()
         tiny.drain()
-        assert middle == [bits(k[others]) + bits(v[others]) for k, v in read_cache(tiny.runner)]
-        assert len(before) == TINY.num_hidden_layers
+        assert len(named) == 1 and middle == others()
+    tiny.on_step = None
 
 
 def bits(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).tobytes()
-
-
-# -- planted faults: each breaks the law, and verify must say so ------------------------------------------------
-
-# Without a prefix cache slots are used again at once, and so what their owners before left in them matters most.
-FAULTY = replace(
-    TINY_ENGINE,
-    attention_backend="xla",
-    max_model_len=64,
-    prefill_lanes=(2,),
-    key_buckets=(256,),
-    enable_prefix_caching=False,
-)
-
-
-attend_decode, attend_prefill = XlaAttention.attend_decode, XlaAttention.attend_prefill  # without faults
-
-
-def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, live: Any) -> Any:
-    """The mask shows the position after the row's own: whatever the previous occupant left there."""
-    layer, _ = attend_decode(self, layer, qkv, call, length=length, live=live)
-    nobody = jnp.zeros_like(live)
-    return layer, attend_decode(self, layer, qkv, call, length=length + 1, live=nobody)[1]
-
-
-def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
-    slot = jnp.arange(position.shape[0], dtype=jnp.uint32)
-    return sampling.sample(logits, replace(rows, seed=rows.seed + slot[:, None]), position, *rest, **named)
-
-
-def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
-    widest = jnp.broadcast_to(jnp.max(rows.top_k), rows.top_k.shape)
-    return sampling.sample(logits, replace(rows, top_k=widest), position, *rest, **named)
-
-
-def attend_everything_writes(self: Any, layer: Any, qkv: Any, call: Any, *, live: Any, **rest: Any) -> Any:
-    """Inactive rows write too: a row that is between chunks of its prompt loses a key."""
-    return attend_decode(self, layer, qkv, call, live=jnp.ones_like(live), **rest)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +202,7 @@ def test_a_planted_fault_is_caught(
 def test_credit_to_the_wrong_epoch_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    """A ledger that forgets when a tenancy began gives a dead tenancy's tokens to whoever has its slot."""
+    """A token buffer that forgets when a tenancy began gives a dead tenancy's tokens to the slot's next request."""
     engine = make_engine(FAULTY)
     peers = engine.max_num_seqs - 1  # so that the slot is the same
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -291,5 +254,3 @@ def test_the_oracle_shares_nothing_but_the_model() -> None:
         "xla_engine.graphs.steps.prefill",
         "scheduler",
     }
-    assert tiny_checkpoint().config is TINY
-    assert isinstance(EngineConfig(), EngineConfig)

@@ -35,14 +35,14 @@ def complete(engine: XlaBatchEngine, *asked: tuple[list[int], SamplingParams]) -
 
 
 def test_a_row_without_top_k_is_not_truncated_by_its_neighbours(tiny: XlaBatchEngine) -> None:
-    """The batch's largest k was everybody's: rows with 0, which asks for no truncation, got it too."""
+    """The batch's largest k was that of all rows: rows with 0, which asks for no truncation, got it too."""
     (alone,) = complete(tiny, ([5, 6], DRAWN))
     among, narrow, *_ = complete(
         tiny, ([5, 6], DRAWN), *[([7, seed], replace(DRAWN, top_k=2, seed=seed)) for seed in range(4)]
     )
     assert (among.token_ids, among.logprobs) == (alone.token_ids, alone.logprobs)
     assert max(_ranks(among)) > 20, "nothing that a small k would have cut off was drawn"
-    assert max(_ranks(narrow)) <= 2, "the widest row's k was everybody's"
+    assert max(_ranks(narrow)) <= 2, "the widest row's k was that of all"
 
 
 def test_temperature_zero_is_the_most_likely_token_among_rows_that_draw(tiny: XlaBatchEngine) -> None:
@@ -122,7 +122,7 @@ def test_answers_are_whole_and_say_why_they_ended(embedded: XlaBatchEngine) -> N
 
 
 def test_what_does_not_fit_is_refused_and_neither_cut_nor_written_past_the_end(tiny: XlaBatchEngine) -> None:
-    """Prompts lost their beginning in silence, and nobody held prompt and max_tokens against the cache."""
+    """Prompts lost their beginning in silence; prompt and max_tokens were not held against the cache."""
     room = tiny.max_model_len
     for prompt, cap in ((room - 4, 5), (room + 40, 1), (1, room)):
         with pytest.raises(TokenLimitError, match=str(room)):

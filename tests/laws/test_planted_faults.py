@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY_ENGINE
-from tests.laws.test_equivalence import FAULTY, attend_decode, attend_prefill, poison_free_slots
-from tests.laws.test_scheduler_laws import credit_goes_to_the_slot
+from tests.support.device import poison_free_slots
 from tests.support.fake_runner import Loop, PlanError
+from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot
+from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.reference import Reference
@@ -59,8 +59,8 @@ def gap_to_reference(engine: XlaBatchEngine, count: int = 12) -> float:
 def own_key_unseen(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, live: Any) -> Any:
     """The decode mask ends one key early: the row's own key is written, and not attended to."""
     layer, _ = attend_decode(self, layer, qkv, call, length=length, live=live)
-    nobody = jnp.zeros_like(live)
-    return layer, attend_decode(self, layer, qkv, call, length=length - 1, live=nobody)[1]
+    no_row = jnp.zeros_like(live)
+    return layer, attend_decode(self, layer, qkv, call, length=length - 1, live=no_row)[1]
 
 
 def rotates_one_further_after_a_chunk(
@@ -208,7 +208,7 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_the_law_of_plans(
 def test_credit_to_the_wrong_request_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    """Tokens read late go to whoever holds the row by then. With lag 0 that is the right one, and nothing is seen."""
+    """Tokens read late go to the request that holds the row by then; with lag 0 that is the right one."""
     credit_goes_to_the_slot(monkeypatch)
     engine = make_engine(UNCHECKED)
     assert verify(engine, requests=30, schedules=1, seed=15, lags=(0,)).ok

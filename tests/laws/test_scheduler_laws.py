@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fake_runner import VOCABULARY, Loop, expected
+from tests.support.faults import credit_goes_to_the_slot
 from xla_engine.scheduler import (
     Events,
     FinishReason,
@@ -322,23 +323,6 @@ def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
         def today(part):  # type: ignore[no-untyped-def]
             state = self._states.get(part.request_id)
             return replace(part, slot=state.tenancy) if state and state.tenancy else part
-
-        plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
-        return commit(self, plan, result)
-
-    monkeypatch.setattr(Scheduler, "commit", careless)
-
-
-def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a token went to the request that holds the row now."""
-    commit = Scheduler.commit
-
-    def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
-        holders = {state.slot.index: state for state in self._states.values() if state.holds_slot}
-
-        def today(part):  # type: ignore[no-untyped-def]
-            state = holders.get(part.slot.index)
-            return replace(part, slot=state.slot, request_id=state.request_id) if state else part
 
         plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
         return commit(self, plan, result)

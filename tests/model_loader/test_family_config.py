@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY
+from tests.support.models import TINY
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig, Rope, RopeScaling
 from xla_engine.graphs.model.decoder import parameter_shapes

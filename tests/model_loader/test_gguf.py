@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tests.conftest import TINY
 from tests.support.gguf_files import Kind, rewrite_gguf, write_gguf
+from tests.support.models import TINY
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.batch_engine import XlaBatchEngine

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import xla_engine.model_loader.tensor_files as tensor_files
 import xla_engine.utils.progress as progress
-from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointWarning

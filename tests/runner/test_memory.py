@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xla_engine.runner.memory as memory
-from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench.models import LLAMA_3_2_1B
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, TINY_ENGINE
-from tests.laws.test_equivalence import attend_decode, attend_prefill, top_k_of_the_batch
+from tests.support.faults import attend_decode, attend_prefill, top_k_of_the_batch
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases

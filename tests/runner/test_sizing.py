@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.kv_cache.cache import from_host, to_host
 from xla_engine.runner.runner import Runner
 
@@ -33,3 +34,16 @@ def edit_cache(runner: Runner, edit: Callable[[int, str, np.ndarray], np.ndarray
         names = ("inputs", "memory") if runner._spec.config.is_linear(index) else ("keys", "values")
         edited.append((edit(index, names[0], first), edit(index, names[1], second)))
     runner._state.cache = from_host(runner._spec, edited)
+
+
+def poison_free_slots(engine: XlaBatchEngine) -> None:
+    """Fill every free slot with NaN, and forget its cached prefix."""
+    busy = [view.slot.index for view in engine.snapshot().slots if view.request is not None]
+    free = [index for index in range(engine.config.device_rows) if index not in busy]
+
+    def edit(_: int, __: str, buffer: np.ndarray) -> np.ndarray:
+        buffer[free] = np.nan
+        return buffer
+
+    edit_cache(engine.runner, edit)
+    engine.reset_prefix_cache()  # what free slots held is gone

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.test_sampling_features import comparable
+from tests.support.requests import comparable
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams

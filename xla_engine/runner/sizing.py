@@ -18,14 +18,15 @@ MOST_ROWS_ELSEWHERE = 256
 
 
 def resolve_sizes(config: EngineConfig, spec: ModelSpec, max_model_len: int, device: Any) -> EngineConfig:
-    """Return the options with `max_num_seqs` as a number that fits on `device` (a jax device), and `num_blocks` as
-    one where slots borrow blocks.
+    """Return the options with sizes that fit on `device` (a jax device).
 
-    max_num_seqs "auto" is the largest multiple of 8 whose weights, slots and workspace stay within
+    max_num_seqs becomes a number. "auto" is the largest multiple of 8 whose weights, slots and workspace stay within
     `memory_utilization` of what the device has available, at most `MOST_ROWS`; where the system does not say, 8.
-    kv_cache_memory_bytes becomes as many blocks as it holds; "auto" is what the slots leave, at most what they would
-    take with `max_model_len` each. Raises ConfigError, with the arithmetic, where a number was asked for that does not
-    fit, or nothing does, or the blocks would not hold one request of `max_model_len`.
+    kv_cache_memory_bytes becomes `num_blocks`, as many as it holds; "auto" is what the slots leave, at most what they
+    would take with `max_model_len` each.
+
+    Raises ConfigError, with the arithmetic, where nothing fits, where a number was asked for that does not fit, and
+    where the blocks would not hold one request of `max_model_len`.
     """
     available = memory.available_bytes(device)
     budget = None if available is None else int(available * config.memory_utilization)
