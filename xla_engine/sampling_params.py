@@ -264,7 +264,8 @@ def _logit_bias(bias: object) -> Mapping[int, float] | None:
         )
     found: dict[int, float] = {}
     for key, value in bias.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        is_id = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdigit()
+        token_id = int(key) if is_id else key
         _integer("logit_bias id", token_id, low=0)
         _finite(f"logit_bias of {token_id}", value)
         if not -100 <= value <= 100:

@@ -206,6 +206,7 @@ PLAIN_REFUSED = {
     "unknown field": ({"prompt": "x", "temprature": 0}, "'temprature'"),
     "misspelt prompt": ({"promt": "x"}, 'no "prompt"'),
     "unsupported field": ({"prompt": "x", "best_of": 2}, "'best_of'"),
+    "endless bias id": ({"prompt": "x", "logit_bias": {"7" * 5000: 1}}, "logit_bias id must be an integer"),
     "empty stop string": ({"prompt": "x", "stop": ["\n", ""]}, "stop string is empty"),
     "number as id": ({"prompt": "x", "custom_id": 3}, "custom_id"),
     "empty id": ({"prompt": "x", "custom_id": ""}, "custom_id"),

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.batch.test_run import STAMP, FakeEngine, by_line, line_of, prompts
-from tests.support.kill_points import FastDisk
+from tests.support.kill_points import FastFileSystem
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines
 from xla_engine.batch.output_file import Mode, OutputError, OutputFile
-from xla_engine.batch.resume import Disk, FinishedLines, ResumeError
+from xla_engine.batch.resume import FileSystem, FinishedLines, ResumeError
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.tally import RunTotals
 
@@ -67,7 +67,7 @@ def test_any_beginning_of_a_file_is_a_file_to_go_on_with(
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
         done = FinishedLines()
-        done.read(path, FastDisk())
+        done.read(path, FastFileSystem())
         counts.add(len(done))
         assert records(path) == all_records[: len(done)]  # whole lines only, and all of them
         assert whole.startswith(path.read_bytes()) and (len(done) == 0) == (done.created is None)
@@ -167,9 +167,9 @@ def test_two_files_of_different_inputs_do_not_go_together(tmp_path: Path) -> Non
     run(one, prompts(2), Mode.NEW)
     run(other, b'{"prompt": "else"}\n', Mode.NEW)
     done = FinishedLines()
-    done.read(one, Disk())
+    done.read(one, FileSystem())
     with pytest.raises(ResumeError, match="two different inputs"):
-        done.read(other, Disk())
+        done.read(other, FileSystem())
 
 
 def test_only_one_run_writes_a_file(tmp_path: Path) -> None:
@@ -215,3 +215,59 @@ def test_a_hash_that_was_met_before_is_no_second_use() -> None:
     again = b'{"prompt": "x", "custom_id": "77"}'
     error = reader.read(Line(20_001, len(again), again))
     assert "line 77" in error.message  # type: ignore[union-attr]
+
+
+TORN = b'{"id": "batch_req_1_0123456789abcdef", "custom_id": "line-1", "resp'
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", [Mode.RESUME, Mode.RETRY])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"my notes, without a newline",
+        b"my notes\nand more",
+        b'{"id": "mine"}\n' + TORN,
+        b'{"id": "cmpl-1", "response": {}, "error": null}\n' + TORN,
+        b'{"prompt": "a request, not a result"}',
+    ],
+)
+def test_a_file_that_holds_no_results_is_never_changed(
+    tmp_path: Path, foreign: bytes, mode: Mode, packed: bool
+) -> None:
+    path = tmp_path / ("out.jsonl.gz" if packed else "out.jsonl")
+    path.write_bytes(gzip.compress(foreign)[:-9] if packed else foreign)
+    before = path.read_bytes()
+    with pytest.raises(ResumeError, match=r"nothing was changed: name another file with -o"):
+        run(path, prompts(1), mode)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("foreign", [b"no gzip", b"\x1f\x8b\x08 nor this"])
+def test_a_file_that_is_only_named_gz_is_never_changed(tmp_path: Path, foreign: bytes) -> None:
+    path = tmp_path / "out.jsonl.gz"
+    path.write_bytes(foreign)
+    with pytest.raises(ResumeError, match="damaged"):
+        run(path, prompts(1))
+    assert path.read_bytes() == foreign
+
+
+def test_results_before_what_is_no_result_do_not_let_it_be_cut(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    run(path, prompts(3), Mode.NEW)
+    for tail in (b"a line of mine\n" + TORN, b"mine, to the end"):
+        path.write_bytes(path.read_bytes().rpartition(b"\n")[0] + b"\n" + tail)
+        before = path.read_bytes()
+        with pytest.raises(ResumeError, match="nothing was changed"):
+            run(path, prompts(3))
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("response", ["1", "{}", '{"body": 1}', '{"body": {"created": 1}}', "null"])
+def test_a_result_made_by_hand_is_refused(tmp_path: Path, response: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(
+        f'{{"id": "batch_req_1_0123456789abcdef", "custom_id": "a", "response": {response}, "error": null}}\n'
+    )
+    with pytest.raises(ResumeError, match="no body"):
+        run(path, prompts(1))

@@ -14,10 +14,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from xla_engine.batch import requests
+from xla_engine.batch.dry_run import DryRun
+from xla_engine.batch.event_stream import EventStream
 from xla_engine.batch.lines import Line, count_lines, read_lines
 from xla_engine.batch.results import ResultHeader, parse_record_id
 from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
 from xla_engine.batch.tally import Latencies, RunTotals, summary_lines
+from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.stats import EngineStats
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -229,6 +233,35 @@ CODES = {
     "over": "token_limit_exceeded",
     "refused": "invalid_request",
 }
+
+
+@pytest.mark.parametrize("where", ["load_object", "SamplingParams.from_mapping"])
+def test_whatever_reading_a_line_raises_is_that_lines_error(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """In a run, in a dry run, in a stream."""
+
+    def raising(value: Any) -> Any:
+        if b"bad" in (value if isinstance(value, bytes) else json.dumps(value).encode()):
+            raise RuntimeError("a fault of ours")
+        return usual(value)
+
+    usual = requests.load_object if where == "load_object" else SamplingParams.from_mapping
+    monkeypatch.setattr(f"xla_engine.batch.requests.{where}", raising)
+    data = (
+        b'{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "y", "seed": "bad"}\n{"prompt": "c", "id": "z"}\n'
+    )
+    records, tally = run(data)
+    assert (tally.ok, tally.failed) == (2, {"engine_error": 1}) and tally.failure is None
+    assert "a fault of ours" in by_line(records)[2]["error"]["message"]
+    errors: list[Any] = []
+    checks = DryRun(embedded_model_directory(), EngineConfig())
+    assert checks.run(read_lines(io.BytesIO(data)), on_error=errors.append).ok == 2
+    assert [(error.line, error.code) for error in errors] == [(2, "engine_error")]
+    sink = io.BytesIO()
+    tally = EventStream(FakeEngine(), io.BytesIO(data), sink).run()
+    events = [json.loads(line) for line in sink.getvalue().splitlines()]
+    assert [event["line"] for event in events if event["event"] == "error"] == [2] and tally.ok == 2
 
 
 @given(

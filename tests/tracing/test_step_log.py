@@ -81,6 +81,7 @@ def test_log_that_was_cut_off_is_read_to_its_last_whole_line(log_path: Path) -> 
         lambda text: text.replace('"version":1', '"version":9', 1),
         lambda text: text.replace('"at"', '"when"', 1),
         lambda text: text.replace('"join":[', '"leave":[', 1),
+        lambda text: text.replace('"submit":', '"custom_id":1,"submit":', 1),
     ],
 )
 def test_damaged_log_is_refused_with_its_name(log_path: Path, damage: object) -> None:
@@ -163,7 +164,9 @@ def test_parked_and_cached_are_drawn(tiny: XlaBatchEngine, tmp_path: Path) -> No
 
 
 def test_record_of_verify_is_drawn_too(tiny: XlaBatchEngine, tmp_path: Path) -> None:
-    schedule = draw_schedule(draw_cases(tiny, 12, seed=3, max_new_tokens=8), seed=4, lag=1)
+    ways = tiny.ways_to_preempt
+    schedule = draw_schedule(draw_cases(tiny, 30, seed=3, max_new_tokens=20), seed=4, lag=1, preempts=ways)
+    assert {action.kind for action in schedule.actions} == {"submit", "abort", *ways}
     _, record = record_schedule(tiny, schedule)
     write_record(tmp_path / "record.json", record)
     timeline = read_timeline(tmp_path / "record.json")
@@ -174,7 +177,29 @@ def test_record_of_verify_is_drawn_too(tiny: XlaBatchEngine, tmp_path: Path) -> 
         for name, slot, *_ in step.chunks:
             kind, request = cells[slot, number]
             assert (kind, timeline.requests[request].name) == ("prefill", name)
+    parked = [segment for segment in timeline.segments if segment.kind == "parked"]
+    assert parked and timeline.lanes > timeline.slots
+    for lane, first, last, _, request in parked:  # it was asked for, and the request has a slot again
+        name = timeline.requests[request].name
+        turns = [
+            action.turn for action in schedule.actions if (action.kind, action.request_id) == ("park", name)
+        ]
+        assert any(turn <= record.steps[first].turn for turn in turns) and lane >= timeline.slots
+        assert name in [who for who, *_ in record.steps[last + 1].admitted]
     assert json.dumps(trace_events(timeline))
+
+
+def test_requests_bear_the_callers_names(tiny: XlaBatchEngine, tmp_path: Path) -> None:
+    path, names = tmp_path / "steps.jsonl", {"batch-1": "mine", "batch-2[0]": "two", "batch-2[1]": "two"}
+    with logging_steps(tiny, path, names=names.get):
+        for index, n in enumerate((1, 2, 1), 1):
+            tiny.submit([index], SamplingParams(max_tokens=2, n=n), request_id=f"batch-{index}")
+        tiny.drain()
+    log, timeline = read_step_log(path), read_timeline(path)
+    assert [each.custom_id for each in log.requests] == ["mine", "two", "two", None]
+    assert [each.name for each in timeline.requests] == ["mine", "two[0]", "two[1]", "batch-3"]
+    write_timeline(timeline, tmp_path / "t.html")
+    assert '"mine"' in (tmp_path / "t.html").read_text()
 
 
 def test_pages_figures_and_traces_are_written(log_path: Path, tmp_path: Path) -> None:

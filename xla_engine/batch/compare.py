@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import struct
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.resume import result_lines
 from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
 from xla_engine.errors import XlaEngineError
 
@@ -133,7 +133,8 @@ def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]
     results: dict[str, _Result] = {}
     errors: dict[str, None] = {}
     number = 0
-    for number, custom_id, record in _lines(path):
+    for number, record in _records(path):
+        custom_id: str = record["custom_id"]
         if record.get("error") is not None:
             errors[custom_id] = None
             continue
@@ -157,20 +158,11 @@ def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]
     return results, {name: None for name in errors if name not in results}
 
 
-def _lines(path: Path | str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    packed = str(path).endswith(".gz")
-    with gzip.open(path) if packed else open(path, "rb") as source:
-        for number, raw in enumerate(source, 1):
-            if not raw.strip():
-                continue
-            try:
-                record = json.loads(raw)
-            except (ValueError, RecursionError) as error:
-                ending = "" if raw.endswith(b"\n") else "; the file may be cut off"
-                raise CompareError(f"{path} line {number}: not JSON ({error}){ending}") from error
-            if not isinstance(record, dict) or not isinstance(record.get("custom_id"), str):
-                raise CompareError(f"{path} line {number}: not a result line: no custom_id")
-            yield number, record["custom_id"], record
+def _records(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        yield from result_lines(path)
+    except ValueError as error:
+        raise CompareError(f"{path} {error}") from error
 
 
 def _result(record: Mapping[str, Any]) -> _Result:

@@ -26,13 +26,13 @@ from typing import Any, BinaryIO, Protocol
 
 from xla_engine.batch.event_writer import EventWriter
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
-from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_record
+from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
 from xla_engine.batch.submit import Submits, submit_prompt, whole_request
 from xla_engine.batch.tally import RunTotals
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import Snapshot
-from xla_engine.utils.json_line import dump_line, load_object
+from xla_engine.utils.json_line import dump_line
 
 MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
 MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
@@ -162,10 +162,10 @@ class EventStream:
         try:
             if line.raw is None:
                 raise _Refused("line_too_long", f"the line has {line.size} bytes; raise --max-line-bytes")
-            try:
-                record = load_object(line.raw)
-            except ValueError as error:
-                raise _Refused("invalid_json_line", str(error)) from error
+            record = parse_object(line.raw, line.number)
+            if isinstance(record, LineError):
+                self._error(record)
+                return
             match record.pop("op", "submit"):
                 case "submit":
                     self._submit(parse_record(record, line.number, self._defaults))

@@ -130,11 +130,18 @@ def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None)
     `invalid_json_line` or `invalid_request`. Prompt length and token ids against the model are the engine's
     to check.
     """
+    record = parse_object(raw, line)
+    return record if isinstance(record, LineError) else parse_record(record, line, defaults)
+
+
+def parse_object(raw: bytes, line: int) -> dict[str, Any] | LineError:
+    """The JSON object of a line, or why it has none."""
     try:
-        record = load_object(raw)
+        return load_object(raw)
     except ValueError as error:
         return line_error(line, "invalid_json_line", str(error))
-    return parse_record(record, line, defaults)
+    except Exception as error:  # not foreseen: this line must not end the run all the same
+        return line_error(line, *explain(error))
 
 
 def parse_record(
@@ -155,6 +162,8 @@ def parse_record(
         params = SamplingParams.from_mapping({**defaults, **sampling})
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
+    except Exception as error:  # not foreseen: this line must not end the run all the same
+        return line_error(line, *explain(error), custom_id)
     name = custom_id or f"line-{line}"
     return LineRequest(
         line=line,

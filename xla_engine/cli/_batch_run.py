@@ -94,7 +94,9 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
             stamp = _stamp(engine, settings, done, engine_options["model"])
             if files.record is not None:
-                stack.enter_context(logging_steps(engine, files.record))
+                stack.enter_context(
+                    logging_steps(engine, files.record, names=lambda name: batch.custom_id(name))
+                )
             sinks = [output.begin() for output in outputs]
         began = time.monotonic()
         screen = sys.stderr if settings.progress else None

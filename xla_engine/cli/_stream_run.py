@@ -39,7 +39,9 @@ def run_stream(
             file = _own_stdin() if source == "-" else stack.enter_context(_files.open_input(source))
             engine = stack.enter_context(_common.load_engine(options, show=True))
             if record_path is not None:
-                stack.enter_context(logging_steps(engine, record_path))
+                stack.enter_context(
+                    logging_steps(engine, record_path, names=lambda name: stream.custom_id(name))
+                )
         stream = EventStream(
             engine,
             file,

@@ -33,6 +33,7 @@ class LoggedRequest:
     came: when it was submitted. like: an earlier request, and how many tokens both prompts begin with; None if none is
         known. What it has in common with the answer to an earlier one, or their answers with each other, is not known.
     reads_prefix_cache: as in `Request`.
+    custom_id: the caller's name for it, None where that is not known.
     end: why it ended, None if it did not. over: when. taken_back: the same where its caller, its time or its text
         ended it; None where a token did. tokens: new tokens it had then, since it began anew if it had to.
     """
@@ -46,6 +47,7 @@ class LoggedRequest:
     submitted: float
     came: Moment
     like: tuple[int, int] | None = None
+    custom_id: str | None = None
     end: str | None = None
     ended: float | None = None
     over: Moment | None = None
@@ -135,6 +137,7 @@ def _read(file: TextIO) -> StepLog:
                     submitted=at,
                     came=Moment(len(log.steps), reads, ends),
                     like=_like(line, len(log.requests)),
+                    custom_id=_custom_id(line),
                 )
             )
         elif "step" in line:
@@ -157,6 +160,13 @@ def _read(file: TextIO) -> StepLog:
                 if "read" not in line:
                     request.taken_back = request.over
     return log
+
+
+def _custom_id(line: Mapping[str, Any]) -> str | None:
+    name = line.get("custom_id")
+    if not isinstance(name, str | None):
+        raise ValueError(f"a custom_id is a string, not {name!r:.60}")
+    return name
 
 
 def _like(line: Mapping[str, Any], number: int) -> tuple[int, int] | None:

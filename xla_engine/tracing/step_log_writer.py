@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -90,8 +90,8 @@ class StepLogWriter:
         head = {"format": FORMAT, "version": VERSION, "scheduler": dict(scheduler), "engine": dict(engine)}
         self._write(head)
 
-    def submitted(self, request: Request, now: float) -> None:
-        """A request was queued."""
+    def submitted(self, request: Request, now: float, custom_id: str | None = None) -> None:
+        """A request was queued. custom_id: the caller's name for it, if any."""
         self._numbers[request.request_id], self._tokens[request.request_id] = self._count, 0
         self._count += 1
         line: dict[str, Any] = {
@@ -99,6 +99,8 @@ class StepLogWriter:
         }
         if like := self._prefixes.add(self._count - 1, request.prompt_token_ids, request.cache_salt):
             line["like"] = like
+        if custom_id is not None:
+            line["custom_id"] = custom_id
         if request.priority:
             line["priority"] = request.priority
         if request.lockstep:
@@ -170,8 +172,12 @@ class StepLogWriter:
 
 
 @contextlib.contextmanager
-def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
+def logging_steps(
+    engine: XlaBatchEngine, path: Path | str, *, names: Callable[[str], str | None] = lambda request_id: None
+) -> Iterator[None]:
     """Write everything an idle engine does inside the block to `path`. Raises OSError.
+
+    names: the caller's name for an engine request, None where it has none.
 
     The log begins with slots that are not known to hold anything, so that it says all that its plans follow from.
     """
@@ -191,7 +197,9 @@ def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
                 writer.read(plan, events, time.monotonic())
 
         engine.on_step = on_step
-        engine.on_submit = lambda request: writer.submitted(request, time.monotonic())
+        engine.on_submit = lambda request: writer.submitted(
+            request, time.monotonic(), names(request.request_id)
+        )
         engine.on_end = lambda request_id, reason: writer.ended(request_id, reason, time.monotonic())
         try:
             yield
