@@ -54,10 +54,10 @@ def line(
     output = RequestOutput(
         request_id="r", prompt="p", prompt_token_ids=(1,), outputs=(choice,), finished=True
     )
-    stamp = ResultHeader(
+    header = ResultHeader(
         created=number, model="m", system_fingerprint=fingerprint, hashes=fingerprint is not None
     )
-    return result_line(request, [output], record_id(number, 0), stamp)
+    return result_line(request, [output], record_id(number, 0), header)
 
 
 def failed(custom_id: str) -> bytes:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import STAMP, FakeEngine, by_line, line_of, prompts
+from tests.batch.test_run import HEADER, FakeEngine, by_line, line_of, prompts
 from tests.support.kill_points import FastFileSystem
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines
 from xla_engine.batch.output_file import Mode, OutputError, OutputFile
 from xla_engine.batch.resume import FileSystem, FinishedLines, ResumeError
 from xla_engine.batch.run import BatchRun
-from xla_engine.batch.tally import RunTotals
+from xla_engine.batch.totals import RunTotals
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def run(
     with OutputFile(str(path), mode) as output:
         output.claim(done)
         lines = read_lines(io.BytesIO(data))
-        batch = BatchRun(engine or FakeEngine(), lines, output.begin(), stamp=STAMP, done=done, **options)
+        batch = BatchRun(engine or FakeEngine(), lines, output.begin(), header=HEADER, done=done, **options)
         return batch.run()
 
 
@@ -79,8 +79,8 @@ def test_a_resumed_run_skips_what_is_done(tmp_path: Path) -> None:
     run(path, prompts(5), Mode.NEW)
     before = path.read_bytes()
     engine = FakeEngine()
-    tally = run(path, prompts(9), engine=engine)  # the input has grown
-    assert (tally.resumed, tally.ok, len(engine.submitted)) == (5, 4, 4)
+    totals = run(path, prompts(9), engine=engine)  # the input has grown
+    assert (totals.resumed, totals.ok, len(engine.submitted)) == (5, 4, 4)
     assert path.read_bytes().startswith(before) and sorted(by_line(records(path))) == list(range(1, 10))
     assert run(path, prompts(9)).done == 0
 
@@ -96,8 +96,8 @@ def test_retry_runs_errors_again_and_only_them(tmp_path: Path) -> None:
     run(path, prompts(5), Mode.NEW, Down())
     assert run(path, prompts(5)).done == 0  # resume leaves errors
     engine = FakeEngine()
-    tally = run(path, prompts(5), Mode.RETRY, engine)
-    assert sorted(engine.submitted) == ["batch-2", "batch-4"] and (tally.resumed, tally.ok) == (3, 2)
+    totals = run(path, prompts(5), Mode.RETRY, engine)
+    assert sorted(engine.submitted) == ["batch-2", "batch-4"] and (totals.resumed, totals.ok) == (3, 2)
     assert all(record["error"] is None for record in by_line(records(path)).values())
     assert len(records(path)) == 5 and list(tmp_path.iterdir()) == [path]
 
@@ -105,8 +105,8 @@ def test_retry_runs_errors_again_and_only_them(tmp_path: Path) -> None:
 def test_ids_of_lines_that_are_done_stay_taken(tmp_path: Path) -> None:
     path, taken = tmp_path / "out.jsonl", b'{"prompt": "a", "custom_id": "x"}\n'
     run(path, taken, Mode.NEW)
-    tally = run(path, taken * 2)
-    assert tally.failed == {"duplicate_custom_id": 1} and tally.resumed == 1
+    totals = run(path, taken * 2)
+    assert totals.failed == {"duplicate_custom_id": 1} and totals.resumed == 1
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_another_input_is_refused(tmp_path: Path, data: bytes, options: dict[str
     path = tmp_path / "out.jsonl"
     run(path, prompts(5), Mode.NEW)
     before = path.read_bytes()
-    tally = run(path, data, **options)
-    assert isinstance(tally.failure, ResumeError) and message in str(tally.failure)
+    totals = run(path, data, **options)
+    assert isinstance(totals.failure, ResumeError) and message in str(totals.failure)
     if message != "line 2":  # there an empty first line let line 6 in, which is new
         assert path.read_bytes() == before
 
@@ -133,8 +133,8 @@ def test_an_unordered_file_is_not_continued_in_order(tmp_path: Path) -> None:
     run(path, prompts(6), Mode.NEW, ordered=True)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[3:]))
-    tally = run(path, prompts(6), ordered=True)
-    assert isinstance(tally.failure, ResumeError) and "--ordered" in str(tally.failure)
+    totals = run(path, prompts(6), ordered=True)
+    assert isinstance(totals.failure, ResumeError) and "--ordered" in str(totals.failure)
     assert [line_of(record) for record in records(path)] == [4, 5, 6]
 
 

@@ -254,12 +254,12 @@ def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embe
     again = start(*command, "--resume")
     _, stderr = again.communicate(timeout=120)
     assert again.returncode == 0, stderr.decode()
-    stamp = ResultHeader(
+    header = ResultHeader(
         created=7,
         model="embedded",
         system_fingerprint=EngineIdentity.of(embedded).digest(),
         speller=embedded.tokenizer,
     )
     whole = io.BytesIO()
-    BatchRun(embedded, read_lines(io.BytesIO(lines)), whole, stamp=stamp, ordered=True).run()
+    BatchRun(embedded, read_lines(io.BytesIO(lines)), whole, header=header, ordered=True).run()
     assert out.read_bytes() == whole.getvalue()

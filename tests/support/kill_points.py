@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.batch.test_run import STAMP, FakeEngine
+from tests.batch.test_run import HEADER, FakeEngine
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
@@ -97,16 +97,16 @@ class Way:
             sinks = [output.begin() for output in outputs]
             source = stack.enter_context(open(folder / "in.jsonl", "rb"))
             engine = FlakyEngine(seed=seed) if flaky else FakeEngine(seed=seed)
-            tally = BatchRun(
+            totals = BatchRun(
                 engine,
                 read_lines(source),
                 sinks[0],
                 errors=sinks[-1],
-                stamp=STAMP,
+                header=HEADER,
                 ordered=self.ordered,
                 done=done,
             ).run()
-            assert tally.failure is None, tally.failure
+            assert totals.failure is None, totals.failure
 
     def first(self, folder: Path, file_system: FileSystem, seed: int) -> None:
         """The run that is killed, when it is not the retry."""

@@ -170,9 +170,9 @@ def _result(record: Mapping[str, Any]) -> _Result:
     choices = body["choices"]
     if not choices:
         raise ValueError("no choices")
-    stamp: Mapping[str, Any] = body.get("xla_engine") or {}
+    header: Mapping[str, Any] = body.get("xla_engine") or {}
     text = json.dumps([[_content(choice), choice["finish_reason"]] for choice in choices])
-    tokens, bits, engine = map(stamp.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
+    tokens, bits, engine = map(header.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
     if not all(value is None or isinstance(value, str) for value in (tokens, bits, engine)):
         raise TypeError("a hash must be a string")
     token_ids, logprobs = _listed(choices)

@@ -26,7 +26,7 @@ from xla_engine.batch.results import (
 )
 from xla_engine.batch.resume import FinishedLines, ResumeError
 from xla_engine.batch.submit import Submits, submit_prompt, whole_request
-from xla_engine.batch.tally import RunTotals
+from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import RequestOutput
 from xla_engine.utils.json_line import dump_line
@@ -71,7 +71,7 @@ class BatchRun:
     engine: an `XlaBatchEngine`; requests others gave it are left alone.
     lines: from `read_lines`.
     sink: takes output lines. errors: takes those of lines without a result; None puts them into `sink`.
-    stamp: what all results have in common.
+    header: what all results have in common.
     defaults: sampling fields for lines that do not say otherwise.
     done: lines that have their output from an earlier run, to be passed over.
     on_turn: called after every engine step.
@@ -83,19 +83,19 @@ class BatchRun:
         lines: Iterable[Line],
         sink: Writer,
         *,
-        stamp: ResultHeader,
+        header: ResultHeader,
         errors: Writer | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
         done: FinishedLines | None = None,
         on_turn: Callable[[], None] | None = None,
     ) -> None:
-        self.tally = RunTotals()
+        self.totals = RunTotals()
         self._engine = engine
         self._lines = iter(lines)
         self._sink = sink
         self._errors = sink if errors is None else errors
-        self._stamp = stamp
+        self._header = header
         self._reader = LineReader(defaults)
         self._salt = blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
         self._ordered = ordered
@@ -123,10 +123,10 @@ class BatchRun:
                 if self._live:
                     self._turn()
         except KeyboardInterrupt:
-            self.tally.interrupted = True
+            self.totals.interrupted = True
         finally:
             self._abort_live()
-        return self.tally
+        return self.totals
 
     def interrupt(self) -> None:
         """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
@@ -167,16 +167,16 @@ class BatchRun:
                 raise KeyboardInterrupt
             line = next(self._lines, None)
         except KeyboardInterrupt:
-            self._draining = self.tally.interrupted = True
+            self._draining = self.totals.interrupted = True
             return None
         except OSError as error:
-            self.tally.failure = error
+            self.totals.failure = error
             return None
         finally:
             self._reading = False
-        if line is None and self.tally.resumed < len(self._done):
-            self.tally.failure = ResumeError(
-                f"the output has {len(self._done) - self.tally.resumed} lines of an input that was longer"
+        if line is None and self.totals.resumed < len(self._done):
+            self.totals.failure = ResumeError(
+                f"the output has {len(self._done) - self.totals.resumed} lines of an input that was longer"
             )
         return line
 
@@ -200,9 +200,9 @@ class BatchRun:
         elif known is None and self._ordered and number < self._done.ordered_from:
             message = f"line {number} has no output, but later lines have: it was not made with --ordered"
         else:
-            self.tally.resumed += known is not None
+            self.totals.resumed += known is not None
             return known is not None
-        self.tally.failure, self._exhausted = ResumeError(message), True
+        self.totals.failure, self._exhausted = ResumeError(message), True
         return False
 
     def _submit(self, job: _Job) -> None:
@@ -248,11 +248,11 @@ class BatchRun:
         del self._live[output.request_id]  # last, so that an interrupt leaves no line half done
 
     def _finish(self, job: _Job, outputs: list[RequestOutput]) -> None:
-        self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._stamp))
+        self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._header))
         del self._jobs[job.request.line]
-        self.tally.ok += 1
+        self.totals.ok += 1
         for output in outputs:
-            self.tally.count(output)
+            self.totals.count(output)
 
     def _fail(self, job: _Job, error: LineError) -> None:
         """A line ends without a result, and what else it had in the engine with it."""
@@ -265,7 +265,7 @@ class BatchRun:
 
     def _engine_died(self, error: Exception) -> None:
         """Stop reading; every request the engine held ends with an error line."""
-        self.tally.failure = error
+        self.totals.failure = error
         self._exhausted = True
         self._live.clear()
         for job in list(self._jobs.values()):
@@ -274,9 +274,9 @@ class BatchRun:
 
     def _put_error(self, error: LineError, name: str) -> None:
         self._put(error.line, self._errors, error_line(error, name))
-        self.tally.failed[error.code] += 1
-        if len(self.tally.first_errors) < SHOWN_ERRORS:
-            self.tally.first_errors.append(error)
+        self.totals.failed[error.code] += 1
+        if len(self.totals.first_errors) < SHOWN_ERRORS:
+            self.totals.first_errors.append(error)
 
     def _put(self, number: int, writer: Writer, data: bytes) -> None:
         if not self._ordered:
@@ -288,10 +288,10 @@ class BatchRun:
 
     def _write(self, writer: Writer, data: bytes) -> None:
         writer.write(data)
-        self.tally.written += 1
+        self.totals.written += 1
 
     def _abort_live(self) -> None:
-        self.tally.unwritten = len(self._jobs) + len(self._held)
+        self.totals.unwritten = len(self._jobs) + len(self._held)
         for request_id in self._live:
             with contextlib.suppress(Exception):  # the run is over already; nothing may hide why
                 self._engine.abort(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,15 @@ class NotStarted(click.ClickException):
     """Nothing ran; the message says why."""
 
     exit_code = NOT_STARTED
+
+
+class RenamedOption(click.Option):
+    """An option of several names, of which help shows the first: the others are what it was called before."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy.copy(self)
+        shown.opts, shown.secondary_opts = self.opts[:1], self.secondary_opts[:1]
+        return super(RenamedOption, shown).get_help_record(ctx)
 
 
 def _slots(context: click.Context, option: click.Parameter, value: str) -> int | str:
@@ -105,13 +115,13 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--num-blocks",
             type=click.IntRange(1),
-            help="Let slots borrow pages of 64 tokens from so many, instead of --max-model-len each.",
+            help="KV blocks of 64 tokens that slots borrow as they grow, instead of --max-model-len each.",
         ),
         click.option(
             "--kv-cache-memory-bytes",
             metavar="N|auto",
             callback=_bytes,
-            help="The same, with as many pages as take so much memory; auto takes what the device has.",
+            help="The same, with as many blocks as this memory holds; auto takes what the device has.",
         ),
         click.option(
             "--attention-backend",
@@ -159,7 +169,7 @@ def scheduling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[None]:
+def startup_errors() -> Iterator[None]:
     """Whatever keeps a command from starting becomes one line and exit status 2."""
     try:
         yield

@@ -22,7 +22,7 @@ def compare(a: str, b: str) -> None:
     \b
     Exit status: 0 the same, 1 a difference, 2 a file could not be read.
     """
-    with _common.starting():
+    with _common.startup_errors():
         report = compare_files(a, b)
     click.echo("\n".join(report.lines()))
     if not report.ok:

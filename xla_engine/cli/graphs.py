@@ -23,7 +23,7 @@ def graphs(**options: Any) -> None:
       xla-engine graphs --model ./SmolLM2-135M --max-num-seqs 32
     """
     with contextlib.ExitStack() as stack:
-        with _common.starting():
+        with _common.startup_errors():
             engine = stack.enter_context(_common.load_engine(options, show=True))
         rows = [("program", "lower s", "compile s", "temp MiB", "alias MiB", "shapes")]
         for report in engine.inventory_report():

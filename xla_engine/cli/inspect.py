@@ -30,7 +30,7 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
       xla-engine inspect ./SmolLM2-135M
       xla-engine inspect ./Llama-3.1-8B --max-model-len 8192 --max-num-seqs 64 --json
     """
-    with _common.starting():
+    with _common.startup_errors():
         from xla_engine.config import EngineConfig
         from xla_engine.inspection import inspect_model, report_lines
 

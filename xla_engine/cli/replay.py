@@ -28,7 +28,7 @@ def replay(record_path: str, model: str | None, force: bool) -> None:
       xla-engine verify --record last.json
       xla-engine replay last.json
     """
-    with contextlib.ExitStack() as stack, _common.starting():
+    with contextlib.ExitStack() as stack, _common.startup_errors():
         record, engine = _records.load_record(stack, record_path, model, force=force)
         from xla_engine.equivalence import replay as again
 

@@ -9,7 +9,8 @@ import click
 
 from xla_engine.batch.lines import MAX_LINE_BYTES
 from xla_engine.batch.output_file import Mode
-from xla_engine.cli import _batch_run, _common
+from xla_engine.cli import _common
+from xla_engine.cli._run import batch
 from xla_engine.sampling_params import SamplingParams
 
 
@@ -28,8 +29,10 @@ from xla_engine.sampling_params import SamplingParams
 )
 @click.option("--status-file", "status_path", metavar="FILE", help="Queue, slots and counters as JSON.")
 @click.option(
+    "--step-log",
     "--record",
-    "record_path",
+    "step_log_path",
+    cls=_common.RenamedOption,
     metavar="FILE",
     help="Every step with its times, for `timeline` and `simulate`.",
 )
@@ -73,7 +76,7 @@ def run(
     dry_run: bool,
     stream: bool,
     status_path: str | None,
-    record_path: str | None,
+    step_log_path: str | None,
     max_tokens: int | None,
     temperature: float | None,
     chat_template_path: str | None,
@@ -122,7 +125,7 @@ def run(
     """
     given = {"max_tokens": max_tokens, "temperature": temperature}
     defaults: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    with _common.starting():
+    with _common.startup_errors():
         if options["generation_config"] == "model":
             from xla_engine.config import embedded_model_directory
             from xla_engine.model_loader.generation_config import sampling_defaults
@@ -140,26 +143,26 @@ def run(
     if retry_failed and ordered:
         raise _common.NotStarted("--retry-failed appends what failed before, so it cannot be --ordered")
     if dry_run:
-        from xla_engine.cli._dry_run import dry_run as check
+        from xla_engine.cli._run.dry_run import dry_run as check
 
         check(input_path, defaults, max_line_bytes, options)
     elif stream:
-        from xla_engine.cli._stream_run import run_stream
+        from xla_engine.cli._run.stream import run_stream
 
-        run_stream(input_path, status_path, record_path, defaults, max_line_bytes, options)
+        run_stream(input_path, status_path, step_log_path, defaults, max_line_bytes, options)
     elif output_path is None:
         raise click.UsageError("Missing option '-o': where results go, - for standard output.")
     else:
         mode = Mode.RETRY if retry_failed else Mode.RESUME if resume else Mode.NEW
-        files = _batch_run.Files(
+        files = batch.Files(
             source=input_path,
             output=output_path,
             errors=errors_path,
             status=status_path,
-            record=record_path,
+            step_log=step_log_path,
             mode=Mode.OVERWRITE if overwrite else mode,
         )
-        settings = _batch_run.Settings(
+        settings = batch.Settings(
             defaults=defaults,
             ordered=ordered,
             max_line_bytes=max_line_bytes,
@@ -167,7 +170,7 @@ def run(
             fingerprint=fingerprint,
             progress=not no_progress,
         )
-        _batch_run.run_file(files, settings, options)
+        batch.run_file(files, settings, options)
 
 
 def _text_of(path: str) -> str:

@@ -32,7 +32,7 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
       xla-engine shrink failing.json -o small.json
     """
     with contextlib.ExitStack() as stack:
-        with _common.starting():
+        with _common.startup_errors():
             record, engine = _records.load_record(stack, record_path, model, force=force)
             from xla_engine.equivalence import shrink as smaller
             from xla_engine.equivalence.record_file import write_record
@@ -41,7 +41,7 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
             if not force:
                 check_identity(engine, record)
         count = stack.enter_context(counting("runs", sys.stderr))
-        with _common.starting():
+        with _common.startup_errors():
             report = smaller.shrink(engine, record.schedule, max_runs=max_runs, progress=count)
             if report.record is not None:
                 write_record(output_path, report.record)

@@ -49,7 +49,7 @@ def sweep(
     Example:
       xla-engine sweep --widths 8,16,32,64 --plot sweep.png
     """
-    with _common.starting():
+    with _common.startup_errors():
         from xla_engine.bench import sweep as measure
         from xla_engine.config import EngineConfig
 

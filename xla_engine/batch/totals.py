@@ -81,28 +81,28 @@ class RunTotals:
 
 
 def summary_lines(
-    tally: RunTotals, stats: EngineStats, *, wall: float, cold_start: float | None
+    totals: RunTotals, stats: EngineStats, *, wall: float, cold_start: float | None
 ) -> list[str]:
     """The lines printed when a run is over.
 
     wall: seconds from the first line read to the last one written. cold_start: seconds from the start of the
     process to the first token, None when there was none.
     """
-    rate = tally.generated_tokens / max(wall, 1e-9)
-    codes = ", ".join(f"{code} {count}" for code, count in sorted(tally.failed.items()))
-    before = f"; {tally.resumed} done before" if tally.resumed else ""
+    rate = totals.generated_tokens / max(wall, 1e-9)
+    codes = ", ".join(f"{code} {count}" for code, count in sorted(totals.failed.items()))
+    before = f"; {totals.resumed} done before" if totals.resumed else ""
     rows = [
         (
             "requests",
-            f"{tally.done}: {tally.ok} ok, {tally.failed.total()} failed"
+            f"{totals.done}: {totals.ok} ok, {totals.failed.total()} failed"
             + (codes and f" ({codes})")
             + before,
         ),
         ("wall time", f"{wall:.2f} s"),
-        ("tokens", f"{tally.prompt_tokens} prompt, {tally.generated_tokens} generated, {rate:.1f} tok/s"),
+        ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
         *_memory_lines(stats),
-        ("time to first token", _quantiles(tally.ttft)),
-        ("inter-token latency", _quantiles(tally.inter_token)),
+        ("time to first token", _quantiles(totals.ttft)),
+        ("inter-token latency", _quantiles(totals.inter_token)),
         ("slot occupancy", f"{stats.occupancy:.1%}"),
         ("start-up", f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
         (
