@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.batch.test_requests import batch, finished, parsed, talk
+from tests.support.batch_lines import batch, finished, parsed, talk
 from xla_engine.batch.requests import line_error
 from xla_engine.batch.results import (
     ResultHeader,

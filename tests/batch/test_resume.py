@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import HEADER, FakeEngine, by_line, line_of, prompts
+from tests.batch.test_run import FakeEngine
+from tests.support.batch_lines import HEADER, by_line, line_of, prompts
 from tests.support.kill_points import FastFileSystem
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines

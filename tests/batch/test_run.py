@@ -14,13 +14,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.batch_lines import HEADER, by_line, interrupt_at, line_of, prompts
 from xla_engine.batch import requests
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.batch.event_stream import EventStream
 from xla_engine.batch.lines import Line, count_lines, read_lines
-from xla_engine.batch.results import ResultHeader, parse_record_id
 from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
-from xla_engine.batch.totals import Latencies, RunTotals, summary_lines
+from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.stats import EngineStats
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
@@ -29,7 +29,6 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.progress import Progress
 
 LIMIT = 200  # bytes of a line in these tests
-HEADER = ResultHeader(created=1, model="fake", system_fingerprint="f" * 16)
 
 
 class FakeEngine:
@@ -127,22 +126,6 @@ def run(
     lines = read_lines(io.BytesIO(data), LIMIT)
     totals = BatchRun(engine or FakeEngine(), lines, sink, header=HEADER, **options).run()
     return [json.loads(line) for line in sink.getvalue().splitlines()], totals
-
-
-def line_of(record: dict[str, Any]) -> int:
-    identity = parse_record_id(record["id"])
-    assert identity is not None
-    return identity[0]
-
-
-def by_line(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    numbered = {line_of(record): record for record in records}
-    assert len(numbered) == len(records)
-    return numbered
-
-
-def prompts(count: int) -> bytes:
-    return b"".join(b'{"prompt": "p%d"}\n' % number for number in range(1, count + 1))
 
 
 # -- reading lines -------------------------------------------------------------------------------------------
@@ -348,14 +331,6 @@ def endless(raw: bytes) -> Iterator[Line]:
     return (Line(number, len(raw), raw) for number in itertools.count(1))
 
 
-def interrupt_at(step: int) -> Any:
-    def on_step(number: int) -> None:
-        if number == step:
-            raise KeyboardInterrupt
-
-    return on_step
-
-
 def test_lines_are_read_as_slots_need_them() -> None:
     engine, read = FakeEngine(max_num_seqs=3, on_step=interrupt_at(20)), [0]
     sink = io.BytesIO()
@@ -551,21 +526,7 @@ def test_an_output_that_cannot_be_written_aborts_and_raises() -> None:
 # -- what a person sees --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.floats(0, 1))
-def test_quantiles_are_right_to_one_percent(values: list[float], share: float) -> None:
-    latencies = Latencies()
-    for value in values:
-        latencies.add(value)
-    exact = next(v for i, v in enumerate(sorted(values), 1) if i >= share * len(values))
-    quantile = latencies.quantile(share)
-    assert quantile is not None and abs(quantile / exact - 1) < 0.01
-
-
-def test_no_latency_without_samples() -> None:
-    assert Latencies().quantile(0.5) is None
-
-
-def test_the_tally_counts_results_and_errors() -> None:
+def test_totals_count_results_and_errors() -> None:
     data = b"\n".join([LINES["good"], LINES["broken"], LINES["ids"], LINES["zero"], LINES["zero"]])
     _, totals = run(data)
     assert (totals.ok, totals.failed) == (2, {"invalid_json_line": 1, "invalid_request": 2})
@@ -573,6 +534,7 @@ def test_the_tally_counts_results_and_errors() -> None:
     assert [error.line for error in totals.first_errors] == [2, 4, 5]
     stats = EngineStats(compiles_warmup=5, cached_tokens=7, prompt_tokens=4)
     text = "\n".join(summary_lines(totals, stats, wall=2.0, cold_start=1.5))
+    assert "time to first token  none" not in text
     assert "7 tokens found, 4 computed" in text and "preemptions" not in text
     for part in (
         "5: 2 ok, 3 failed (invalid_json_line 1, invalid_request 2)",
@@ -580,6 +542,10 @@ def test_the_tally_counts_results_and_errors() -> None:
     ):
         assert part in text
     assert "5 before, 0 after warm-up" in text and "1.50 s from process start" in text
+
+
+def test_no_latency_without_samples() -> None:
+    assert "time to first token  none" in summary_lines(RunTotals(), EngineStats(), wall=1.0, cold_start=None)
 
 
 class Screen(io.StringIO):

@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from tests.batch.test_run import FakeEngine, by_line, interrupt_at, prompts
+from tests.batch.test_run import FakeEngine
+from tests.support.batch_lines import by_line, interrupt_at, prompts
+from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
 from xla_engine import cli
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineRequest, parse_line
-from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import CheckpointError
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """A fake engine in the place of the real one."""
-    fake = FakeEngine()
-    identity = EngineIdentity(model="fake", dtype="none", config={}, platform={})
-    monkeypatch.setattr(EngineIdentity, "of", lambda engine: identity)
-
-    @contextlib.contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[FakeEngine]:
-        fake.options = options  # type: ignore[attr-defined]
-        yield fake
-
-    monkeypatch.setattr(cli._common, "load_engine", load)
-    return fake
-
-
-def invoke(*arguments: str | Path, stdin: bytes | None = None) -> Result:
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments], input=stdin)
-
-
-def records_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
-def run_file(tmp_path: Path, data: bytes, *options: str) -> tuple[Result, list[dict[str, Any]]]:
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(data)
-    result = invoke("run", source, "-o", target, *options)
-    return result, records_of(target) if target.exists() else []
-
 
 # -- run -----------------------------------------------------------------------------------------------------
 
@@ -189,12 +153,6 @@ def test_a_full_disk_is_1_with_one_message(tmp_path: Path, engine: FakeEngine) -
 
 
 # -- what cannot start: exit status 2, one message, nothing destroyed ----------------------------------------
-
-
-def assert_not_started(result: Result, message: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr and "Traceback" not in result.stderr and result.stdout == ""
-    assert result.exception is None or isinstance(result.exception, SystemExit)
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf"])

@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import FakeEngine, by_line, interrupt_at, prompts
-from tests.cli.test_cli import ROOT, assert_not_started, engine, invoke, records_of, run_file
+from tests.batch.test_run import FakeEngine
+from tests.support.batch_lines import by_line, interrupt_at, prompts
+from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.scheduler import Scheduler, SchedulerConfig
-
-__all__ = ["engine"]  # a fixture
 
 DRY = ("--dry-run", "--max-model-len", "64")
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.engine.test_preemption import PARAMS, PROMPTS, answers, submit_all
-from tests.simulator.test_simulator import COST, record
+from tests.support.simulation import COST, record
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases

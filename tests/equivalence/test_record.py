@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.command_line import invoke
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case, draw_cases
@@ -420,10 +420,6 @@ def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
 
     monkeypatch.setattr(cli._common, "load_engine", load)
     return asked
-
-
-def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
 
 
 def test_verify_records_and_replay_repeats(tmp_path: Path, loaded: list[dict[str, Any]]) -> None:

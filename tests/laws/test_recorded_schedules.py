@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.simulator.test_simulator import COST
+from tests.support.simulation import COST
 from xla_engine.scheduler import (
     NO_CHOICE,
     Decoded,

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 from xla_engine.batch.requests import LineError
 from xla_engine.engine.stats import EngineStats
 from xla_engine.outputs import RequestOutput
-
-
-class Latencies:
-    """Quantiles of any number of durations in constant memory: counts in buckets 1 % wide."""
-
-    _WIDTH = math.log(1.01)
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, seconds: float) -> None:
-        self._counts[round(math.log(max(seconds, 1e-9)) / self._WIDTH)] += 1
-
-    def quantile(self, share: float) -> float | None:
-        """Nearest-rank quantile in seconds, right to 1 %; None when nothing was added."""
-        rank, seen = max(1, math.ceil(share * self._counts.total())), 0
-        for bucket in sorted(self._counts):
-            seen += self._counts[bucket]
-            if seen >= rank:
-                return math.exp(bucket * self._WIDTH)
-        return None
+from xla_engine.utils.quantiles import Quantiles
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +30,8 @@ class RunTotals:
     first_errors: list[LineError] = field(default_factory=list)
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    ttft: Latencies = field(default_factory=Latencies)
-    inter_token: Latencies = field(default_factory=Latencies)
+    ttft: Quantiles = field(default_factory=Quantiles)
+    inter_token: Quantiles = field(default_factory=Quantiles)
     first_token_at: float | None = None
     resumed: int = 0
     interrupted: bool = False
@@ -124,6 +103,7 @@ def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
     return lines
 
 
-def _quantiles(latencies: Latencies) -> str:
-    p50, p99 = latencies.quantile(0.5), latencies.quantile(0.99)
-    return "none" if p50 is None or p99 is None else f"p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms"
+def _quantiles(seconds: Quantiles) -> str:
+    if not seconds.count:
+        return "none"
+    return f"p50 {seconds.at(0.5) * 1e3:.1f} ms, p99 {seconds.at(0.99) * 1e3:.1f} ms"

@@ -15,6 +15,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.tables import aligned
 
 NOTICEABLE = 0.05  # share of the rate that counts as a difference
 UNEVEN = 0.3  # of a width's slowest round, by which the fastest may differ
@@ -167,8 +168,7 @@ def table(points: Sequence[Point]) -> list[str]:
         between = f"{_cell(point.itl_p50_ms, '{:.2f}')} / {_cell(point.itl_p99_ms, '{:.2f}')}"
         cache = f"{point.cache / 1e6:.0f} MB"
         rows.append((str(point.slots), cache, *cells, between, _cell(point.ttft_p99_ms, "{:.1f}")))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows, right=range(len(head)))
 
 
 def _cell(spread: Spread | None, form: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from xla_engine.cli import _common
+from xla_engine.utils.tables import aligned
 
 
 @click.command(short_help="List the compiled programs.", context_settings={"show_default": True})
@@ -31,10 +32,7 @@ def graphs(**options: Any) -> None:
             sizes = (f"{report.temp_bytes / 2**20:.2f}", f"{report.alias_bytes / 2**20:.2f}")
             rows.append((report.name, *seconds, *sizes, report.shapes))
         stats = engine.stats()
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for name, *numbers, shapes in rows:
-        columns = (f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=True))
-        click.echo(f"{name:<{widths[0]}}  {'  '.join(columns)}  {shapes}")
+    click.echo("\n".join(aligned(rows, right=range(1, 5))))
     click.echo(
         f"{len(rows) - 1} programs; load {stats.load_seconds:.2f} s, compile {stats.compile_seconds:.2f} s"
     )

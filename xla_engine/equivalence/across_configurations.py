@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case, draw_cases
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.reference import Reference, logit_gap
 from xla_engine.equivalence.verify import VerifyReport, compare
 from xla_engine.outputs import CompletionOutput
+from xla_engine.utils.tables import aligned
 
 _EXPLAINED = 5  # first differences explained per comparison
 
@@ -109,14 +110,8 @@ def _compare_all(
     for difference in report.divergences[:_EXPLAINED]:
         case = by_id[difference.request_id]
         prefix = (*case.prompt_token_ids, *expected[case.request_id].token_ids[: difference.position])
-        result.notes.append(f"{name}: {difference}; logit gap {logit_gap(reference, prefix):.3g}")
+        result.notes.append(f"{name}: {difference}; logit gap {logit_gap(reference, prefix).size:.3g}")
     return result
-
-
-def logit_gap(reference: Reference, prefix: Sequence[int]) -> float:
-    """Largest minus second largest logit after `prefix`, by the cacheless forward pass."""
-    ordered = sorted(reference.logits(prefix)[-1].tolist())
-    return ordered[-1] - ordered[-2]
 
 
 def _decode_against_prefill(
@@ -168,8 +163,4 @@ def table(results: Sequence[LevelResult]) -> list[str]:
                 bits,
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return [*lines, *(f"  {note}" for result in results for note in result.notes)]
+    return [*aligned(rows), *(f"  {note}" for result in results for note in result.notes)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import Record
 from xla_engine.equivalence.replay import sampled
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.tables import aligned
 
 SHOWN_TURNS = 60  # rows of the printed table
 SHOWN_TOKENS = 12  # of a prompt
@@ -29,10 +30,10 @@ def describe(record: Record) -> list[str]:
         f"{model}, {record.identity.dtype}, {slots} slots, lag {schedule.lag}; {platform.get('backend')}, "
         f"jax {platform.get('jax')}",
         "",
-        *_table(rows),
+        *aligned(rows),
         "",
     ]
-    turns = _table([("turn", "before it", "step started", "step read: tokens"), *_turn_rows(record)])
+    turns = aligned([("turn", "before it", "step started", "step read: tokens"), *_turn_rows(record)])
     if len(turns) > SHOWN_TURNS:
         turns[SHOWN_TURNS:] = [f"... {len(turns) - SHOWN_TURNS} more rows"]
     lines += turns
@@ -111,10 +112,3 @@ def _sampling_words(params: SamplingParams) -> str:
         if name not in ("temperature", "max_tokens", "logprobs") and value != getattr(defaults, name):
             words.append(f"{name} {list(value) if isinstance(value, tuple) else value}")
     return ", ".join(words)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

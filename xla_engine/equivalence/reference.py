@@ -6,7 +6,7 @@ It shares the decoder with the engine and nothing else: no cache, no batch, no s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,27 @@ class Reference:
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
         return model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)
+
+
+class LogitGap(NamedTuple):
+    """The two most likely tokens after a prefix, and their logits."""
+
+    first: int
+    second: int
+    first_logit: float
+    second_logit: float
+
+    @property
+    def size(self) -> float:
+        """How far the logits are apart."""
+        return self.first_logit - self.second_logit
+
+
+def logit_gap(reference: Reference, prefix: Sequence[int]) -> LogitGap:
+    """The two largest logits after `prefix`, by the forward pass without a cache."""
+    logits = reference.logits(prefix)[-1]
+    second, first = np.argsort(logits, kind="stable")[-2:].tolist()
+    return LogitGap(first, second, float(logits[first]), float(logits[second]))
 
 
 def _follow(form: DeltaForm | None, own: DeltaWeights, projected: jax.Array) -> jax.Array:

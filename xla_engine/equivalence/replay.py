@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity, logprob_of
@@ -298,19 +296,10 @@ def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) ->
         case for case in (*record.schedule.cases, *record.schedule.neighbours) if case.request_id == name
     )
     prefix = (*case.prompt_token_ids, *record.batched[name].token_ids[:position])
-    return replace(difference, gap=logit_gap(engine, prefix))
-
-
-def logit_gap(engine: XlaBatchEngine, prefix: Sequence[int]) -> str | None:
-    """The two best next tokens after a prefix and how far their logits are apart, by the uncached reference.
-
-    None where the weights are too large to hold twice.
-    """
     if engine.runner.weights_bytes > _CHEAP_BYTES:
-        return None
-    from xla_engine.equivalence.reference import Reference
+        return difference
+    from xla_engine.equivalence.reference import Reference, logit_gap
 
-    logits = Reference(engine.checkpoint).logits(prefix)[-1]
-    second, first = np.argsort(logits, kind="stable")[-2:].tolist()
-    gap = float(logits[first]) - float(logits[second])
-    return f"best token {first} at {logits[first]:.6g}, then {second}; gap {gap:.6g} (uncached reference)"
+    gap = logit_gap(Reference(engine.checkpoint), prefix)
+    words = f"best token {gap.first} at {gap.first_logit:.6g}, then {gap.second}; gap {gap.size:.6g}"
+    return replace(difference, gap=f"{words} (uncached reference)")

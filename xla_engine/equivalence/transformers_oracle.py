@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.across_configurations import _EXPLAINED, LevelResult, logit_gap, run_together
+from xla_engine.equivalence.across_configurations import _EXPLAINED, LevelResult, run_together
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.reference import Reference, logit_gap
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.gguf.file import is_gguf
@@ -54,7 +54,7 @@ def against_transformers(
             prefix = (*case.prompt_token_ids, *tokens[: different[0]])
             result.notes.append(
                 f"transformers: request {case.request_id}, token {different[0]}: {tokens[different[0]]} against "
-                f"{expected[different[0]]}; logit gap {logit_gap(reference, prefix):.3g}"
+                f"{expected[different[0]]}; logit gap {logit_gap(reference, prefix).size:.3g}"
             )
     return result
 

@@ -10,6 +10,7 @@ from typing import Any
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import SchedulerConfig
 from xla_engine.utils.quantiles import Quantiles
+from xla_engine.utils.tables import aligned
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
 REFUSED = "refused"  # among the ends of requests: it needs more pages than there are
@@ -81,8 +82,7 @@ def table(reports: Mapping[str, Report]) -> list[str]:
                 f"{whole.at(0.5):.3g} / {whole.at(0.99):.3g}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = aligned(rows, right=range(len(head)))
     for name, report in reports.items():
         if refused := report.finished.get(REFUSED):
             lines.append(f"{name}: {refused} of {report.requests} requests never fit into the pages")
