@@ -22,7 +22,7 @@ from xla_engine.errors import RecordError
 from xla_engine.scheduler import Scheduler, SchedulerConfig
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import compare
-from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work, least_squares
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, Machine, least_squares
 from xla_engine.simulator.fit import fit
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
@@ -175,10 +175,12 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
     ]
     report = simulate(iter(trace), slots=1, lag=0, machine=MACHINE, skip=True)
     first = (
-        2 * COST.submit + COST.host(HostWork(0, 0, 1)) + COST.device(Work((2,), 16, 1, 17, prompt_tokens=16))
+        2 * COST.submit
+        + COST.host(HostWork(0, 0, 1))
+        + COST.device(DeviceWork((2,), 16, 1, 17, prompt_tokens=16))
     )
-    second = COST.host(HostWork(2, 0, 0)) + COST.device(Work((), 0, 1, 18))
-    third = COST.host(HostWork(1, 1, 1)) + COST.device(Work((2,), 16, 0, 0, prompt_tokens=16))
+    second = COST.host(HostWork(2, 0, 0)) + COST.device(DeviceWork((), 0, 1, 18))
+    third = COST.host(HostWork(1, 1, 1)) + COST.device(DeviceWork((2,), 16, 0, 0, prompt_tokens=16))
     assert report.steps == 3
     assert report.wall == pytest.approx(first + second + third)
     assert report.first_token.total == pytest.approx(first + (first + second + third))
@@ -188,7 +190,7 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
 
 def test_host_that_works_beside_the_device_delays_it_and_steps_differ() -> None:
     clock = Clock(replace(COST, turn=1e-3, decode=5e-3, row=0.0, key=0.0, overlap=0.5, noise=(0.0, 1e-3)))
-    host, step = HostWork(), Work(rows=1)
+    host, step = HostWork(), DeviceWork(rows=1)
     clock.start(host, step)  # over at 6 ms
     clock.start(host, step)  # 1 ms of the host's makes that 6.5; the next takes 6
     assert clock.read() == pytest.approx(6.5e-3)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
@@ -115,7 +115,8 @@ def _draw_params(draw: random.Random, cap: int, vocabulary: int) -> SamplingPara
 
 
 def _corpus(engine: XlaBatchEngine) -> tuple[int, ...]:
-    """Some text the model knows: this module's own source."""
+    """Tokens of `prompts.txt`, some Python source: the same text on every machine. Empty without a tokenizer."""
     if engine.tokenizer is None:
         return ()
-    return tuple(engine.tokenizer.encode(inspect.getsource(random)))
+    text = files("xla_engine.equivalence").joinpath("prompts.txt").read_text(encoding="utf-8")
+    return tuple(engine.tokenizer.encode(text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import cycle
 
-from xla_engine.simulator.cost import CostModel, HostWork, Work
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
         """The host takes a request."""
         self._work(self.cost.submit)
 
-    def start(self, host: HostWork, device: Work) -> None:
+    def start(self, host: HostWork, device: DeviceWork) -> None:
         """The host comes to a step and starts it."""
         self._work(self.cost.host(host))
         self._run(self.cost.device(device))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from xla_engine.scheduler import Plan, SchedulerConfig
 from xla_engine.simulator.clock import Clock
-from xla_engine.simulator.cost import CostModel, HostWork, Work, machine_of
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, machine_of
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import of_step_log
@@ -25,7 +25,7 @@ class RecordedClock(Clock):
     def submit(self) -> None:
         self.now = next(self._submitted, self.now)
 
-    def start(self, host: HostWork, device: Work) -> None:
+    def start(self, host: HostWork, device: DeviceWork) -> None:
         self.now = next(self._started, self.now)
 
     def read(self) -> float:

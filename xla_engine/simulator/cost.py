@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from xla_engine.tracing.step_log import StepLog
 
 
-class Work(NamedTuple):
+class DeviceWork(NamedTuple):
     """What a step asks of the device. calls: lanes of each prefill call. prefill_keys, keys: as in `Machine`.
 
     moved: KV entries that are parked or resumed. prompt_tokens: of all calls.
@@ -135,7 +135,7 @@ class CostModel:
     host_residual: float = 0.0
     steps: int = 0
 
-    def device(self, work: Work) -> float:
+    def device(self, work: DeviceWork) -> float:
         """Seconds a step keeps the device busy."""
         seconds = self.prefill_key * work.prefill_keys + self.row * work.rows + self.key * work.keys
         seconds += self.move * work.moved + self.prompt_token * work.prompt_tokens

@@ -10,7 +10,7 @@ from operator import mul
 from typing import NamedTuple
 
 from xla_engine.errors import RecordError
-from xla_engine.simulator.cost import CostModel, HostWork, Work, least_squares, machine_of
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, least_squares, machine_of
 from xla_engine.tracing.step_log import StepLog
 
 NOISES = 1021  # a prime, so that no period of a schedule meets the same ones again and again
@@ -18,7 +18,7 @@ FEWEST = 20  # samples; fewer say nothing
 BLOCKED = 0.3  # a read tells how long the device took if the host waited for at least this share of it
 
 
-def works_of(log: StepLog) -> list[Work]:
+def works_of(log: StepLog) -> list[DeviceWork]:
     """What each step of a log asked of the device."""
     machine = machine_of(log)
     holder: dict[int, int] = {}  # slot -> request
@@ -35,7 +35,7 @@ def works_of(log: StepLog) -> list[Work]:
             holder[slot], base[request] = request, length + 1 - number
         held = [base[holder[slot]] + number for slot in step.decode]
         found.append(
-            Work(
+            DeviceWork(
                 calls=machine.calls(len(ends)),
                 prefill_keys=machine.prefill_keys(ends),
                 rows=len(held),
@@ -62,7 +62,7 @@ class _Turn(NamedTuple):
 class _Step(NamedTuple):
     """A step whose time on the device is known. meanwhile: row of the turn that the host did in that time."""
 
-    work: Work
+    work: DeviceWork
     seconds: float
     meanwhile: Sequence[int]
 

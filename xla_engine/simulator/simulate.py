@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from xla_engine.scheduler import Events, FinishReason, Plan, Request, Row, Scheduler, SchedulerConfig
 from xla_engine.simulator.clock import Clock
-from xla_engine.simulator.cost import HostWork, Machine, Work
+from xla_engine.simulator.cost import DeviceWork, HostWork, Machine
 from xla_engine.simulator.report import REFUSED, Report
 from xla_engine.simulator.stops import STOPS, StopTokens
 from xla_engine.simulator.trace import Arrival, distinct
@@ -185,7 +185,7 @@ class Simulation:
         rows = len(plan.decode)
         report.decode_steps += rows > 0
         report.row_steps += rows
-        work = Work(
+        work = DeviceWork(
             calls=self._machine.calls(len(ends)) if ends else (),
             prefill_keys=self._machine.prefill_keys(ends) if ends else 0,
             rows=rows,
@@ -295,7 +295,7 @@ class Simulation:
             until,
             first_host=cost.host(self._take_host_work(0)),
             host=cost.host(HostWork(tokens=len(rows))),
-            device=cost.device(Work(rows=len(rows), keys=keys)),
+            device=cost.device(DeviceWork(rows=len(rows), keys=keys)),
             growth=cost.key * (self._keys(step + 1) - keys),
         )
         for now in reads:
