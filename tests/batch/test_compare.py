@@ -216,9 +216,6 @@ def test_hashes_are_of_the_documented_bytes() -> None:
     assert tokens_sha256([]) == hashlib.sha256(b"").hexdigest()
 
 
-# -- from requests to a comparison -----------------------------------------------------------------------------
-
-
 def test_two_runs_of_one_file_compare_equal(
     tmp_path: Path, tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,6 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.utils.json_line import MAX_NESTING
 
-# -- what is accepted ----------------------------------------------------------------------------------------
-
 
 def test_plain_line() -> None:
     request = parsed(
@@ -118,8 +116,6 @@ def test_openai_bodies_may_spell_out_that_they_want_nothing() -> None:
     }
     assert parsed(batch(body)).params == SamplingParams()
 
-
-# -- what is refused, by code and by name --------------------------------------------------------------------
 
 NOT_JSON = {
     "broken": (b'{"prompt": "x"', "delimiter"),
@@ -256,8 +252,6 @@ def test_duplicate_names_are_found_in_linear_time() -> None:
     error = parse_line(b"{" + names + b', "199999": 1}', 7)
     assert isinstance(error, LineError) and "'199999'" in error.message
 
-
-# -- any bytes -----------------------------------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

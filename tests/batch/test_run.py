@@ -128,9 +128,6 @@ def run(
     return [json.loads(line) for line in sink.getvalue().splitlines()], totals
 
 
-# -- reading lines -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("data", "lines"),
     [
@@ -175,8 +172,6 @@ def test_a_10_mb_line_is_never_held() -> None:
     assert second == Line(2, 19, b'{"prompt": "after"}')
     assert peak < 4 * 2**20
 
-
-# -- every input line gives exactly one output line ----------------------------------------------------------
 
 LINES = {
     "good": b'{"prompt": "text", "max_tokens": 4}',
@@ -318,9 +313,6 @@ def test_defaults_reach_lines_that_are_silent() -> None:
     assert [by_line(records)[n]["error"] is None for n in (1, 2)] == [False, True]
 
 
-# -- bounded -------------------------------------------------------------------------------------------------
-
-
 def counted(lines: Iterator[Line], counter: list[int]) -> Iterator[Line]:
     for line in lines:
         counter[0] += 1
@@ -383,9 +375,6 @@ def test_memory_does_not_grow_with_the_file() -> None:
         return top
 
     assert peak(8_000) - peak(2_000) < 6_000 * 250  # the hash of each id
-
-
-# -- how a run can end ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -521,9 +510,6 @@ def test_an_output_that_cannot_be_written_aborts_and_raises() -> None:
     with pytest.raises(OSError, match="No space"):
         BatchRun(engine, read_lines(io.BytesIO(prompts(100))), Full(), header=HEADER).run()
     assert engine.aborted and not engine.live
-
-
-# -- what a person sees --------------------------------------------------------------------------------------
 
 
 def test_totals_count_results_and_errors() -> None:

@@ -22,8 +22,6 @@ from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.errors import CheckpointError
 
-# -- run -----------------------------------------------------------------------------------------------------
-
 
 def test_all_lines_fine_is_0(tmp_path: Path, engine: FakeEngine) -> None:
     result, records = run_file(tmp_path, prompts(20))
@@ -152,9 +150,6 @@ def test_a_full_disk_is_1_with_one_message(tmp_path: Path, engine: FakeEngine) -
     assert "Traceback" not in result.stderr and not engine.live
 
 
-# -- what cannot start: exit status 2, one message, nothing destroyed ----------------------------------------
-
-
 @pytest.mark.parametrize("data", [b"", b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf"])
 def test_empty_file(tmp_path: Path, engine: FakeEngine, data: bytes) -> None:
     result, _ = run_file(tmp_path, data)
@@ -230,9 +225,6 @@ def test_bad_options(tmp_path: Path, engine: FakeEngine, options: list[str], mes
     assert not (tmp_path / "out.jsonl").exists()
 
 
-# -- the other commands --------------------------------------------------------------------------------------
-
-
 def test_graphs_is_a_table(engine: FakeEngine) -> None:
     report = SimpleNamespace(
         name="decode/256",
@@ -282,8 +274,6 @@ def test_help_does_not_wait_for_jax() -> None:
     assert result.returncode == 0, result.stderr
     assert "Complete a file of requests." in result.stdout
 
-
-# -- the whole thing, in its own process ---------------------------------------------------------------------
 
 ATTACKS = {
     "invalid_json_line": [

@@ -119,9 +119,6 @@ def test_what_must_be_named(engine: FakeEngine) -> None:
     assert_not_started(invoke("run", "-", stdin=b""), "Missing option '-o'")
 
 
-# -- dry run -------------------------------------------------------------------------------------------------
-
-
 def test_a_dry_run_finds_every_bad_line(tmp_path: Path) -> None:
     lines = [
         b'{"prompt": "def f(x):", "max_tokens": 4}',
@@ -184,9 +181,6 @@ def test_a_dry_run_counts_what_a_run_counts(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "codes                none" in result.stdout
     assert_not_started(invoke("run", tmp_path / "none.jsonl", "--dry-run"), "none.jsonl: No such file")
     assert "empty_file" in invoke("run", "-", "--dry-run", stdin=b"\n").stderr
-
-
-# -- the whole thing, in its own process ---------------------------------------------------------------------
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:

@@ -56,9 +56,6 @@ def altered(record: Record, alter: Alter) -> Record:
     return from_json(json.dumps(data).encode())
 
 
-# -- files -----------------------------------------------------------------------------------------------------
-
-
 def test_round_trip(honest: Record, tmp_path: Path) -> None:
     write_record(tmp_path / "record.json", honest)
     assert read_record(tmp_path / "record.json") == honest
@@ -205,9 +202,6 @@ def test_a_damaged_record_is_read_or_refused(honest: Record, data: st.DataObject
     place[key] = data.draw(JSON)
     with contextlib.suppress(RecordError):
         assert isinstance(from_json(json.dumps(record).encode()), Record)
-
-
-# -- replay ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -359,9 +353,6 @@ def test_an_altered_end_is_caught(tiny: XlaBatchEngine, honest: Record) -> None:
     assert difference is not None and difference.request_id == "case-3"
 
 
-# -- refusals --------------------------------------------------------------------------------------------------
-
-
 def put(*path: str, value: Any) -> Alter:
     def alter(data: dict[str, Any]) -> None:
         place = data
@@ -403,9 +394,6 @@ def test_options_of_another_version_are_refused(honest: Record) -> None:
     for name, value in (("chunk_size", "32"), ("prefill_lanes", 5), ("prefill_lanes", ["a", 1])):
         with pytest.raises((ConfigError, RecordMismatchError)):
             engine_config(altered(honest, put("engine", name, value=value)), force=True)
-
-
-# -- command line ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -30,8 +30,6 @@ from xla_engine.equivalence.replay import replay
 from xla_engine.equivalence.shrink import Trials, ddmin, shrink
 from xla_engine.equivalence.verify import verify
 
-# -- ddmin -----------------------------------------------------------------------------------------------------
-
 items = st.integers(0, 24).map(lambda count: tuple(range(count)))
 
 
@@ -64,9 +62,6 @@ def test_ddmin_of_anything_is_minimal(items: tuple[int, ...], data: st.DataObjec
 @given(items=items)
 def test_ddmin_of_what_always_fails_is_nothing(items: tuple[int, ...]) -> None:
     assert ddmin(items, lambda part: True) == ()
-
-
-# -- schedules -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

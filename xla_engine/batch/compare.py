@@ -25,7 +25,11 @@ class CompareError(XlaEngineError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What is kept of one result line; None where the line does not tell. `text` is a hash of text and end."""
+    """What is kept of one result line; None where the line does not tell.
+
+    text: a hash of the texts and finish reasons of all choices. tokens, bits: hashes of their token ids and logprobs.
+    fingerprint: of the engine.
+    """
 
     text: str
     tokens: str | None
@@ -35,11 +39,14 @@ class _Result:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """Counts over the ids of two files, and the first ids of each kind of difference.
+    """Two result files, A and B, matched by custom_id.
 
-    same: requests whose tokens agree, whatever their logprobs. by_text: of these and of `tokens`, the requests
-    compared by their text because a file tells no token ids. bits_unknown: same tokens, no logprobs to compare.
+    same: requests whose tokens agree, whatever their logprobs.
+    by_text: requests that were compared by their text, because a file has no token ids for them.
+    bits_unknown: requests with the same tokens and without logprobs to compare.
     errors: ids with an error and no result, in A and in B.
+    differing: ids by kind of difference, in the order of the files.
+    fingerprints: of the engines that made A and B.
     """
 
     same: int = 0
@@ -170,9 +177,9 @@ def _result(record: Mapping[str, Any]) -> _Result:
     choices = body["choices"]
     if not choices:
         raise ValueError("no choices")
-    header: Mapping[str, Any] = body.get("xla_engine") or {}
+    hashes: Mapping[str, Any] = body.get("xla_engine") or {}
     text = json.dumps([[_content(choice), choice["finish_reason"]] for choice in choices])
-    tokens, bits, engine = map(header.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
+    tokens, bits, engine = map(hashes.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
     if not all(value is None or isinstance(value, str) for value in (tokens, bits, engine)):
         raise TypeError("a hash must be a string")
     token_ids, logprobs = _listed(choices)

@@ -1,4 +1,4 @@
-"""Many requests over one pair of pipes: lines of JSON in, interleaved events out, each tagged with its request's id.
+"""`run --stream`: lines of JSON in, events of many requests out as they come, each with its request's id.
 
 In, one object per line: a request as in a batch file (`"op": "submit"` may stand in it), or
 
@@ -51,7 +51,7 @@ class StreamEngine(Submits, Protocol):
 
 @dataclass(slots=True)
 class _Live:
-    """A request under way: the caller's id, and tokens and characters sent of each choice."""
+    """A request under way: the caller's id, and how many tokens and characters of each choice were sent."""
 
     name: str
     tokens: dict[int, int] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class _Live:
 
 
 class EventStream:
-    """Serves one input and one output until the input ends.
+    """Answers the requests of one input with events on one output, until the input ends.
 
     source, sink: open for reading and for writing bytes.
     defaults: sampling fields for requests that do not say otherwise.
@@ -109,7 +109,7 @@ class EventStream:
             self.totals.unwritten = len(self._live)
             for request_id in list(self._live):
                 self._engine.abort(request_id)
-        for live in self._live.values():  # after a second interrupt, or with nobody to tell
+        for live in self._live.values():  # after a second interrupt, or when the reader is gone
             self._finish_without_result(live, "abort")
         self._put({"event": "end", "requests": self.totals.done, "interrupted": self.totals.interrupted})
         self._events.close()
@@ -195,7 +195,7 @@ class EventStream:
         (prompt,) = request.prompts
         try:
             submit_prompt(self._engine, request, prompt, request_id)
-        except Exception as error:  # one bad request harms nobody else
+        except Exception as error:  # one bad request harms no other
             self._forget(request_id)
             code, message = explain(error)
             self._error(line_error(request.line, code, message, request.custom_id))
@@ -207,9 +207,8 @@ class EventStream:
         if not isinstance(name, str) or len(record) != 1:
             raise _Refused("invalid_request", 'write {"op": "cancel", "id": ID}')
         request_id = self._by_name.get(name)
-        found = request_id is not None and self._engine.abort(
-            request_id
-        )  # its finish comes with the next turn
+        # Its finish comes with the next turn.
+        found = request_id is not None and self._engine.abort(request_id)
         self._put({"event": "cancel", "id": name, "found": found})
 
     def _list(self, record: Mapping[str, Any]) -> None:

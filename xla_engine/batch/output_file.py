@@ -30,11 +30,11 @@ class Mode(Enum):
 
 
 class OutputFile:
-    """A result file from before the engine is loaded to after the last line.
+    """A result file, open from before the engine is loaded until after the last line.
 
     path: `-` is standard output; a name that ends in `.gz` packs. Nothing in the file changes before `begin`, but
-    for a torn end and, with `Mode.RETRY`, error lines, which `claim` takes out. A new file that stays empty is
-    removed. Raises OutputError and OSError.
+    for a torn end and, with `Mode.RETRY`, error lines: `claim` takes these out of a file of results. A new file that
+    stays empty is removed. Raises OutputError and OSError.
     """
 
     def __init__(self, path: str, mode: Mode, file_system: FileSystem | None = None) -> None:

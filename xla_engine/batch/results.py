@@ -1,7 +1,7 @@
 """Batch lines out: pure functions from results to bytes, in the OpenAI Batch format.
 
 The `id` of an output line is made of the input line's number and a hash of its bytes, so an output file tells by
-itself which lines of which input are done (`result_files` reads it back).
+itself which lines of which input are done (`xla_engine.batch.resume` reads it back).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def output_error(request: LineRequest, output: RequestOutput) -> LineError | Non
 def result_line(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> bytes:
-    """The output line of a request whose prompts all ended by "stop" or "length".
+    """The output line of a request, all of whose prompts ended by "stop" or "length".
 
     outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite
     becomes null.

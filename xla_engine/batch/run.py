@@ -62,13 +62,13 @@ class _Job:
 
 
 class BatchRun:
-    """One pass of lines through an engine into a file.
+    """Runs lines through an engine and writes their results.
 
     At most `2 * max_num_seqs` lines are under way at any time: enough to refill every slot at once, few
     enough to read the file as it is needed. With `ordered`, results wait for those of earlier lines, and reading
     waits while `ORDERED_WINDOW` times as many lines are read and not written.
 
-    engine: an `XlaBatchEngine`; requests others gave it are left alone.
+    engine: an `XlaBatchEngine`; requests that it has from elsewhere are left alone.
     lines: from `read_lines`.
     sink: takes output lines. errors: takes those of lines without a result; None puts them into `sink`.
     header: what all results have in common.
@@ -107,7 +107,7 @@ class BatchRun:
         self._order: deque[int] = deque()  # ordered output: lines read and not yet written
         self._held: dict[
             int, tuple[Writer, bytes]
-        ] = {}  # ordered output: results waiting for an earlier line
+        ] = {}  # ordered output: results that wait for an earlier line
         self._exhausted = self._reading = self._draining = False
 
     def run(self) -> RunTotals:
@@ -193,7 +193,7 @@ class BatchRun:
             self._submit(_Job(request, record_id(line.number, digest), [None] * len(request.prompts)))
 
     def _is_done(self, number: int, digest: int) -> bool:
-        """Whether an earlier run answered the line; what does not fit to that run ends this one."""
+        """Whether an earlier run answered the line. An input that is not that run's ends this one."""
         known = self._done.digest(number)
         if known is not None and known != digest:
             message = f"line {number} or the sampling defaults are not those that the output was made with"
@@ -216,7 +216,7 @@ class BatchRun:
                 submit_prompt(self._engine, request, prompt, request_id)
         except EngineClosedError as error:
             self._engine_died(error)
-        except Exception as error:  # one bad request harms nobody else
+        except Exception as error:  # one bad request harms no other
             self._live.pop(request_id)  # the engine has not got it
             self._fail(job, line_error(request.line, *explain(error), request.custom_id))
 
@@ -255,7 +255,7 @@ class BatchRun:
             self.totals.count(output)
 
     def _fail(self, job: _Job, error: LineError) -> None:
-        """A line ends without a result, and what else it had in the engine with it."""
+        """End a line without a result, and abort what the engine still holds of it."""
         for request_id in [name for name, (other, _) in self._live.items() if other is job]:
             with contextlib.suppress(Exception):
                 self._engine.abort(request_id)
@@ -264,7 +264,7 @@ class BatchRun:
         del self._jobs[job.request.line]
 
     def _engine_died(self, error: Exception) -> None:
-        """Stop reading; every request the engine held ends with an error line."""
+        """Stop reading, and end every request that the engine held with an error line."""
         self.totals.failure = error
         self._exhausted = True
         self._live.clear()

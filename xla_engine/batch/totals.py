@@ -15,14 +15,18 @@ from xla_engine.utils.quantiles import Quantiles
 class RunTotals:
     """What a run has done so far.
 
-    ok, failed: lines with a result, and lines without one by error code. first_errors: a few of these.
-    prompt_tokens, generated_tokens: of the lines with a result. ttft, inter_token: of the same, in seconds.
-    first_token_at: on the run's clock; None before the first token.
+    ok: lines with a result.
+    failed: lines without one, by error code.
+    first_errors: a few of these, in the order of the input.
+    prompt_tokens, generated_tokens: of the lines with a result.
+    ttft: seconds to the first token, of the same lines.
+    inter_token: seconds between tokens, of the same lines.
+    first_token_at: seconds on the run's clock; None before the first token.
     resumed: lines passed over because an earlier run had answered them.
-    interrupted: the user stopped the run. failure: the engine died, the input could not be read on, or the output
-        was that of another run.
-    written: output lines, errors too. unwritten: lines read that have none after an interrupt; lines not yet read
-        come on top.
+    interrupted: whether the user stopped the run.
+    failure: why the run ended early: the engine died, the input could not be read on, or the output was another run's.
+    written: output lines, errors among them.
+    unwritten: after an interrupt, the lines that were read and have no output.
     """
 
     ok: int = 0
@@ -94,7 +98,7 @@ def summary_lines(
 
 
 def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
-    """What was not computed because it lay in memory, and what had to leave it; nothing where there was neither."""
+    """Tokens found in the prefix cache, and preemptions; no line for what did not happen."""
     lines = []
     if stats.cached_tokens:
         lines.append(("prefix cache", f"{stats.cached_tokens} tokens found, {stats.prompt_tokens} computed"))

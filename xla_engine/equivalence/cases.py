@@ -26,7 +26,7 @@ class Case:
 def draw_cases(
     engine: XlaBatchEngine, count: int, seed: int, *, max_new_tokens: int = 24, every_field: bool = False
 ) -> list[Case]:
-    """Random requests: prompt length 1..limit, cap 1..n, mixed sampling settings, some with frequent stop ids.
+    """Draw requests: prompts of 1 token to the longest that fits, caps up to `max_new_tokens`, all kinds of sampling.
 
     Half of the prompts are cut from text the model itself continues well, if it has a tokenizer; the rest are
     random token ids, so that no two requests share a prefix by accident.

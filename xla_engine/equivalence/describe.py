@@ -1,4 +1,4 @@
-"""A record in words: the requests, the turns, and where batched and alone differ."""
+"""A record as text for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN_TOKENS = 12  # of a prompt
 
 
 def describe(record: Record) -> list[str]:
-    """A record for people: the requests, the turns, and where batched and alone differ."""
+    """The requests of a record, its turns, and where batched and alone differ."""
     schedule = record.schedule
     model = "embedded model" if record.model_path is None else record.model_path
     platform = record.identity.platform
@@ -39,7 +39,9 @@ def describe(record: Record) -> list[str]:
     lines += turns
     if record.first_difference is not None:
         name, position = record.first_difference
-        slot = next((slot for step in record.steps for who, slot, _ in step.admitted if who == name), None)
+        slot = next(
+            (slot for step in record.steps for request, slot, _ in step.admitted if request == name), None
+        )
         lines += [
             "",
             f"first difference: request {name}, slot {slot}, generated token {position}",
@@ -50,7 +52,7 @@ def describe(record: Record) -> list[str]:
 
 
 def _turn_rows(record: Record) -> Iterator[tuple[str, str, str, str]]:
-    """(turn, actions, step started, steps read) for each turn in which something happened."""
+    """(turn, actions, step started, steps read) for each turn that has one of them."""
     started: dict[int, str] = {}
     read: dict[int, list[str]] = {}
     acted: dict[int, list[str]] = {}

@@ -1,6 +1,6 @@
-"""The in-house oracle: one sequence, the whole forward pass for every token.
+"""A plain forward pass to compare the engine with: one sequence, computed anew for every token.
 
-It shares the decoder with the engine and nothing else: no cache, no batch, no sampler, no scheduler.
+Only the decoder is the engine's; there is no cache, batch, sampler or scheduler.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _PADDING = 64  # sequence lengths are padded to multiples of this, so that few s
 
 
 class Reference:
-    """Full-forward evaluation of one checkpoint, in an engine of `max_model_len` (rope scalings look at it).
+    """Computes logits of one checkpoint by whole forward passes.
 
-    `quantized`: with matrices, and what they multiply, in int8.
+    max_model_len: of the engine to compare with, as rope scalings depend on it.
+    quantized: matrices, and the rows they multiply, are in int8.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Run a record again, step for step, and stop at the first difference of plan or of results."""
+"""Running a record again, step for step, up to the first difference of plan or results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ class RecordMismatchError(XlaEngineError, ValueError):
 class Difference:
     """The first difference between a record and its replay.
 
-    what: in words. step, turn: where in the schedule. slot, request_id, position (of generated tokens): of the
-    request concerned, None where no single one is. recorded, found: what was sampled there, None past an end.
-    gap: the reference's two best logits there, in words, when it was computed.
+    what: the difference in words.
+    step, turn: where in the schedule it is.
+    slot, request_id: of the request concerned; None where it is not one request alone.
+    position: of the generated token.
+    recorded: what was sampled there, None past the end of the request.
+    found: the same in the replay.
+    gap: the two largest logits there by the reference, in words; None where they were not computed.
     """
 
     what: str
@@ -62,7 +66,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """What a replay found. steps, tokens: replayed without a difference."""
+    """What a replay found.
+
+    steps, tokens: replayed without a difference. difference: the first one. fresh: as in `Record`.
+    """
 
     steps: int
     tokens: int
@@ -134,7 +141,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     """Run a record's schedule on an idle engine with a blank cache and compare plan by plan, step by step.
 
     Raises RecordMismatchError for another engine than the record's, unless `force` is given; ScheduleError where the
-    engine refuses a request of the record; EngineFaultError when the device fails.
+    engine refuses a request of the record; EngineFaultError when a step failed.
     """
     if not force:
         check_identity(engine, record)
@@ -146,7 +153,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
         check.compare_ends(results)
     if engine.stats().recoveries > faults:
         raise EngineFaultError(
-            f"a step failed during the replay, which tells nothing then: {engine.last_fault}"
+            f"a step failed during the replay, so that it proves nothing: {engine.last_fault}"
         )
     difference = check.difference
     if difference is not None and difference.position is not None:
@@ -157,11 +164,11 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
 
 
 class _Stop(Exception):
-    """Enough was seen."""
+    """Ends a replay at its first difference."""
 
 
 class _Check(Recorder):
-    """Holds each plan and each read against the record and keeps the first difference."""
+    """Compares each plan and each read with the record and keeps the first difference."""
 
     def __init__(self, engine: XlaBatchEngine, record: Record) -> None:
         super().__init__(engine, record.schedule)
@@ -205,7 +212,7 @@ class _Check(Recorder):
         self.same_tokens += len(credits)
 
     def compare_ends(self, results: Mapping[str, CompletionOutput]) -> None:
-        """After the last turn: nothing recorded is missing."""
+        """After the last turn, find what the record has and the replay has not."""
         if self.difference is None and len(self.steps) < len(self._record.steps):
             what = f"plan: the replay ends after {len(self.steps)} steps, the record goes on"
             self.difference = Difference(what=what, step=len(self.steps))

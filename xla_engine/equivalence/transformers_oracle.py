@@ -1,4 +1,4 @@
-"""Level C: the engine's greedy tokens against those of Hugging Face transformers."""
+"""Level C of the equivalence promise: Hugging Face transformers chooses the same greedy tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORACLE_TOKENS = 48  # greedy tokens compared per prompt
 def against_transformers(
     engine: XlaBatchEngine, *, requests: int, seed: int, python: str | None = None
 ) -> LevelResult:
-    """Level C: greedy tokens in float32 against transformers, run as a worker of the interpreter `python`.
+    """Compare greedy tokens in float32 with those of transformers, run by the interpreter `python` (None: this one).
 
     Raises ConfigError when the worker cannot run.
     """
