@@ -1,4 +1,4 @@
-"""The card for people, made of the record alone."""
+"""The card: the record of a benchmark as text."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _streams(entry: dict[str, Any]) -> str:
 
 
 def _own_lines(entries: list[dict[str, Any]]) -> list[str]:
-    """What only our engine can tell of itself."""
+    """Figures that only this engine tells."""
     lines = []
     for entry in entries:
         found = {title: entry["figures"].get(key) for title, key in _OWN.items()}

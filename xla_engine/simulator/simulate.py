@@ -27,8 +27,10 @@ PREEMPTED = ("park", "recompute", "replay")
 class _Live:
     """A live request.
 
-    last_token: when its latest one came; kept of those only that do not get one in every step. away: it lost its slot
-    and had no token since; back: the step from which it has a slot again, None while it waits.
+    came: when it arrived. had_token: whether it has one.
+    last_token: when its latest token came; kept only for requests that do not get one in every step.
+    away: whether it lost its slot and had no token since.
+    back: the step from which it has a slot again, None while it waits.
     """
 
     arrival: Arrival
@@ -40,10 +42,11 @@ class _Live:
 
 
 class Simulation:
-    """One run of a trace.
+    """Runs a trace through a scheduler of its own.
 
-    machine: the programs steps are made of. lag: as in `EngineConfig`. log: takes every step, at the cost of skipping
-    none. on_plan sees every plan that is started.
+    machine: the programs that steps are made of.
+    lag: as in `EngineConfig`.
+    log: takes every step; none is skipped then.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class Simulation:
         if started:
             self._start(plan)
         while len(self._in_flight) > (self._lag if started else 0):
-            self._take_back()  # somebody may have come while the host waited
+            self._take_back()  # a request may have been taken back while the host waited
             self._read()
             started = True
 
@@ -202,13 +205,13 @@ class Simulation:
             self.plans.append(plan)
 
     def _begin(self, name: str, step: int, *, keys: int, sampled: int) -> None:
-        """A request decodes from `step` on, where it reads so many keys; it has `sampled` tokens before."""
+        """Let a request decode from `step` on, in which it reads `keys` keys; it has `sampled` tokens before."""
         self._live[name].back = step
         self._base[name] = keys - step
         self._stops.begin(name, step, sampled)
 
     def _lose_slot(self, name: str, step: int) -> None:
-        """A request does not decode from `step` on."""
+        """Take a request's slot: it does not decode from `step` on."""
         self._stops.lose_slot(name, step)
         live = self._live[name]
         live.back = None
@@ -266,9 +269,9 @@ class Simulation:
                 self._end(name, reason)
 
     def _skip(self, ahead: Arrival | None) -> bool:
-        """Pass over turns that only decode the rows of the one before, exactly as if they were taken one by one.
+        """Pass over turns that only decode the same rows, with the same result as taking them one by one.
 
-        Whether there were any.
+        Returns whether there were any.
         """
         rows, step = self._rows, self._next_step
         if self._log is not None or self.plans is not None or len(self._in_flight) != self._lag or not rows:

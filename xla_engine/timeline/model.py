@@ -1,4 +1,4 @@
-"""Who held which slot in which steps, and what it did there."""
+"""Timelines: which request held which slot in which steps, and what it did there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ KINDS = ("prefill", "decode", "held", "cached", "parked")  # idle is where there
 class Segment(NamedTuple):
     """One stretch of steps, first and last included, in which a slot did one thing for one request.
 
-    lane: the slot; from `Timeline.slots` on, places of parked requests. kind: one of `KINDS`; "held" is a slot whose
-    request did not run, for want of token budget or because its last token was not read yet, "cached" the step in
-    which a prompt began with what a slot held of it.
+    lane: the slot; from `Timeline.slots` on, places of parked requests.
+    first, last: steps.
+    kind: one of `KINDS`. "held": the request did not run, for want of token budget or because its last token was not
+        read yet. "cached": the step in which a prompt began with what a slot held of it.
     request: index into `Timeline.requests`.
     """
 
@@ -34,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A request. tokens: new ones, None where not known. end: None if it did not end."""
+    """What is shown of a request. tokens: new ones, None where not known. end: the reason, None if it did not end."""
 
     name: str
     prompt_tokens: int
@@ -44,9 +45,14 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Segments by lane and step.
+    """A run as segments by lane and step.
 
-    times: (begin, end) of each step in seconds, None where the record has no times.
+    title: model, type and device.
+    slots: lanes that are slots.
+    steps: how many.
+    requests: in the order of their submission.
+    segments: sorted.
+    times: (begin, end) of each step in seconds; None where they were not recorded.
     waiting: requests without a slot in each step.
     """
 
