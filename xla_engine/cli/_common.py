@@ -1,4 +1,4 @@
-"""What the commands share: exit statuses, the options that name a model, loading it, errors before the start."""
+"""What commands share: exit statuses, options of the engine, loading it, errors before the start."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             "--memory-utilization",
             type=click.FloatRange(0, 1, min_open=True),
             default=0.9,
-            help="Share of the available memory to take at most.",
+            help="Take at most this share of the available memory.",
         ),
         click.option(
             "--max-model-len",
@@ -98,19 +98,19 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             default=True,
-            help="Compute prompts that begin alike once.",
+            help="Compute the common beginning of prompts once.",
         ),
         click.option(
             "--preemption/--no-preemption",
             default=True,
-            help="A request that is before another in line takes its slot.",
+            help="A request may take the slot of one that is behind it in line.",
         ),
         click.option(
             "--swap-space",
             type=click.FloatRange(0),
             default=4.0,
             metavar="GiB",
-            help="Memory of the host for preempted requests; those beyond run again.",
+            help="Host memory for the KV cache of preempted requests; what does not fit is computed again.",
         ),
         click.option(
             "--num-blocks",
@@ -136,31 +136,32 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def scheduling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Fields of `EngineConfig` that say who goes first, and how much runs in a step."""
+    """Fields of `EngineConfig` that say which request goes first, and how much runs in a step."""
     options = (
         click.option(
             "--policy",
             "scheduling_policy",
             type=click.Choice(list(POLICIES)),
             default="priority",
-            help="Who gets a slot next.",
+            help="Which request gets a slot next.",
         ),
         click.option(
             "--quantum",
             type=click.IntRange(1),
             default=64,
-            help="Steps of a turn under the policy round_robin.",
+            help="Steps of a request's turn under the policy round_robin.",
         ),
         click.option(
             "--priority-aging",
             type=click.IntRange(1),
             default=64,
-            help="Later requests that one class of priority may go before; elsewhere, any before who waits longest.",
+            help="How many earlier requests one class of priority overtakes; under shortest_prompt, deadline and "
+            "longest_prefix, how many requests may go before the one that waits longest.",
         ),
         click.option(
             "--max-num-batched-tokens",
             type=click.IntRange(1),
-            help="Rows of work in one step.  [default: all slots and the largest prefill call]",
+            help="Tokens computed in one step at most.  [default: all slots and the largest prefill call]",
         ),
     )
     for option in reversed(options):
@@ -170,7 +171,7 @@ def scheduling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def startup_errors() -> Iterator[None]:
-    """Whatever keeps a command from starting becomes one line and exit status 2."""
+    """Make of an error that keeps a command from starting one line and exit status 2."""
     try:
         yield
     except OSError as error:
@@ -183,6 +184,7 @@ def startup_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    """An engine with these options, closed at the end; `show` draws bars while it loads and compiles."""
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
@@ -197,5 +199,6 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngi
 
 
 def os_message(error: OSError, path: str | None = None) -> str:
+    """An error of the system in words; `path` names the file where the error does not."""
     name = error.filename or path
     return f"{name}: {error.strerror or error}" if name else str(error)

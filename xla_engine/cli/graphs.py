@@ -16,8 +16,8 @@ from xla_engine.utils.tables import aligned
 def graphs(**options: Any) -> None:
     """List every compiled program: name, shapes, seconds to lower and compile, scratch and reused memory.
 
-    This is all that ever runs on the device; nothing is compiled after start-up. temp is the scratch memory
-    of one call, alias the memory of its inputs that is updated in place.
+    Nothing else runs on the device, and nothing is compiled after start-up. temp is the scratch memory of one call,
+    alias the memory of its inputs that is updated in place.
 
     \b
     Example:

@@ -25,26 +25,33 @@ from xla_engine.sampling_params import SamplingParams
 @click.option("--overwrite", is_flag=True, help="Replace the results that OUTPUT has.")
 @click.option("--dry-run", is_flag=True, help="Check every line and count tokens; run nothing.")
 @click.option(
-    "--stream", is_flag=True, help="Events on standard output while tokens arrive; takes control lines."
+    "--stream",
+    is_flag=True,
+    help="Write events to standard output while tokens come; INPUT may hold control lines.",
 )
-@click.option("--status-file", "status_path", metavar="FILE", help="Queue, slots and counters as JSON.")
+@click.option(
+    "--status-file",
+    "status_path",
+    metavar="FILE",
+    help="Write queue, slots and counters here as JSON, every second.",
+)
 @click.option(
     "--step-log",
     "--record",
     "step_log_path",
     cls=_common.RenamedOption,
     metavar="FILE",
-    help="Every step with its times, for `timeline` and `simulate`.",
+    help="Write every step with its times here, for `timeline` and `simulate`.",
 )
 @_common.model_options
 @click.option(
     "--lag",
     type=click.IntRange(0, 1),
     default=1,
-    help="1: the host reads a step while the device computes the next; 0: one by one.",
+    help="1: the host reads a step while the device computes the next; 0: it reads each step before the next starts.",
 )
 @_common.scheduling_options
-@click.option("--seed", type=int, default=0, help="Randomness of requests that bring no seed of their own.")
+@click.option("--seed", type=int, default=0, help="Seed of requests without one of their own.")
 @click.option(
     "--generation-config",
     type=click.Choice(["engine", "model"]),
@@ -55,7 +62,7 @@ from xla_engine.sampling_params import SamplingParams
     "--chat-template",
     "chat_template_path",
     metavar="FILE",
-    help="A jinja2 template for chats, in place of the checkpoint's.",
+    help="A jinja2 template to use for chats in place of the checkpoint's.",
 )
 @click.option("--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16]")
 @click.option("--temperature", type=float, help="temperature of lines without one.  [default: 1.0]")
@@ -102,9 +109,9 @@ def run(
 
     OUTPUT gets one OpenAI Batch result line per request, written as it finishes; match them by custom_id
     (line-<n> where the input had none). A line that cannot run gets "error": {"code", "message", "line"} and
-    harms no other. Results that are in OUTPUT are never replaced unasked. Whatever has finished is in it even if the
-    run is killed (in a .gz file, all but the last 64 KiB): --resume then does the rest. The same command with --resume
-    leaves the lines that an uninterrupted run would have, with --ordered the same bytes.
+    harms no other. Results that are in OUTPUT are never replaced unless --overwrite asks for it. All that finished is
+    in it even if the run is killed (in a .gz file, all but the last 64 KiB): the same command with --resume does the
+    rest, and leaves the lines of an uninterrupted run; with --ordered, the same bytes.
 
     With --dry-run every line is checked as the engine would, and codes and a token estimate are printed. With
     --stream requests are read from INPUT while others run, and each token is an event on standard output;

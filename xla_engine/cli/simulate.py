@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     "policies",
     type=click.Choice(list(POLICIES)),
     multiple=True,
-    help="Who goes first; several times to compare.  [default: as recorded]",
+    help="Which request goes first; several times to compare.  [default: as recorded]",
 )
 @click.option("--quantum", type=click.IntRange(1), help="Steps of a turn under round_robin.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of a step.")

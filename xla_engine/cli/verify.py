@@ -17,9 +17,9 @@ from xla_engine.utils.progress import counting
 @_common.scheduling_options
 @click.option("--requests", type=click.IntRange(1), default=200, help="Random requests to compare.")
 @click.option(
-    "--schedules", type=click.IntRange(1), default=4, help="Random schedules they are dealt out to."
+    "--schedules", type=click.IntRange(1), default=4, help="Random schedules that share the requests."
 )
-@click.option("--seed", type=int, default=0, help="Which random requests and schedules.")
+@click.option("--seed", type=int, default=0, help="Chooses the random requests and schedules.")
 @click.option(
     "--against",
     type=click.Choice(["alone", "config", "transformers"]),
@@ -36,8 +36,8 @@ from xla_engine.utils.progress import counting
     "--record",
     "record_path",
     metavar="FILE",
-    help="Write the first schedule that differs, else the last, for `xla-engine replay` and `shrink`. Schedules "
-    "start from a blank cache then.",
+    help="Write the first schedule that differs, or else the last, for `xla-engine replay` and `shrink`. Schedules "
+    "then start from a blank cache.",
 )
 def verify(
     requests: int,

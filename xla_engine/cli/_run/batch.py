@@ -38,7 +38,7 @@ _imported_at = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """What `run` reads and writes. errors, status, step_log: None where not asked for."""
+    """Paths that `run` reads and writes; errors, status and step_log are None where not asked for."""
 
     source: str
     output: str
@@ -50,7 +50,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of `run` beside files and engine."""
+    """Options of `run` beside those of files and engine."""
 
     defaults: dict[str, Any]
     ordered: bool
@@ -137,7 +137,7 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
 def _header(
     engine: XlaBatchEngine, settings: Settings, done: FinishedLines, model: str | None
 ) -> ResultHeader:
-    """What all results say. A resumed run says what the first one said."""
+    """The header of all results. A resumed run takes over what the first run wrote."""
     digest = EngineIdentity.of(engine).digest()
     if done.system_fingerprint not in (None, digest):
         raise OutputError(
@@ -168,7 +168,7 @@ def _status_file(files: Files, engine: XlaBatchEngine, batch: BatchRun) -> Statu
 
 
 def run_state(totals: RunTotals) -> dict[str, Any]:
-    """What a run has done, as JSON values."""
+    """The totals of a run as JSON values, for its status file."""
     state = {name: getattr(totals, name) for name in ("ok", "resumed", "prompt_tokens", "generated_tokens")}
     return {**state, "failed": dict(totals.failed), "interrupted": totals.interrupted}
 
@@ -189,7 +189,7 @@ def _show(
 
 
 def _explain(totals: RunTotals, files: Files) -> None:
-    """Say what went wrong, before the summary."""
+    """Print what went wrong; the summary comes after it."""
     where = files.errors or files.output
     for error in totals.first_errors:
         click.echo(f"line {error.line}: {error.code}: {error.message}", err=True)
@@ -207,7 +207,7 @@ def _explain(totals: RunTotals, files: Files) -> None:
 
 
 def explain_failure(failure: Exception | None) -> None:
-    """Why a run ended early, with a traceback where this program did not expect it."""
+    """Print why a run ended early, with a traceback where the error was not foreseen."""
     if failure is None:
         return
     if not isinstance(failure, (XlaEngineError, OSError)):
@@ -225,7 +225,7 @@ def _output_failed(files: Files, error: OSError) -> NoReturn:
 
 
 def _process_start() -> float:
-    """When this process began, on the monotonic clock; if the system does not say, when this was imported."""
+    """When this process began, on the monotonic clock; if the system does not tell, when this module was imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -19,8 +19,7 @@ from xla_engine.tracing.step_log_writer import logging_steps
 
 
 def _own_stdin() -> BinaryIO:
-    """Standard input as a file of its own, never closed: a thread may wait in it when the program ends, which Python's
-    own object does not survive."""
+    """Standard input as a separate file that is never closed: a thread may still wait in it when the program ends."""
     try:
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     except OSError:  # not a file of the system
