@@ -206,11 +206,6 @@ class ModelConfig:
             raise ValueError("linear_attention layers need their sizes")
 
     @property
-    def query_groups(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_attention_heads // self.num_key_value_heads
-
-    @property
     def qkv_features(self) -> int:
         """Rows of the fused q/k/v projection, and of the output's gate behind it."""
         gates = self.num_attention_heads if self.attn_output_gate else 0

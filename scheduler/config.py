@@ -24,10 +24,10 @@ class SchedulerConfig:
     quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
     enable_prefix_caching: slots keep what they hold for prompts that begin alike; see
     `scheduler.kv.slot_prefix_cache`.
-    block_size: tokens of one page of the prefix cache.
-    num_blocks: pages of `block_size` tokens that slots borrow, see `scheduler.kv.block_manager`; None: every slot
-        has room of its own. Where pages run out, requests lose their slots whatever `preemption` says.
-    cache_key: what the keys of pages begin with; names the model.
+    block_size: tokens of one block of the prefix cache.
+    num_blocks: blocks of `block_size` tokens that slots borrow, see `scheduler.kv.block_manager`; None: every slot
+        has room of its own. Where blocks run out, requests lose their slots whatever `preemption` says.
+    cache_key: what the keys of blocks begin with; names the model.
     prefill_equals_decode: prefill gives the bits of decode on this device, so that generated tokens may be reused and
         recomputed.
     cut_invariant: a prompt's last token has the same bits in a chunk of its own, so that nothing else of a prompt that

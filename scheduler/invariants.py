@@ -10,7 +10,7 @@ from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.snapshot import Counters
 from xla_engine.scheduler.steps.decode import Decoding
-from xla_engine.scheduler.steps.host_gated import Lockstep
+from xla_engine.scheduler.steps.host_gated import HostGated
 from xla_engine.scheduler.steps.prefill import Prefilling
 
 
@@ -21,7 +21,7 @@ def check(
     waiting: WaitingQueue,
     prefilling: Prefilling,
     decoding: Decoding,
-    lockstep: Lockstep,
+    host_gated: HostGated,
     counters: Counters,
     chunk_size: int,
     parked_tokens: int,
@@ -30,7 +30,7 @@ def check(
     next_step, ended = counters.steps_planned, sum(counters.finished.values())
     waiting.check()
     decoding.check(next_step)
-    lockstep.check()
+    host_gated.check()
     _require(counters.steps_committed <= next_step, "commits ran ahead of plans", counters)
     _require(counters.submitted == len(states) + ended, "a request is lost", counters)
     for request_id, state in states.items():
@@ -52,8 +52,8 @@ def check(
     _require(parked == parked_tokens, f"{parked_tokens} tokens are counted as parked, not {parked}", states)
     _require(same(prefilling, Status.PREFILLING), "the prompts are not the requests that prefill", states)
     _require(
-        len(running) == len(decoding) + len(lockstep),
-        f"{len(decoding)} rows and {len(lockstep)} decode",
+        len(running) == len(decoding) + len(host_gated),
+        f"{len(decoding)} rows and {len(host_gated)} decode",
         running,
     )
     _require(all(slots.holds(state.slot) for state in holders), "a tenancy is over", holders)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ class Reuse:
 class Swap:
     """The state of a request in `slot`, of which `length` positions are written, goes to the host or comes back.
 
-    blocks: where slots have pages, those of the positions, in order. -1 for the first ones: a resume leaves them as
+    blocks: where slots have blocks, those of the positions, in order. -1 for the first ones: a resume leaves them as
         they are, since they are shared.
     """
 
@@ -76,7 +76,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """Page `target` becomes what page `source` is."""
+    """Block `target` becomes what block `source` is."""
 
     source: int
     target: int
@@ -84,7 +84,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Pages of a tenancy in order of position, the first of them its `start`-th; others stay what they are."""
+    """Blocks of a tenancy in order of position, the first of them its `start`-th; others stay what they are."""
 
     slot: Slot
     request_id: str
@@ -110,14 +110,14 @@ class Plan:
     """Everything the device is asked to do in one step: the chunks in order, then one decode of the rows.
 
     step: counts non-empty plans from 0. Plans are started and committed in this order.
-    parks, copies, resumes, reuses: what happens to slots and pages before anything else in the step, in this order.
-    tables: where slots have pages, those that are new.
+    parks, copies, resumes, reuses: what happens to slots and blocks before anything else in the step, in this order.
+    tables: where slots have blocks, those that are new.
     replays: ids of requests that lost their slot and will sample all their tokens anew.
     admitted: ids of the requests that left the queue for a slot, first in line first.
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
         a lane may read the KV that an earlier lane writes.
     decode: the rows that decode, in the order they began to. A row whose last chunk is in this plan is one of
-        them, unless it is in lockstep: such rows come last, and only when no token of theirs is in flight. Without
+        them, unless it is in host_gated: such rows come last, and only when no token of theirs is in flight. Without
         them, the tuple is the same object from plan to plan until membership changes.
     decisions: in the order taken. Those about the queue concern its head only.
     """
@@ -174,17 +174,6 @@ class Decoded:
     tokens: Sequence[int] = ()
     logprobs: Sequence[float | None] = ()
     extra: Mapping[int, object] = field(default_factory=dict)
-
-    @classmethod
-    def of_rows(cls, rows: Iterable[Row], samples: Iterable[Sample | None]) -> Decoded:
-        """The columns of a step in which each of `rows` sampled so, None where the device had stopped it."""
-        found = {row.slot.index: sample for row, sample in zip(rows, samples, strict=True)}
-        column = [found.get(slot) or Sample(NO_TOKEN) for slot in range(max(found, default=-1) + 1)]
-        return cls(
-            tokens=[sample.token_id for sample in column],
-            logprobs=[sample.logprob for sample in column],
-            extra={slot: sample.extra for slot, sample in enumerate(column) if sample.extra is not None},
-        )
 
     def sample(self, slot: int) -> Sample:
         """What the row of a slot sampled."""

@@ -11,6 +11,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 Place = tuple[float, int]  # in line; the lowest goes first
+WAYS_TO_PREEMPT = (
+    "park",
+    "recompute",
+    "replay",
+)  # actions of the decisions that take a slot; see `way_to_preempt`
 
 
 class Facts(NamedTuple):

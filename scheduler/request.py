@@ -38,7 +38,7 @@ class Request:
     prompt_token_ids: at least one token; never changed.
     max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
     stop_token_ids: sampling one of these ends the request.
-    lockstep: each token is planned only after the one before it was committed.
+    host_gated: each token is planned only after the one before it was committed.
     cache_salt: requests share cached prefixes only with those of the same salt.
     reads_prefix_cache: false for one that needs every position of its prompt computed.
     priority: from -10 to 10, the lower the sooner; see `scheduler.policy.place`.
@@ -50,7 +50,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    lockstep: bool = False
+    host_gated: bool = False
     cache_salt: str = ""
     reads_prefix_cache: bool = True
     priority: int = 0

@@ -13,23 +13,28 @@ from xla_engine.scheduler.request import FinishReason, Request, Status
 class RequestState:
     """One life of a request id; a later request under the same id has another state.
 
-    arrival: how many requests were submitted before it. turn: its number in line, the arrival unless it was sent back.
+    arrival: how many requests were submitted before it.
+    turn: its number in line, the arrival unless it was sent back.
+    status: where it stands.
     tenancy: the slot the request was admitted to. It stays when the slot is handed over, because tokens
         still in flight are credited by it.
     holds_slot: whether the slot of `tenancy` is still this request's.
     prefilled: tokens of its context planned by prefill, or taken from the prefix cache.
-    last_step: the plan that plans this request's last token; known while it decodes, and after. None in lockstep.
+    last_step: the plan that plans this request's last token; known while it decodes, and after. None where host-gated.
     first_step: the first plan in which it decodes, where `last_step` is known.
-    planned_before: new tokens planned, of a request in lockstep or one that was preempted.
-    credited: tokens received by commits, as far as somebody counted; see `settle`.
-    generated: these tokens, where the scheduler has a use for them. base: how many of them belong to the context, as
-        they are prefilled again.
-    page_keys: of the context, made when first needed.
+    planned_before: new tokens planned, of a host-gated request or one that was preempted.
+    credited: tokens received by commits, up to the last call of `settle`.
+    generated: these tokens, where the scheduler has a use for them.
+    base: how many of `generated` belong to the context, as they are prefilled again.
+    block_hashes: keys of the blocks of the context, made when first needed.
     turn_ends: the step from which others may have its slot, under "round_robin" and while it runs.
-    blocks: its pages while it holds a slot, where slots have pages. settled: how many of the first of them are full
-        and will not change. ready: tokens of its context that they held when it got them. left: (index, page, times it
-        was taken) of the others, once it gave them up. reached: positions it had written when it lost its slot.
     parked: KV entries of it that are on the host.
+    blocks: its blocks while it holds a slot, where slots borrow blocks.
+    settled: how many of the first of `blocks` are full and will not change.
+    ready: tokens of its context that `blocks` held when it got them.
+    left: (index, block, times it was taken) of those that are not settled, once it gave them up.
+    reached: positions it had written when it lost its slot.
+    finish_reason: set when it ends.
     decision: the latest about it, None before the first.
     """
 
@@ -46,7 +51,7 @@ class RequestState:
     credited: int = 0
     generated: list[int] = field(default_factory=list)
     base: int = 0
-    page_keys: tuple[bytes, ...] | None = None
+    block_hashes: tuple[bytes, ...] | None = None
     turn_ends: int = 0
     parked: int = 0
     blocks: tuple[int, ...] = ()
@@ -85,7 +90,7 @@ class RequestState:
         """New tokens planned by the plans before `next_step`, in flight or credited.
 
         From the plan of the last chunk on, each plan adds one token (that one two: the first and a decoded
-        one), so the count follows from `last_step` and no step has to count.
+        one), so the number follows from `last_step` and no step has to count.
         """
         if self.last_step is None:
             return self.planned_before
@@ -94,7 +99,7 @@ class RequestState:
     def settle(self, committed: int) -> None:
         """Let `credited` say what the steps before `committed` brought.
 
-        A row gets a token from each step in which it decodes, so nobody counts while it does.
+        A row gets a token from each step in which it decodes, so it is not counted step by step.
         """
         if self.last_step is not None and committed > self.first_step:
             self.credited = self.planned(committed)
@@ -104,14 +109,14 @@ class RequestState:
         return self.prefilled + max(self.planned(next_step) - self.base - 1, 0)
 
     def begin_prefill(self) -> None:
-        """It got a slot: its context is all it has, prompt and tokens."""
+        """Begin in a slot: the context is prompt and credited tokens."""
         self.prefilled = 0
         if self.base != self.credited:
-            self.base, self.page_keys = self.credited, None
+            self.base, self.block_hashes = self.credited, None
 
     def start_over(self) -> None:
-        """Forget its tokens, which it will sample again; those in flight are nobody's."""
-        self.tenancy, self.page_keys = None, None
+        """Forget the request's tokens, which it will sample again; those in flight will be dropped."""
+        self.tenancy, self.block_hashes = None, None
         self.planned_before = self.credited = self.base = 0
         self.generated.clear()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from html import escape
 
 from xla_engine.scheduler.kv.slots import Slots
 from xla_engine.scheduler.plan import Decision, Slot
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
+
+SHOWN_WAITING = 8  # requests of the queue in a notebook's table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class RequestView:
 class SlotView:
     """One slot. position: KV entries that the plans made so far write. request: None when it is free.
 
-    blocks: the pages it borrows, where slots do.
+    blocks: the blocks it borrows, where slots do.
     """
 
     slot: Slot
@@ -72,6 +75,28 @@ class Snapshot:
     waiting: tuple[RequestView, ...]
     draining: tuple[RequestView, ...]
     counters: Counters
+
+    def _repr_html_(self) -> str:
+        """Slots and the first of the queue as a table for notebooks."""
+        rows = [(str(view.slot.index), view.request, str(view.position)) for view in self.slots]
+        rows += [("waiting", view, "") for view in self.waiting[:SHOWN_WAITING]]
+        if len(self.waiting) > SHOWN_WAITING:
+            rows.append((f"{len(self.waiting) - SHOWN_WAITING} more", None, ""))
+        rows += [("draining", view, "") for view in self.draining]
+        head = ("slot", "request", "status", "KV entries", "tokens", "why")
+        body = [head, *((place, *_cells(view, entries)) for place, view, entries in rows)]
+        return "<table>" + "".join(_html_row(cells) for cells in body) + "</table>"
+
+
+def _cells(view: RequestView | None, entries: str) -> tuple[str, ...]:
+    if view is None:
+        return ("",) * 5
+    why = view.decision.reason if view.decision else ""
+    return view.request_id, view.status.value, entries, f"{view.credited} of {view.max_tokens}", why
+
+
+def _html_row(cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def take(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     describe_machine,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     describe_machine,
@@ -26,7 +26,7 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
-from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, feature_major
 from xla_engine.graphs.model.decoder import ModelSpec
@@ -69,17 +69,9 @@ def one_layer(
     """The body of `Decoder.hidden` with a layer's leaves passed in: x `[B, D]`."""
     eps = SMOLLM2_135M.rms_norm_eps
     qkv = WEIGHT_LEFT.linear(weights["qkv"], rms_norm(x, weights["input_norm"], eps))
-    layer, out = spec.attention.attend_decode(
-        layer,
-        qkv,
-        form=SMOLLM2_135M.attention(0),
-        weights=AttentionWeights(),
-        rope=rope,
-        length=length,
-        live=jnp.ones(length.shape, bool),
-        key_length=key_length,
-        compute_dtype=spec.dtype,
-    )
+    call = AttentionCall(SMOLLM2_135M.attention(0), AttentionWeights(), rope, key_length, spec.dtype)
+    live = jnp.ones(length.shape, bool)
+    layer, out = spec.attention.attend_decode(layer, qkv, call, length=length, live=live)
     x = x + WEIGHT_LEFT.linear(weights["output"], out.reshape(x.shape[0], -1))
     normed = rms_norm(x, weights["pre_feedforward_norm"], eps)
     hidden = WEIGHT_LEFT.gated(weights["gate_up"], normed)

@@ -19,16 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import Times, describe_machine, interleave, markdown_table
+from spikes.support.timing import Times, describe_machine, interleave, markdown_table, token_logprob
 from xla_engine.graphs.ops.reductions import argmax
 from xla_engine.graphs.row_state.rows import SamplingRows, make_sampling_rows, make_tables
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling import truncation as thresholds
-from xla_engine.graphs.sampling.logits_processors import Context
-from xla_engine.graphs.sampling.logprobs import token_logprob
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
 
 VOCABULARY = 49152
-Form = Callable[[jax.Array, SamplingRows, Context], Any]
+Form = Callable[[jax.Array, SamplingRows, SamplingContext], Any]
 
 
 # %%
@@ -43,15 +42,15 @@ def rows_of(batch: int, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
     )
 
 
-def flat_argmax(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def flat_argmax(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     return jnp.argmax(logits, axis=0)
 
 
-def two_level_argmax(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def two_level_argmax(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     return argmax(logits)
 
 
-def gumbel_draw(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def gumbel_draw(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """The Gumbel-max trick: noise for every entry, keyed as the engine keys its one number per row."""
 
     def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -62,11 +61,11 @@ def gumbel_draw(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.
     return argmax(scaled + jax.vmap(noise, out_axes=1)(rows.seed, context.length))
 
 
-def inverse_draw(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def inverse_draw(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     return sampling._draw(logits, rows, rows.temperature > 0, context.length)
 
 
-def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """The same draw by one flat `jnp.cumsum` over the vocabulary."""
     scaled = logits / rows.temperature
     cumulative = jnp.cumsum(jnp.exp(scaled - jnp.max(scaled, axis=0)), axis=0)
@@ -74,18 +73,18 @@ def inverse_draw_by_cumsum(logits: jax.Array, rows: SamplingRows, context: Conte
     return jnp.argmax(cumulative > target, axis=0)
 
 
-def threshold_by_candidates(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def threshold_by_candidates(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     return thresholds.threshold(logits, jnp.max(logits, axis=0), rows.temperature, rows, rows.temperature > 0)
 
 
-def threshold_by_bisection(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def threshold_by_bisection(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)
     return thresholds.bisect(
         logits, jnp.max(logits, axis=0), rows.temperature, wanted, rows.top_p, rows.min_p
     )
 
 
-def threshold_by_sort(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def threshold_by_sort(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Top-k, then top-p over what is left, by a full sort of the vocabulary."""
     ordered = jnp.sort(logits.T, axis=1, descending=True)  # [B, V]
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, VOCABULARY), VOCABULARY)[:, None]
@@ -97,23 +96,23 @@ def threshold_by_sort(logits: jax.Array, rows: SamplingRows, context: Context) -
     return jnp.take_along_axis(ordered, jnp.minimum(nucleus, wanted - 1), axis=1)[:, 0]
 
 
-def logprob_in_blocks(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def logprob_in_blocks(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     return token_logprob(logits, context.length)
 
 
-def logprob_by_log_softmax(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def logprob_by_log_softmax(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=0), context.length[None], axis=0)[0]
 
 
-def whole_sampler(logits: jax.Array, rows: SamplingRows, context: Context) -> Any:
+def whole_sampler(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> Any:
     return sampling.sample(logits, rows, context.length, context)
 
 
-def context_of(batch: int) -> Context:
+def context_of(batch: int) -> SamplingContext:
     """As in a decode step: every row live, with a history of some 300 tokens, nothing forbidden or biased."""
     return jax.tree.map(
         jnp.asarray,
-        Context(
+        SamplingContext(
             live=np.ones(batch, bool),
             slot=np.arange(batch, dtype=np.int32),
             length=np.arange(300, 300 + batch, dtype=np.int32),

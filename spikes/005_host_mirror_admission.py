@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import Times, describe_machine, interleave, markdown_table
+from spikes.support.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.kv_cache.cache import make_cache

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as barrier
 
-from spikes.timing import Times, describe_machine, interleave, markdown_table
+from spikes.support.timing import Times, describe_machine, interleave, markdown_table
 from xla_engine.bench.limits import read_bandwidth
 from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.attention import xla as attention_xla
-from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, feature_major
@@ -66,17 +66,8 @@ def _hidden(
 def _attend(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
     live = jnp.ones(qkv.shape[0], bool)
     length = jnp.full(qkv.shape[0], LENGTH, jnp.int32)
-    cache[index], out = SPEC.attention.attend_decode(
-        cache[index],
-        qkv,
-        form=CONFIG.attention(index),
-        weights=own,
-        rope=rope,
-        length=length,
-        live=live,
-        key_length=KEYS,
-        compute_dtype=SPEC.dtype,
-    )
+    call = AttentionCall(CONFIG.attention(index), own, rope, KEYS, SPEC.dtype)
+    cache[index], out = SPEC.attention.attend_decode(cache[index], qkv, call, length=length, live=live)
     return out
 
 
@@ -95,7 +86,8 @@ def _write_only(
 
 def _nothing(cache: KVCache, rope: jax.Array, index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
     q, k, v = _rotated(qkv, rope)
-    return (q + jnp.tile(k + v, (1, CONFIG.query_groups, 1))).reshape(q.shape[0], -1)
+    groups = q.shape[1] // k.shape[1]
+    return (q + jnp.tile(k + v, (1, groups, 1))).reshape(q.shape[0], -1)
 
 
 def _rotated(qkv: jax.Array, rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

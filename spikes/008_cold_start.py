@@ -40,7 +40,7 @@ def child(began: float) -> None:
 
     marks.append(time.monotonic())
     directory = embedded_model_directory()
-    checkpoint, tokenizer = load_checkpoint(directory), Tokenizer.from_directory(directory)
+    checkpoint, tokenizer = load_checkpoint(directory), Tokenizer.from_pretrained(directory)
     loaded = time.monotonic()
     engine = XlaBatchEngine(checkpoint, tokenizer, EngineConfig())
     built = time.monotonic()
@@ -107,7 +107,7 @@ def main() -> None:
     if arguments.child is not None:
         child(arguments.child)
         return
-    from spikes.timing import describe_machine, markdown_table
+    from spikes.support.timing import describe_machine, markdown_table
 
     found = rounds_of(arguments.rounds)
     print(describe_machine())

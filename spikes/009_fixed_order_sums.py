@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     describe_machine,
     interleave,
     markdown_table,
     random_weights,
+    token_logprob,
 )
 from xla_engine.graphs.attention import xla as attention_xla
 from xla_engine.graphs.attention.backend import KEY_SPAN
@@ -225,7 +226,8 @@ print(markdown_table(("heads", "rows", "values", *(f"{bucket} keys" for bucket i
 
 # %% What blocks cost: attention of 16 layers, alone
 DEEP, BUCKETS = 16, (256, 512, 1024)
-KV, DH, GROUPS = SMOLLM2_135M.num_key_value_heads, SMOLLM2_135M.head_dim, SMOLLM2_135M.query_groups
+KV, DH = SMOLLM2_135M.num_key_value_heads, SMOLLM2_135M.head_dim
+GROUPS = SMOLLM2_135M.num_attention_heads // KV
 
 
 def chained(
@@ -276,7 +278,7 @@ def _relative(logits: jax.Array) -> jax.Array:
 OVER_VOCABULARY: dict[str, Sum] = {
     "jnp.sum(exp)": lambda x: jnp.sum(jnp.exp(x - jnp.max(x, axis=0)), axis=0),
     "jax.nn.logsumexp": lambda x: jax.nn.logsumexp(x, axis=0),
-    "token_logprob (the code)": lambda x: logprobs.token_logprob(x, jnp.zeros(x.shape[1], jnp.int32)),
+    "token_logprob (the code)": lambda x: token_logprob(x, jnp.zeros(x.shape[1], jnp.int32)),
     "draw: block totals (the code)": lambda x: jnp.sum(vocabulary.blocks(_relative(x), 0.0), axis=1),
     "draw: cumulative sums (the code)": lambda x: vocabulary.cumulative(_relative(x)),
     "top-p: jnp.sum over 128 candidates": lambda x: jnp.sum(_relative(x)[:128], axis=0),

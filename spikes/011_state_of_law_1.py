@@ -23,16 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     describe_machine,
     interleave,
     markdown_table,
     random_weights,
+    token_logprob,
 )
 from xla_engine.graphs.attention import xla as attention_xla
-from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.graphs.linear import products as projection
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, feature_major
@@ -162,7 +163,7 @@ def plain_logprob(head: jax.Array, x: jax.Array) -> jax.Array:
 
 def logprob(head: jax.Array, x: jax.Array) -> jax.Array:
     logits = feature_major(head, x)
-    return logprobs.token_logprob(logits, vocabulary.argmax(logits))
+    return token_logprob(logits, vocabulary.argmax(logits))
 
 
 def plain_gated(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -212,17 +213,8 @@ def form_of(rope: jax.Array) -> AttentionForm:
 
 def decode_form(dtype: str, row_axis: int) -> Form:
     def form(qkv: jax.Array, rope: jax.Array, length: jax.Array, layer: LayerCache) -> jax.Array:
-        _, out = attention.attend_decode(
-            layer,
-            qkv,
-            form=form_of(rope),
-            weights=AttentionWeights(),
-            rope=rope,
-            length=length,
-            live=jnp.ones(len(qkv), bool),
-            key_length=POSITIONS,
-            compute_dtype=jnp.dtype(dtype),
-        )
+        call = AttentionCall(form_of(rope), AttentionWeights(), rope, POSITIONS, jnp.dtype(dtype))
+        _, out = attention.attend_decode(layer, qkv, call, length=length, live=jnp.ones(len(qkv), bool))
         return out.astype(jnp.float32)
 
     return InLayout(form, row_axis)
@@ -234,17 +226,14 @@ def prefill_form(dtype: str, row_axis: int) -> Form:
     def form(qkv: jax.Array, rope: jax.Array, length: jax.Array, layer: LayerCache) -> jax.Array:
         lanes = len(qkv)
         tokens = jnp.zeros((lanes, WIDTH, qkv.shape[1])).at[:, 0].set(qkv)
+        wide = jnp.broadcast_to(rope[:, None], (lanes, WIDTH, *rope.shape[1:]))
         _, out = attention.attend_prefill(
             layer,
             tokens.reshape(lanes * WIDTH, -1),
-            form=form_of(rope),
-            weights=AttentionWeights(),
-            rope=jnp.broadcast_to(rope[:, None], (lanes, WIDTH, *rope.shape[1:])),
+            AttentionCall(form_of(rope), AttentionWeights(), wide, POSITIONS, jnp.dtype(dtype)),
             slot=jnp.arange(lanes, dtype=jnp.int32),
             start=length,
             count=jnp.ones(lanes, jnp.int32),
-            key_length=POSITIONS,
-            compute_dtype=jnp.dtype(dtype),
         )
         return out.reshape(lanes, WIDTH, -1)[:, 0].astype(jnp.float32)
 

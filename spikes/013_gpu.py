@@ -33,8 +33,8 @@ MARK = "RESULT "
 
 def run_part(name: str) -> None:
     """In the child: measure, and print the tables as one line of JSON."""
-    from spikes import gpu_host, gpu_kernels, gpu_steps
-    from spikes.gpu_scale import REAL, REHEARSAL
+    from spikes.support import gpu_host, gpu_kernels, gpu_steps
+    from spikes.support.gpu_scale import REAL, REHEARSAL
 
     name, *sizes = name.split(":")
     part = next(getattr(owner, name) for owner in (gpu_host, gpu_kernels, gpu_steps) if hasattr(owner, name))

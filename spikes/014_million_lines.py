@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spikes.timing import markdown_table
+from spikes.support.timing import markdown_table
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
 from xla_engine.batch.results import ResultHeader
@@ -88,12 +88,11 @@ class InstantEngine:
 
 # %%
 def tiny_engine() -> Any:
-    import numpy as np
 
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.graphs.config import ModelConfig
-    from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+    from xla_engine.model_loader.checkpoint import random_checkpoint
 
     model = ModelConfig(
         vocab_size=256,
@@ -105,16 +104,7 @@ def tiny_engine() -> Any:
         head_dim=16,
         max_position_embeddings=64,
     )
-    weights = random_weights(model, dtype="bfloat16", seed=np.int64(0).item())
-    checkpoint = Checkpoint(
-        path=Path("tiny"),
-        config=model,
-        weights=weights,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="tiny",
-    )
+    checkpoint = random_checkpoint(model, eos_token_ids=(0,))
     return XlaBatchEngine(checkpoint, None, EngineConfig(max_num_seqs=64, chunk_size=8, prefill_lanes=(64,)))
 
 

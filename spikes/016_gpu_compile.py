@@ -39,11 +39,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from spikes.gpu_dumps import kernels as kernel_table
-from spikes.gpu_dumps import launches
-from spikes.gpu_scale import LLAMA_3_1_8B
-from spikes.timing import SMOLLM2_135M, markdown_table
-from xla_engine.graphs.attention.backend import Attention, AttentionWeights
+from spikes.support.gpu_dumps import kernels as kernel_table
+from spikes.support.gpu_dumps import launches
+from spikes.support.gpu_scale import LLAMA_3_1_8B
+from spikes.support.timing import SMOLLM2_135M, markdown_table
+from xla_engine.graphs.attention.backend import Attention, AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import DeltaForm, ModelConfig, RoutedExperts
@@ -116,7 +116,7 @@ def compiled(
         abstract(lambda: make_rows(ROWS, 4, POSITIONS, borrowed)),
     )
     tables = abstract(
-        lambda: jax.tree.map(jnp.asarray, make_tables(ROWS, config.vocab_size, paged=page is not None))
+        lambda: jax.tree.map(jnp.asarray, make_tables(ROWS, config.vocab_size, has_blocks=page is not None))
     )
     if prefill:
         one = jnp.zeros(LANES, jnp.int32)
@@ -244,11 +244,13 @@ def kernels_alone() -> None:
             jax.jit(function).lower(*abstract(make)).compile()
 
     attention, some = GpuAttention(), jnp.zeros(LANES, jnp.int32)
-    own = {"form": c.attention(0), "weights": AttentionWeights(), "key_length": POSITIONS}
-    own["compute_dtype"] = jnp.dtype(kept)
+
+    def call(rope: jax.Array) -> AttentionCall:
+        return AttentionCall(c.attention(0), AttentionWeights(), rope, POSITIONS, jnp.dtype(kept))
+
     compile_alone(
         lambda layer, qkv, rope, length, live: attention.attend_decode(
-            layer, qkv, rope=rope, length=length, live=live, **own
+            layer, qkv, call(rope), length=length, live=live
         ),
         lambda: (
             attention.make_store(c, (0,), ROWS, POSITIONS, jnp.dtype(kept)),
@@ -257,7 +259,7 @@ def kernels_alone() -> None:
     )
     compile_alone(
         lambda layer, qkv, rope, lane: attention.attend_prefill(
-            layer, qkv, rope=rope, slot=lane, start=lane, count=lane, **own
+            layer, qkv, call(rope), slot=lane, start=lane, count=lane
         ),
         lambda: (
             attention.make_store(c, (0,), ROWS, POSITIONS, jnp.dtype(kept)),

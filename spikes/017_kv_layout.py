@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     describe_machine,
@@ -28,7 +28,7 @@ from spikes.timing import (
     random_weights,
 )
 from xla_engine.config import EngineConfig
-from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, AttentionCall, LayerCache
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import make_cache
@@ -77,8 +77,9 @@ class Segments(XlaAttention):
         return LayerCache(buffers(), buffers())
 
     def attend_decode(
-        self, layer: Any, qkv: jax.Array, *, rope: Any, length: Any, live: Any, key_length: int, **_: Any
+        self, layer: Any, qkv: jax.Array, call: AttentionCall, *, length: Any, live: Any
     ) -> Any:
+        rope, key_length = call.rope, call.key_length
         rows, kv_heads, _, _, head_dim = layer.keys[0].shape
         q, k, v = split_heads(qkv, kv_heads, head_dim)
         q, k = apply_rope(q, rope), apply_rope(k, rope)

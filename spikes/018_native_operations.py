@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     describe_machine,
@@ -21,7 +21,7 @@ from spikes.timing import (
     markdown_table,
     random_weights,
 )
-from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.kv_cache.cache import make_cache, places
@@ -115,19 +115,12 @@ def layers(
     updated, where = list(cache), places(spec)
 
     def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
-        store, place = where[index]
+        store, layer_in_store = where[index]
+        call = AttentionCall(
+            spec.config.attention(index), own, rope, keys, BF16, layer_in_store=layer_in_store
+        )
         updated[store], out = spec.attention.attend_prefill(
-            updated[store],
-            qkv,
-            form=spec.config.attention(index),
-            weights=own,
-            rope=rope,
-            slot=slot,
-            start=start,
-            count=count,
-            key_length=keys,
-            compute_dtype=BF16,
-            place=place,
+            updated[store], qkv, call, slot=slot, start=start, count=count
         )
         return out
 

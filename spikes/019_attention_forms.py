@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import SMOLLM2_135M, Times, describe_machine, interleave, markdown_table
-from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from spikes.support.timing import SMOLLM2_135M, Times, describe_machine, interleave, markdown_table
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.runner.native_build import register
@@ -77,19 +77,18 @@ class Call:
         qkv = rng.standard_normal((rows * width, features), np.float32)
         rope = np.ones((rows, width, 2, head_dim // 2), np.float32)
         at = np.full(rows, length, np.int32)
-        own = {"form": form, "weights": weights or AttentionWeights(), "block_tables": tables}
-        own |= {"key_length": positions, "compute_dtype": BF16}
+        call = AttentionCall(form, weights or AttentionWeights(), rope, positions, BF16, tables)
 
         def layer(each: LayerCache, x: jax.Array) -> tuple[LayerCache, jax.Array]:
             if width == 1:
-                place = {"rope": rope[:, 0], "length": at, "live": np.ones(rows, bool)}
-                return attention.attend_decode(each, x, **place, **own)
+                live = np.ones(rows, bool)
+                return attention.attend_decode(each, x, call._replace(rope=rope[:, 0]), length=at, live=live)
             place = {
                 "slot": np.arange(rows, dtype=np.int32),
                 "start": at,
                 "count": np.full(rows, width, np.int32),
             }
-            return attention.attend_prefill(each, x, rope=rope, **place, **own)
+            return attention.attend_prefill(each, x, call, **place)
 
         def layers(cache: list[LayerCache], x: jax.Array) -> tuple[list[LayerCache], jax.Array]:
             updated = []
@@ -132,14 +131,15 @@ class Before:
         jax.ffi.register_ffi_target("before", jax.ffi.pycapsule(library.XlaEngineAttend), platform="cpu")
 
     def attend_decode(
-        self, layer: LayerCache, qkv: jax.Array, *, rope: Any, length: Any, live: Any, **_: Any
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: Any, live: Any
     ) -> Any:
         slot = np.arange(len(length), dtype=np.int32)
-        return self._call(layer, qkv.T, rope, slot, length, live.astype(np.int32), feature_major=True)
+        return self._call(layer, qkv.T, call.rope, slot, length, live.astype(np.int32), feature_major=True)
 
     def attend_prefill(
-        self, layer: LayerCache, qkv: jax.Array, *, rope: Any, slot: Any, start: Any, count: Any, **_: Any
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, slot: Any, start: Any, count: Any
     ) -> Any:
+        rope = call.rope
         return self._call(
             layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count, feature_major=False
         )

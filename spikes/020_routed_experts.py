@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.timing import describe_machine, interleave, markdown_table
+from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.graphs.experts import routing as moe
 from xla_engine.graphs.experts.native import native_experts
 from xla_engine.graphs.experts.routing import Experts, Route, blocked_experts, gate, route

@@ -115,7 +115,7 @@ def main() -> None:
     import ml_dtypes
     import numpy as np
 
-    from spikes.timing import describe_machine, markdown_table
+    from spikes.support.timing import describe_machine, markdown_table
 
     for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float32", np.float32)):
         if not (arguments.cache / name).exists():

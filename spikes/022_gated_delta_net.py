@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from spikes.timing import describe_machine, interleave, markdown_table
+from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.graphs.config import DeltaForm
 from xla_engine.graphs.delta_net import rule as delta_rule
 from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, delta_prefill, make_state

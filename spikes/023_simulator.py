@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spikes.timing import markdown_table
+from spikes.support.timing import markdown_table
 from xla_engine.scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import FIGURES, compare, figure

@@ -182,7 +182,7 @@ def main() -> None:
         command = [arguments.python or sys.executable, __file__, "--child"]
         answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True)
     equal = json.loads(answer.stdout.splitlines()[-1])
-    from spikes.timing import markdown_table
+    from spikes.support.timing import markdown_table
 
     models = [[case["name"], f"{equal[case['name']]} of {TOKENS}"] for case in asked["models"]]
     print(markdown_table(["model", "greedy tokens equal"], models))

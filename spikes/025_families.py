@@ -13,12 +13,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from spikes.timing import describe_machine, interleave, markdown_table
+from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.bench.models import SMOLLM2_135M
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.model_loader.checkpoint import Checkpoint, random_weights, read_config
+from xla_engine.model_loader.checkpoint import random_checkpoint, read_config
 from xla_engine.sampling_params import SamplingParams
 
 arguments = argparse.ArgumentParser()
@@ -59,11 +59,7 @@ class Decode:
     """Greedy tokens of `rows` prompts that decode side by side; a call takes the first token of all, then the rest."""
 
     def __init__(self, config: ModelConfig) -> None:
-        weights = random_weights(config, dtype="bfloat16", scale=0.04)
-        checkpoint = Checkpoint(
-            path=Path("random"), config=config, weights=weights, eos_token_ids=(), bos_token_id=None,
-            dtype="bfloat16", fingerprint="random",
-        )  # fmt: skip
+        checkpoint = random_checkpoint(config, scale=0.04)
         engine = EngineConfig(
             max_num_seqs=options.rows, max_model_len=256, prefill_lanes=(8,), self_check=False
         )

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import random
 from dataclasses import replace
-from pathlib import Path
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=3)
@@ -24,22 +23,13 @@ arguments.add_argument("--new", type=int, default=16, help="tokens to generate f
 options = arguments.parse_known_args()[0]
 
 MODEL = replace(SMOLLM2_135M, max_position_embeddings=1024)
-WEIGHTS = random_weights(MODEL, dtype="bfloat16", scale=0.04)
+CHECKPOINT = random_checkpoint(MODEL, scale=0.04, eos_token_ids=(0,))
 
 
 # %%
 def engine(*, caching: bool) -> XlaBatchEngine:
-    checkpoint = Checkpoint(
-        path=Path("random"),
-        config=MODEL,
-        weights=WEIGHTS,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="random",
-    )
     config = EngineConfig(max_model_len=1024, enable_prefix_caching=caching)
-    return XlaBatchEngine(checkpoint, None, config)
+    return XlaBatchEngine(CHECKPOINT, None, config)
 
 
 ENGINES = {"off": engine(caching=False), "on": engine(caching=True)}

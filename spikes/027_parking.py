@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.scheduler import Swap
 
 arguments = argparse.ArgumentParser()
@@ -25,15 +24,7 @@ options = arguments.parse_known_args()[0]
 
 MODEL = replace(SMOLLM2_135M, max_position_embeddings=1024)
 ENGINE = XlaBatchEngine(
-    Checkpoint(
-        path=Path("random"),
-        config=MODEL,
-        weights=random_weights(MODEL, dtype="bfloat16", scale=0.04),
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="random",
-    ),
+    random_checkpoint(MODEL, scale=0.04, eos_token_ids=(0,)),
     None,
     EngineConfig(max_model_len=1024, enable_prefix_caching=False),
 )

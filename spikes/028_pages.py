@@ -12,29 +12,20 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.xla import XlaAttention
-from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 
 MODEL = replace(SMOLLM2_135M, max_position_embeddings=1024)
-CHECKPOINT = Checkpoint(
-    path=Path("random"),
-    config=MODEL,
-    weights=random_weights(MODEL, dtype="bfloat16", scale=0.04),
-    eos_token_ids=(0,),
-    bos_token_id=None,
-    dtype="bfloat16",
-    fingerprint="random",
-)
+CHECKPOINT = random_checkpoint(MODEL, scale=0.04, eos_token_ids=(0,))
 BASE = EngineConfig(max_model_len=1024, prefill_lanes=(8,), self_check=False)
 OWN = "8 slots of 1024"
 ENGINES = {
@@ -109,18 +100,11 @@ def attention(rows: int, *, paged: bool) -> tuple[Callable[[], object], int]:
     qkv = jnp.asarray(draw.standard_normal((rows, model.qkv_features)), jnp.float32)
 
     def attend(layer: Any, qkv: jax.Array) -> Any:
-        return backend.attend_decode(
-            layer,
-            qkv,
-            form=model.attention(0),
-            weights=AttentionWeights(),
-            rope=jnp.ones((rows, 2, model.head_dim // 2)),
-            length=jnp.full(rows, 1019, jnp.int32),
-            live=jnp.ones(rows, jnp.bool_),
-            key_length=1024,
-            compute_dtype=jnp.dtype(jnp.bfloat16),
-            block_tables=tables,
-        )
+        rope = jnp.ones((rows, 2, model.head_dim // 2))
+        bf16 = jnp.dtype(jnp.bfloat16)
+        call = AttentionCall(model.attention(0), AttentionWeights(), rope, 1024, bf16, tables)
+        length, live = jnp.full(rows, 1019, jnp.int32), jnp.ones(rows, jnp.bool_)
+        return backend.attend_decode(layer, qkv, call, length=length, live=live)
 
     compiled = jax.jit(attend, donate_argnums=0).lower(state[0], qkv).compile()
 

@@ -23,14 +23,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from spikes.timing import describe_machine, markdown_table
+from spikes.support.timing import describe_machine, markdown_table
 from tests.model_loader.test_family_config import PUBLISHED
 from xla_engine.bench.limits import read_bandwidth
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.config import DeltaForm, ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
-from xla_engine.model_loader.checkpoint import Checkpoint, read_config
+from xla_engine.model_loader.checkpoint import random_checkpoint, read_config
 from xla_engine.sampling_params import SamplingParams
 
 arguments = argparse.ArgumentParser()
@@ -167,10 +167,7 @@ class Random(Mapping[str, np.ndarray]):
 
 def seconds_of_a_step(config: ModelConfig) -> tuple[list[float], dict[str, str]]:
     """Per round; and which backends served. A step's time is that between a short and a long job."""
-    checkpoint = Checkpoint(
-        path=Path("random"), config=config, weights=Random(config), eos_token_ids=(), bos_token_id=None,
-        dtype="bfloat16", fingerprint="random",
-    )  # fmt: skip
+    checkpoint = random_checkpoint(config, weights=Random(config))
     engine = XlaBatchEngine(
         checkpoint,
         None,

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from spikes.timing import describe_machine, markdown_table
+from spikes.support.timing import describe_machine, markdown_table
+from tests.support.fake_runner import decoded_of
 from xla_engine.scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
-from xla_engine.scheduler.kv.block_manager import Pages, _positions
+from xla_engine.scheduler.kv.block_manager import BlockManager, _positions
 from xla_engine.scheduler.request_state import RequestState
 
 STOP = 0
@@ -89,7 +90,7 @@ def drain(config: SchedulerConfig, drawn: dict[str, tuple[Request, int]], lag: i
             samples = [
                 take(row.request_id) if alive else None for row, alive in zip(plan.decode, live, strict=True)
             ]
-            in_flight.append((plan, StepResult(first=heads, decode=Decoded.of_rows(plan.decode, samples))))
+            in_flight.append((plan, StepResult(first=heads, decode=decoded_of(plan.decode, samples))))
             rows.append(sum(live))
             computed += sum(len(chunk.tokens) for chunk in plan.chunks)
         while len(in_flight) > (0 if plan.is_empty else lag):
@@ -109,16 +110,16 @@ def drain(config: SchedulerConfig, drawn: dict[str, tuple[Request, int]], lag: i
 @contextmanager
 def reserving() -> Iterator[None]:
     """RequestValidator takes all that a request may ever write."""
-    grown = Pages._first_blocks
+    grown = BlockManager._first_blocks
 
-    def whole(self: Pages, state: RequestState) -> int:
+    def whole(self: BlockManager, state: RequestState) -> int:
         return self.pool.blocks_for(_positions(state))
 
-    Pages._first_blocks = whole  # type: ignore[method-assign]
+    BlockManager._first_blocks = whole  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Pages._first_blocks = grown  # type: ignore[method-assign]
+        BlockManager._first_blocks = grown  # type: ignore[method-assign]
 
 
 def layouts(pages: int) -> Iterator[tuple[str, Outcome]]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import describe_machine, interleave, markdown_table
+from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.bench.models import find_model
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -69,7 +69,7 @@ def host(engine: XlaBatchEngine, turns: int) -> Spent:
         engine.step(only_finished=True)
     for owner, verb in (
         (engine.scheduler, "plan"),
-        (engine.runner, "_run"),
+        (engine.runner._dispatch, "run"),
         (engine.runner, "start"),
         (engine.runner, "wait"),
         (engine.scheduler, "commit"),

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table, random_weights
+from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table, random_weights
 from xla_engine.config import EngineConfig, compiler
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.kv_cache.cache import make_cache, places
 from xla_engine.graphs.linear.native import NativeProducts
@@ -37,8 +37,7 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import make_rows, make_tables
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
-from xla_engine.model_loader.checkpoint import Checkpoint
-from xla_engine.model_loader.checkpoint import random_weights as named_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.runner.native_build import register
 from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -138,19 +137,15 @@ class Parts:
             angles = self.rope[0, self.lanes.start[:, None] + jnp.arange(CHUNK)]
 
             def attend(index: int, qkv: jax.Array, own: AttentionWeights) -> jax.Array:
-                store, place = where[index]
+                store, layer_in_store = where[index]
+                own_call = CONFIG.attention(index), own, angles, POSITIONS, SPEC.dtype
                 updated[store], out = SPEC.attention.attend_prefill(
                     updated[store],
                     qkv,
-                    form=CONFIG.attention(index),
-                    weights=own,
-                    rope=angles,
+                    AttentionCall(*own_call, layer_in_store=layer_in_store),
                     slot=self.lanes.slot,
                     start=self.lanes.start,
                     count=self.lanes.count,
-                    key_length=POSITIONS,
-                    compute_dtype=SPEC.dtype,
-                    place=place,
                 )
                 return out
 
@@ -256,17 +251,8 @@ if options.lanes:
 JOBS = [(1, 16), (4, 16), (8, 16), (1, 128), (2, 128), (4, 128), (8, 128), (32, 128)]
 
 if not options.no_jobs:
-    checkpoint = Checkpoint(
-        path=Path("random"),
-        config=CONFIG,
-        weights=named_weights(CONFIG, dtype="bfloat16"),
-        eos_token_ids=(),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="random",
-    )
     engine_config = EngineConfig(max_num_seqs=32, max_model_len=256, enable_prefix_caching=False)
-    with XlaBatchEngine(checkpoint, None, engine_config) as engine:
+    with XlaBatchEngine(random_checkpoint(CONFIG), None, engine_config) as engine:
         rng = np.random.default_rng(2)
 
         def job(prompts: int, length: int) -> float:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from spikes.timing import describe_machine, markdown_table
+from spikes.support.timing import describe_machine, markdown_table
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import (
+from spikes.support.timing import (
     SMOLLM2_135M,
     DecodeStep,
     Times,
@@ -43,8 +42,7 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import make_rows, make_tables
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
-from xla_engine.model_loader.checkpoint import Checkpoint
-from xla_engine.model_loader.checkpoint import random_weights as named_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.runner import backends
 from xla_engine.runner.native_build import register
 from xla_engine.runner.prefill_inputs import make_lanes
@@ -63,7 +61,7 @@ assert register(), "needs a CPU with matrix tiles (Intel AMX)"
 class EveryRow(NativeProducts):
     """Products that multiply all rows."""
 
-    def among(self, live: jax.Array) -> Self:
+    def for_rows(self, live: jax.Array) -> Self:
         return self
 
 
@@ -222,15 +220,7 @@ def mixed_calls(weights: Any) -> None:
 # %% Jobs through the engine
 def started(model: ModelConfig, config: EngineConfig) -> dict[str, XlaBatchEngine]:
     """An engine that multiplies every row, and one that multiplies live rows."""
-    checkpoint = Checkpoint(
-        path=Path("random"),
-        config=model,
-        weights=named_weights(model, dtype="bfloat16"),
-        eos_token_ids=(),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="random",
-    )
+    checkpoint = random_checkpoint(model)
     with mock.patch.object(backends, "NativeProducts", EveryRow):
         before = XlaBatchEngine(checkpoint, None, config)
     return {"every row": before, "live rows": XlaBatchEngine(checkpoint, None, config)}

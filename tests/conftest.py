@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+from xla_engine.model_loader.checkpoint import Checkpoint, random_checkpoint
 
 TINY = ModelConfig(
     vocab_size=199,  # odd, and no multiple of the sampler's block
@@ -31,15 +30,7 @@ def tiny_checkpoint(
     dtype: str = "bfloat16", *, eos: tuple[int, ...] = (0,), model: ModelConfig = TINY
 ) -> Checkpoint:
     """A random two-layer model whose logits are far from flat."""
-    return Checkpoint(
-        path=Path("tiny"),
-        config=model,
-        weights=random_weights(model, dtype=dtype, seed=1, scale=0.3),
-        eos_token_ids=eos,
-        bos_token_id=None,
-        dtype=dtype,
-        fingerprint="tiny",
-    )
+    return random_checkpoint(model, dtype=dtype, seed=1, scale=0.3, eos_token_ids=eos)
 
 
 @pytest.fixture

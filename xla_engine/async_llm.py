@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.protocol import RequestOptions, pop_options
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM, Prompt
 from xla_engine.outputs import RequestOutput
@@ -23,7 +24,7 @@ class AsyncLLM:
 
     The engine runs in a task that lives while there is work. Everything happens in the event loop's thread but one
     thing: another thread waits for the device. So there is nothing to lock, and requests come and go between any two
-    steps. A reader that is slow finds what it missed in one piece; nobody waits for it.
+    steps. A slow reader delays no other, and finds what it missed in one piece.
 
     Runnable example::
 
@@ -53,11 +54,8 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
         add_special_tokens: bool = True,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one request as tokens arrive; the last one, and only it, is `finished`.
 
@@ -65,17 +63,14 @@ class AsyncLLM:
         reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
         """
         news = asyncio.Event()
-        inbox = OutputCollector(on_news=news.set)
+        collector = OutputCollector(on_news=news.set)
         request_id = self.engine.submit(
             prompt,
             sampling_params,
             request_id=request_id,
             add_special_tokens=add_special_tokens,
-            priority=priority,
-            deadline_s=deadline_s,
-            queue_timeout_s=queue_timeout_s,
-            cache_salt=cache_salt,
-            inbox=inbox,
+            collector=collector,
+            **options,
         )
         finished = False
         try:
@@ -83,7 +78,7 @@ class AsyncLLM:
             while not finished:
                 await news.wait()
                 news.clear()
-                for request in inbox.take():
+                for request in collector.take():
                     finished = request.finished
                     yield request.output()
         finally:
@@ -96,23 +91,13 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Like `generate` for one conversation; options are those of `XlaBatchEngine.render_chat`."""
+        """Like `generate` for one conversation; options are also those of `XlaBatchEngine.render_chat`."""
+        request_options = pop_options(options)
         prompt = await asyncio.to_thread(self.engine.render_chat, messages, **options)
         outputs = self.generate(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            queue_timeout_s=queue_timeout_s,
-            cache_salt=cache_salt,
-            add_special_tokens=False,
+            prompt, sampling_params, request_id=request_id, add_special_tokens=False, **request_options
         )
         try:
             async for output in outputs:
@@ -139,7 +124,7 @@ class AsyncLLM:
         await self.close()
 
     def _run_engine(self) -> None:
-        """See that the engine runs."""
+        """Start the task that runs the engine, unless it runs already."""
         loop = asyncio.get_running_loop()
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
@@ -152,7 +137,7 @@ class AsyncLLM:
                 await self._turn()
                 await asyncio.sleep(0)  # for readers, also when the turn waited for nothing
         except EngineClosedError:
-            pass  # everybody has been told
+            pass  # every reader has been told
         except asyncio.CancelledError:
             self.engine.abort_all()
             raise
@@ -161,17 +146,13 @@ class AsyncLLM:
             raise
 
     async def _turn(self) -> None:
-        loop, turn = asyncio.get_running_loop(), self.engine.turn()
-        resume: Callable[[Any], Callable[[], StepResult]] = turn.send
-        answer: Any = None
+        step = self.engine.begin_turn()
+        if step is None:
+            return
+        answer: StepResult | BaseException
         try:
-            while True:
-                fetch = resume(answer)
-                try:
-                    resume, answer = turn.send, await loop.run_in_executor(self._waiter, fetch)
-                except Exception as error:
-                    resume, answer = turn.throw, error
-        except StopIteration:
-            pass
-        finally:
-            turn.close()
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._waiter, self.engine.runner.wait, step)
+        except BaseException as error:
+            answer = error
+        self.engine.end_turn(step, answer)

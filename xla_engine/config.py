@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.scheduler.policy import POLICIES
+from xla_engine.utils.shown import shown
 
 AUTO: Final = "auto"
 DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and nobody asked
@@ -23,6 +22,13 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
 QUANTIZATIONS = (None, "int8")
 LINEAR_BACKENDS = ("auto", "native", "xla")
+_CHOICES = {
+    "scheduling_policy": tuple(POLICIES),
+    "attention_backend": ATTENTION_BACKENDS,
+    "logprobs_mode": LOGPROBS_MODES,
+    "linear_backend": LINEAR_BACKENDS,
+    "generation_config": GENERATION_CONFIGS,
+}
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
 
@@ -108,17 +114,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_num_seqs != AUTO:
             _at_least("max_num_seqs", self.max_num_seqs, 1)
-        if not 0 < self.memory_utilization <= 1:
+        if not _is_number(self.memory_utilization) or not 0 < self.memory_utilization <= 1:
             raise ConfigError(
-                f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}"
+                f"memory_utilization must be above 0 and at most 1, not {shown(self.memory_utilization)}"
             )
+        _at_least("seed", self.seed, -(2**63))
+        if not isinstance(self.dtype, str):
+            raise ConfigError(f"dtype must be a name, not {shown(self.dtype)}")
         _at_least("lag", self.lag, 0)
         _at_least("priority_aging", self.priority_aging, 1)
         _at_least("quantum", self.quantum, 1)
-        if self.scheduling_policy not in POLICIES:
-            raise ConfigError(
-                f"scheduling_policy must be one of {', '.join(POLICIES)}, not {self.scheduling_policy!r}"
-            )
         _at_least("chunk_size", self.chunk_size, 8)
         _at_least("block_size", self.block_size, 1)
         if self.num_blocks is not None:
@@ -131,32 +136,27 @@ class EngineConfig:
             _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         if self.paged and self.block_size not in PAGE_SIZES:
             raise ConfigError(f"pages hold {', '.join(map(str, PAGE_SIZES))} tokens, not {self.block_size}")
-        if not 0 <= self.swap_space < 2**20:
-            raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space!r}")
+        if not _is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
+            raise ConfigError(f"swap_space must be GiB, 0 or more, not {shown(self.swap_space)}")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.max_waiting is not None:
             _at_least("max_waiting", self.max_waiting, 1)
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            raise ConfigError(
-                f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, not {self.attention_backend!r}"
-            )
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, not {self.logprobs_mode!r}")
+        if self.max_num_batched_tokens is not None:
+            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f"quantization must be None or 'int8', not {self.quantization!r}")
-        if self.linear_backend not in LINEAR_BACKENDS:
-            raise ConfigError(
-                f"linear_backend must be one of {', '.join(LINEAR_BACKENDS)}, not {self.linear_backend!r}"
-            )
-        if self.generation_config not in GENERATION_CONFIGS:
-            raise ConfigError(
-                f"generation_config must be one of {GENERATION_CONFIGS}, not {self.generation_config!r}"
-            )
-        for name in ("prefill_lanes", "key_buckets"):
-            sizes = getattr(self, name)
-            if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
-                raise ConfigError(f"{name} must be ascending positive sizes, not {sizes}")
+            raise ConfigError(f"quantization must be None or 'int8', not {shown(self.quantization)}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"
+                )
+        for name in ("enable_prefix_caching", "preemption", "compile_cache", "self_check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
+        _check_ascending("prefill_lanes", self.prefill_lanes)
+        if self.key_buckets is not None:
+            _check_ascending("key_buckets", self.key_buckets)
 
     @property
     def num_slots(self) -> int:
@@ -224,10 +224,6 @@ class EngineConfig:
         sizes = self.key_buckets or (SMALLEST_KEY_BUCKET, round(math.sqrt(SMALLEST_KEY_BUCKET * longest)))
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
-    def fingerprint(self) -> str:
-        """Hash of every option that shapes the graphs."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
-
 
 def compile_cache_directory() -> Path:
     """Where compiled programs are kept: `XLA_ENGINE_CACHE`, else in the user's cache directory."""
@@ -258,5 +254,16 @@ def embedded_model_directory() -> Path:
 
 
 def _at_least(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+        raise ConfigError(f"{name} must be an integer of at least {low}, not {shown(value)}")
+
+
+def _check_ascending(name: str, sizes: object) -> None:
+    if not isinstance(sizes, tuple | list) or not sizes:
+        raise ConfigError(f"{name} must be ascending positive sizes, not {shown(sizes)}")
+    for low, size in zip((0, *sizes), sizes, strict=False):
+        _at_least(f"each next size of {name}", size, low + 1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -16,7 +16,7 @@ class XlaEngineError(Exception):
 
 
 class InvalidRequestError(XlaEngineError, ValueError):
-    """One request is wrong; nobody else is concerned."""
+    """One request is wrong; no other is concerned."""
 
     code: ClassVar[str] = "invalid_request"
 
@@ -65,3 +65,39 @@ class RecordError(XlaEngineError, ValueError):
     """A file is not a record, step log or trace this version can read; the message says where and why."""
 
     code: ClassVar[str] = "invalid_record"
+
+
+class ReplayError(XlaEngineError, RuntimeError):
+    """A request that ran again after a fault got another token than the first time."""
+
+    code: ClassVar[str] = "replay_error"
+
+
+class OutputError(XlaEngineError, ValueError):
+    """A file cannot be the output of a run; the message says what to do."""
+
+    code: ClassVar[str] = "cannot_write"
+
+
+class ResumeError(XlaEngineError, ValueError):
+    """An output file is not what this run would have left behind."""
+
+    code: ClassVar[str] = "cannot_resume"
+
+
+class CompareError(XlaEngineError, ValueError):
+    """A file is not a result file; the message names file and line."""
+
+    code: ClassVar[str] = "invalid_results"
+
+
+class RecordMismatchError(XlaEngineError, ValueError):
+    """The record was made by another model, configuration or version; the message says what differs."""
+
+    code: ClassVar[str] = "record_mismatch"
+
+
+class ScheduleError(XlaEngineError, ValueError):
+    """The engine cannot run a schedule that was not drawn for it; the message names request and limit."""
+
+    code: ClassVar[str] = "invalid_schedule"

@@ -15,17 +15,14 @@ from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
 from xla_engine.model_loader.checkpoint import load_checkpoint
-from xla_engine.model_loader.config_json import config_fields, read_model, read_special_tokens
-from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
-from xla_engine.model_loader.model_files import model_path
-from xla_engine.model_loader.safetensors_files import open_weight_files
+from xla_engine.model_loader.config_json import read_model, read_special_tokens
+from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.tensor_files import TensorInfo
 from xla_engine.model_loader.weights import DTYPES
 from xla_engine.runner import memory
 from xla_engine.runner.backends import make_spec, serving_device
 from xla_engine.runner.memory import size
-from xla_engine.runner.sizing import sized
-from xla_engine.text.chat_template import ChatTemplate
+from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.tables import aligned
 
@@ -67,41 +64,39 @@ class Inspection:
         return asdict(self)
 
 
-def inspect_model(model: Path | str, config: EngineConfig) -> Inspection:
+def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspection:
     """Look at a model without reading its weights. Raises CheckpointError where there is none at all."""
-    place = model_path(model)
-    report = Inspection(path=str(place))
+    files = open_model(model)
+    report = Inspection(path=str(files.path))
     read: ModelConfig | None = None
-    with _told(report):
-        names = config_fields(place).values.get("architectures")
+    with _problems(report):
+        names = files.config_fields().values.get("architectures")
         report.architecture = ", ".join(map(str, names)) if isinstance(names, list) else None
-    with _told(report):
-        read, _ = read_model(place)
+    with _problems(report):
+        read, _ = read_model(files)
         report.shape = asdict(read)
         report.layers = dict(Counter(read.layer_type(index) for index in range(read.num_hidden_layers)))
         report.parameters = sum(map(prod, parameter_shapes(read).values()))
-        report.eos_token_ids = read_special_tokens(place, read).eos_token_ids
         report.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    with _told(report):
-        files = open_gguf(place) if is_gguf(place) else open_weight_files(place)
-        report.stored = _stored(files.tensors.values())
-    with _told(report):
-        report.dtype = load_checkpoint(
-            place, dtype=config.dtype
-        ).dtype  # checks tensors against configuration
-    with _told(report):
-        tokenizer = Tokenizer.of_model(place)
+        report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
+    with _problems(report):
+        report.stored = _stored(files.tensors().tensors.values())
+    with _problems(report):
+        # Checks the tensors against the configuration.
+        report.dtype = load_checkpoint(files, dtype=config.dtype).dtype
+    with _problems(report):
+        tokenizer = Tokenizer.of_model(files)
         report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
-    with _told(report):
-        report.chat_template = ChatTemplate.from_directory(place) is not None
+    with _problems(report):
+        report.chat_template = files.chat_template() is not None
     if read is not None:
-        with _told(report):
+        with _problems(report):
             _account(report, read, config)
     return report
 
 
 @contextmanager
-def _told(report: Inspection) -> Iterator[None]:
+def _problems(report: Inspection) -> Iterator[None]:
     """What is wrong becomes a problem of the report, once."""
     try:
         yield
@@ -138,7 +133,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     spec = spec_of(length)
     refusal = None
     try:
-        config = sized(config, spec, length, device)
+        config = resolve_sizes(config, spec, length, device)
     except ConfigError as error:
         refusal = error
         if config.max_num_seqs == AUTO:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.protocol import SharedOptions, pop_options
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -77,9 +78,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
+        **options: Unpack[SharedOptions],
     ) -> list[RequestOutput]:
         """Complete all prompts; results in the order of the prompts.
 
@@ -88,22 +87,12 @@ class LLM:
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar.
             priority: -10 (soonest) to 10, one for all or one per prompt.
-            deadline_s: a request that takes longer ends with reason "deadline" and what it has.
-            queue_timeout_s: a request that has no slot by then ends with reason "queue_timeout".
-            cache_salt: cached prefixes are shared with requests of the same salt only.
+            options: `deadline_s`, `queue_timeout_s` and `cache_salt`; see `xla_engine.engine.protocol.SharedOptions`.
 
         Raises InvalidRequestError naming the first bad prompt before any of them runs.
         """
         many = _as_list(prompts)
-        return self._complete(
-            many,
-            sampling_params,
-            use_tqdm=use_tqdm,
-            priority=priority,
-            deadline_s=deadline_s,
-            queue_timeout_s=queue_timeout_s,
-            cache_salt=cache_salt,
-        )
+        return self._complete(many, sampling_params, use_tqdm=use_tqdm, priority=priority, **options)
 
     def chat(
         self,
@@ -112,28 +101,25 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
-        chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; results in their order.
 
         Arguments:
             messages: dicts with "role" and "content", or a list of such lists.
-            sampling_params, use_tqdm, priority, deadline_s, queue_timeout_s, cache_salt: as in `generate`.
-            chat_template: jinja2 source to use in place of the checkpoint's.
-            options: `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
+            sampling_params, use_tqdm, priority: as in `generate`.
+            options: those of `generate`; `chat_template`, jinja2 source to use in place of the checkpoint's; and
+                `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
                 `xla_engine.text.chat_template.render_chat`.
 
         Raises InvalidRequestError naming the first bad conversation before any of them runs; ChatTemplateError, one of
         these, where the checkpoint has no chat template.
         """
+        shared = pop_options(options)
         prompts: list[Prompt] = []
         for index, conversation in enumerate(_as_conversations(messages)):
             try:
-                prompts.append(self.engine.render_chat(conversation, chat_template=chat_template, **options))
+                prompts.append(self.engine.render_chat(conversation, **options))
             except InvalidRequestError as error:
                 raise type(error)(f"conversation {index}: {error}") from error
         return self._complete(
@@ -141,10 +127,8 @@ class LLM:
             sampling_params,
             use_tqdm=use_tqdm,
             priority=priority,
-            deadline_s=deadline_s,
-            queue_timeout_s=queue_timeout_s,
-            cache_salt=cache_salt,
             add_special_tokens=False,
+            **shared,
         )
 
     def stream(
@@ -153,25 +137,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
+        **options: Unpack[SharedOptions],
     ) -> Iterator[RequestOutput]:
         """Like `generate`, yielding cumulative outputs as tokens arrive; `finished` is true once per request.
 
         Nothing is submitted before the first output is asked for, and closing the iterator aborts what has not ended.
-        Several streams may be read in turns: whoever is read runs the engine for all. For readers that run at the same
-        time there is `AsyncLLM`.
+        Several streams may be read in turns: each read runs the engine for all. For readers that run at the same time
+        there is `AsyncLLM`.
         """
-        outputs = self._run(
-            _as_list(prompts),
-            sampling_params,
-            only_finished=False,
-            priority=priority,
-            deadline_s=deadline_s,
-            queue_timeout_s=queue_timeout_s,
-            cache_salt=cache_salt,
-        )
+        many = _as_list(prompts)
+        outputs = self._run(many, sampling_params, only_finished=False, priority=priority, **options)
         return (output for _, output in outputs)
 
     def _complete(
@@ -199,7 +174,7 @@ class LLM:
         **options: Any,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs with their prompt's place until all have ended; those left when the caller stops are aborted."""
-        inbox = OutputCollector(every_token=not only_finished)
+        collector = OutputCollector(every_token=not only_finished)
         places: dict[str, int] = {}  # of what has not ended
         params = _per_prompt(
             "sampling_params", sampling_params or self.engine.default_params, SamplingParams, len(prompts)
@@ -208,14 +183,16 @@ class LLM:
         try:
             for place, (prompt, wanted, urgency) in enumerate(zip(prompts, params, priorities, strict=True)):
                 try:
-                    request_id = self.engine.submit(prompt, wanted, priority=urgency, inbox=inbox, **options)
+                    request_id = self.engine.submit(
+                        prompt, wanted, priority=urgency, collector=collector, **options
+                    )
                 except InvalidRequestError as error:
                     raise type(error)(f"prompt {place}: {error}") from error
                 places[request_id] = place
             while places:
-                if not inbox:
+                if not collector:
                     self.engine.advance()
-                for request in inbox.take():
+                for request in collector.take():
                     if request.request_id not in places:
                         continue  # another reader ran the engine meanwhile; its end has been yielded
                     if request.finished:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xla_engine.utils.html import table
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
@@ -79,3 +81,19 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     num_cached_tokens: int = 0
+
+    def _repr_html_(self) -> str:
+        """Prompt and text of each sequence, as a table for notebooks."""
+        rows = [
+            (
+                output.index,
+                f"{self.prompt or ''}{output.text}",
+                len(output.token_ids),
+                output.finish_reason or "running",
+            )
+            for output in self.outputs
+        ]
+        caption = f"request {self.request_id}, {len(self.prompt_token_ids)} prompt tokens"
+        if self.error is not None:
+            caption += f": {self.error}"
+        return table(("", "prompt and text", "tokens", "ends"), rows, caption=caption)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.utils.shown import shown
 
 MAX_N = 128
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
@@ -18,6 +20,8 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14  # of all stop strings of a request together
 MAX_STOP_TOKEN_IDS = 8  # width of the device's per-row stop table, eos ids included
+
+_TOKEN_ID = re.compile(r"[0-9]{1,19}", re.ASCII)  # written as text, as JSON has to
 
 # Known elsewhere, not here: refused by name, so that nothing is ever ignored silently.
 UNSUPPORTED = frozenset(
@@ -141,7 +145,7 @@ class SamplingParams:
                 _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise InvalidRequestError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
@@ -157,7 +161,7 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", params)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidRequestError(
-                f"structured_outputs must be an object, not {self.structured_outputs!r}"
+                f"structured_outputs must be an object, not {shown(self.structured_outputs)}"
             )
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequestError("structured_outputs ends a text with an eos id; leave ignore_eos false")
@@ -195,10 +199,10 @@ class SamplingParams:
         known = {field.name for field in fields(cls)}
         for name in values:
             if name in UNSUPPORTED:
-                raise InvalidRequestError(f"field {name!r} is not supported by this version; remove it")
+                raise InvalidRequestError(f"field {shown(name)} is not supported by this version; remove it")
             if name not in known:
                 raise InvalidRequestError(
-                    f"unknown field {name!r}; known sampling fields: {', '.join(sorted(known))}"
+                    f"unknown field {shown(name)}; known sampling fields: {', '.join(sorted(known))}"
                 )
         return cls(**values)
 
@@ -227,7 +231,7 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 
 def _token_ids(name: str, ids: object, most: int) -> tuple[int, ...]:
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-        raise InvalidRequestError(f"{name} must be a list of token ids, not {ids!r}")
+        raise InvalidRequestError(f"{name} must be a list of token ids, not {shown(ids)}")
     if len(ids) > most:
         raise InvalidRequestError(f"{len(ids)} {name} given; at most {most}")
     for token_id in ids:
@@ -239,12 +243,12 @@ def _bad_words(words: object) -> tuple[str, ...]:
     if words is None:
         return ()
     if isinstance(words, (str, bytes)) or not isinstance(words, Sequence):
-        raise InvalidRequestError(f"bad_words must be a list of strings, not {words!r}")
+        raise InvalidRequestError(f"bad_words must be a list of strings, not {shown(words)}")
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequestError(f"{len(words)} bad_words given; at most {MAX_BAD_WORDS}")
     for word in words:
         if not isinstance(word, str) or not word.strip():
-            raise InvalidRequestError(f"a bad word must be a string that is not blank, not {word!r}")
+            raise InvalidRequestError(f"a bad word must be a string that is not blank, not {shown(word)}")
         if len(word) > MAX_BAD_WORD_CHARACTERS:
             raise InvalidRequestError(
                 f"a bad word has {len(word)} characters; at most {MAX_BAD_WORD_CHARACTERS}"
@@ -257,15 +261,14 @@ def _logit_bias(bias: object) -> Mapping[int, float] | None:
     if not bias:
         return None
     if not isinstance(bias, Mapping):
-        raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {bias!r}")
+        raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}")
     if len(bias) > MAX_LOGIT_BIAS:
         raise InvalidRequestError(
             f"logit_bias has {len(bias)} ids; at most {MAX_LOGIT_BIAS}: allowed_token_ids has no such limit"
         )
     found: dict[int, float] = {}
     for key, value in bias.items():
-        is_id = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdigit()
-        token_id = int(key) if is_id else key
+        token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
         _integer("logit_bias id", token_id, low=0)
         _finite(f"logit_bias of {token_id}", value)
         if not -100 <= value <= 100:
@@ -277,12 +280,12 @@ def _logit_bias(bias: object) -> Mapping[int, float] | None:
 
 
 def _finite(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise InvalidRequestError(f"{name} must be a finite number, not {shown(value)}")
 
 
 def _integer(name: str, value: object, *, low: int, high: int = 2**31 - 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, not {value!r}")
+        raise InvalidRequestError(f"{name} must be an integer, not {shown(value)}")
     if not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be between {low} and {high}, not {value}")
+        raise InvalidRequestError(f"{name} must be between {low} and {high}, not {shown(value)}")

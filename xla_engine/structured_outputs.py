@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
+from xla_engine.utils.shown import shown
 
 MAX_CONSTRAINT_CHARACTERS = 1 << 18  # of a schema, an expression or a grammar, written out
 MAX_CHOICES = 1024
@@ -43,7 +44,7 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(
-                    f"structured_outputs: {name} must be true or false, not {getattr(self, name)!r}"
+                    f"structured_outputs: {name} must be true or false, not {shown(getattr(self, name))}"
                 )
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
@@ -58,16 +59,16 @@ class StructuredOutputsParams:
     def from_mapping(cls, values: object) -> StructuredOutputsParams:
         """Build from JSON-like fields; an unknown or unsupported one is an error that names it."""
         if not isinstance(values, Mapping):
-            raise InvalidRequestError(f"structured_outputs must be an object, not {values!r}")
+            raise InvalidRequestError(f"structured_outputs must be an object, not {shown(values)}")
         known = {field.name for field in fields(cls)}
         for name in values:
             if name in _UNSUPPORTED:
                 raise InvalidRequestError(
-                    f"structured_outputs: {name!r} is not supported by this version; remove it"
+                    f"structured_outputs: {shown(name)} is not supported by this version; remove it"
                 )
             if name not in known:
                 raise InvalidRequestError(
-                    f"structured_outputs: unknown field {name!r}; known: {', '.join(sorted(known))}"
+                    f"structured_outputs: unknown field {shown(name)}; known: {', '.join(sorted(known))}"
                 )
         return cls(**values)
 
@@ -75,7 +76,7 @@ class StructuredOutputsParams:
     def from_response_format(cls, value: object) -> StructuredOutputsParams | None:
         """OpenAI's `response_format`; None for type "text". Raises InvalidRequestError."""
         if not isinstance(value, Mapping):
-            raise InvalidRequestError(f"response_format must be an object, not {value!r}")
+            raise InvalidRequestError(f"response_format must be an object, not {shown(value)}")
         match value.get("type"):
             case "text":
                 return None
@@ -89,7 +90,7 @@ class StructuredOutputsParams:
                 return cls(json=schema)
             case kind:
                 raise InvalidRequestError(
-                    f'response_format: type must be "text", "json_object" or "json_schema", not {kind!r}'
+                    f'response_format: type must be "text", "json_object" or "json_schema", not {shown(kind)}'
                 )
 
 

@@ -1,7 +1,7 @@
 """What an attention backend is: rotation, cache layout, KV write and attention, owned together.
 
-A graph hands it projected heads and never looks into a cache. All backends share one capacity: whole blocks of
-`KEY_SPAN` keys. Law 1 rests on them: what a row gets is a function of its own q, k, v, length and cache, bit for
+A graph hands it projected heads and never looks into a cache. All backends share one capacity: whole spans of
+`KEY_SPAN` positions. Law 1 rests on them: what a row gets is a function of its own q, k, v, length and cache, bit for
 bit, whatever the other rows, the `key_length` and the values behind its own keys.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from xla_engine.graphs.config import AttentionForm, ModelConfig
 
-KEY_SPAN = 256  # cache lengths and key buckets are multiples of it (findings/007)
+KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/007)
 
 
 class LayerCache(NamedTuple):
@@ -39,25 +39,42 @@ class AttentionWeights(NamedTuple):
     sinks: jax.Array | None = None
 
 
+class AttentionCall(NamedTuple):
+    """What decode and prefill tell a backend alike about one layer. An argument list: it crosses no jit boundary.
+
+    form: what is static of the layer's attention.
+    weights: the layer's own.
+    rope: `[..., 2, Dh/2]`, cosines and sines of the call's positions, float32.
+    key_length (static): the bucket of keys attended to; no row of the call reaches beyond it.
+    compute_dtype (static): of the products.
+    block_tables: i32 `[B, max_blocks]`; position p of slot b lies at `p % block_size` of block
+        `block_tables[b, p // block_size]` of the store, which is then a pool. Entries behind a slot's last block may
+        hold anything. None: slots are contiguous. The bits of a result are the same either way, but for a soft cap in
+        float32 under `xla`.
+    layer_in_store (static): which layer of its store is meant; 0 where a store is one layer's.
+    """
+
+    form: AttentionForm
+    weights: AttentionWeights
+    rope: jax.Array
+    key_length: int
+    compute_dtype: jnp.dtype
+    block_tables: jax.Array | None = None
+    layer_in_store: int = 0
+
+
 class Attention(Protocol):
     """An attention backend. Instances are frozen and hashable: a graph is compiled for one.
 
     name: what `attention_backend` calls it.
     bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
         serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
-    shares_stores: layers that keep as much of a slot share one store, whose leading axis they are; `place` says
-        which of them is meant. Elsewhere a store is one layer's, and `place` 0. A call pays for every buffer it is
-        given and gives back (findings/033).
+    shares_stores: layers that keep as much of a slot share one store, whose leading axis they are. A call pays for
+        every buffer it is given and gives back (findings/033).
 
-    Arguments are float32: `qkv [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated;
-    `rope [..., 2, Dh/2]` holds cosines and sines; `form` and `weights` are the layer's. Results are
+    `qkv f32 [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated. Results are
     `[N, H Dh]` in float32 or `compute_dtype`.
     A write that must not happen (row not live, padding of a chunk) changes no byte.
-
-    `block_tables i32 [B, max_blocks]` puts position p of slot b at position `p % block_size` of page
-    `block_tables[b, p // block_size]` of the layer, which is then a pool; None: slots are contiguous. Entries behind a
-    slot's last page may hold anything. The bits of a result are the same either way, but
-    for a soft cap in float32 under `xla`.
     """
 
     @property
@@ -73,12 +90,12 @@ class Attention(Protocol):
         self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
     ) -> LayerCache:
         """A zeroed store for `layers` of a model that computes in `dtype`: `rows` slots of `length` positions, whole
-        blocks.
+        spans.
 
         A layer with a window may be a ring (`kept_positions`): position p lies at `p % capacity`, and what a slot held
         before its window is gone.
-        A pool of pages is a store as well, of `rows` pages of `length` positions: 16, 32, 64, 128 or 256. ValueError
-        where a backend's tiles need longer pages.
+        A pool of blocks is a store as well, of `rows` blocks of `length` positions: 16, 32, 64, 128 or 256. Raises
+        ValueError where a backend's tiles need longer blocks.
         """
         ...
 
@@ -86,7 +103,7 @@ class Attention(Protocol):
         """Make stale values, which may be NaN, harmless in `slot [P]` where `fresh [P]`: it has a new owner. In all
         layers of a store.
 
-        Pages need none of it: nobody reads what lies in them behind a row's own positions.
+        Blocks need none of it: what lies in them behind a row's own positions is never read.
         """
         ...
 
@@ -94,21 +111,15 @@ class Attention(Protocol):
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         """Write one position per live row, then attend to the row's own keys.
 
-        N = B, `rope [B, 2, Dh/2]`; `length [B]` is the write index, below `key_length` where `live [B]`. Rows that
-        are not live get anything.
+        N = B, `call.rope [B, 2, Dh/2]`; `length [B]` is the write index, below `key_length` where `live [B]`. Rows
+        that are not live get anything.
         """
         ...
 
@@ -116,43 +127,39 @@ class Attention(Protocol):
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
         count: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         """Write up to T positions of each lane into its slot, then attend causally to all keys the slot holds.
 
-        N = P T, `rope [P, T, 2, Dh/2]`; `slot`, `start`, `count` `[P]`: lane p holds positions
+        N = P T, `call.rope [P, T, 2, Dh/2]`; `slot`, `start`, `count` `[P]`: lane p holds positions
         `start[p] .. start[p] + count[p]` of slot `slot[p]`, at most `key_length`. Consecutive lanes may hold
         consecutive chunks of one prompt: every lane's keys are written before any lane reads.
         """
         ...
 
-    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        """`KEY_SPAN` positions of a slot from `KEY_SPAN * block` on, as they are, of all layers of a store; `slot`,
-        `block` i32 scalars.
+    def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
+        """`KEY_SPAN` positions of a slot from `KEY_SPAN * span` on, as they are, of all layers of a store; `slot`,
+        `span` i32 scalars.
 
-        Of a ring what lies in their place. All blocks of a slot, written again in order, are the slot again. A page is
-        a slot of one block, which may be shorter.
+        Of a ring, what lies in their place. All spans of a slot, written again in order, are the slot again. A block
+        is a slot of one span, which may be shorter.
         """
         ...
 
     def write_span(
-        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+        self, layer: LayerCache, slot: jax.Array, span: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        """Put what `read_span` gave into any slot. The slot's positions from `length` on are nobody's: afterwards
-        stale NaN must be harmless in those of this block."""
+        """Put what `read_span` gave into any slot. The slot's positions from `length` on belong to no request:
+        afterwards stale NaN must be harmless in those of this span."""
         ...
 
-    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(
+        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout."""
         ...
 
@@ -162,12 +169,12 @@ class Attention(Protocol):
 
 
 def whole_spans(length: int) -> int:
-    """`length` rounded up to whole key blocks."""
+    """`length` rounded up to whole spans."""
     return -(-length // KEY_SPAN) * KEY_SPAN
 
 
 def kept_positions(form: AttentionForm, length: int, call_positions: int | None) -> int:
-    """Positions that a layer keeps of slots of `length`: whole blocks with room for the window of a call's first query
+    """Positions that a layer keeps of slots of `length`: whole spans with room for the window of a call's first query
     beside all that the call writes, `call_positions` at most to one slot. None: keep all."""
     if form.window is None or call_positions is None:
         return length
@@ -175,7 +182,7 @@ def kept_positions(form: AttentionForm, length: int, call_positions: int | None)
 
 
 def check_length(length: int, least: int = 16) -> None:
-    """Slots are whole key blocks; pages divide one and hold at least `least` positions. Raises ValueError."""
+    """Raise ValueError unless `length` is whole spans (a slot), or divides one and is at least `least` (a block)."""
     if length != whole_spans(length) and (KEY_SPAN % length or length < least):
         sizes = [str(KEY_SPAN >> shift) for shift in range(5) if KEY_SPAN >> shift >= least]
         raise ValueError(f"block_size must be one of {', '.join(reversed(sizes))} here, not {length}")

@@ -3,9 +3,9 @@
 One K and one V buffer per layer, `[B, KV, S, Dh]`, donated and written in place. Decode is three kernels: rotate and
 write; partial softmax over splits of `KEY_SPAN` keys, one program per (row, key/value head, split); combine. It is
 flash-decoding (Dao et al. 2023) with a split of fixed size instead of a fixed number of splits. Prefill is one
-program per (lane, head, block of queries), an online softmax over tiles of keys (FlashAttention-2, Dao 2023).
+program per (lane, head, tile of queries), an online softmax over tiles of keys (FlashAttention-2, Dao 2023).
 
-The kernels are in `attention_gpu_kernels.py`.
+The kernels are in `graphs.attention.gpu_kernels`.
 
 Law 1 by construction: a program reads one row, tiles have one size, and tiles and splits are taken in order up to the
 row's own length, so that neither the other rows nor the cache's length can change a bit. Keys a query must not see
@@ -27,6 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from xla_engine.graphs.attention.backend import (
     KEY_SPAN,
+    AttentionCall,
     AttentionWeights,
     LayerCache,
     check_length,
@@ -70,40 +71,30 @@ class GpuAttention:
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         position = jnp.where(live, length, -1).astype(jnp.int32)
         by_head = qkv.reshape(len(qkv), -1, layer.keys.shape[3])
-        layer, q = self._write(layer, by_head, rope, position, form, weights, block_tables)
-        parts = self._partial(layer, q, position, form, block_tables)
-        out = self._combine(*parts, position, form, weights.sinks, compute_dtype)
+        form, weights = call.form, call.weights
+        layer, q = self._write(layer, by_head, call.rope, position, form, weights, call.block_tables)
+        parts = self._partial(layer, q, position, form, call.block_tables)
+        out = self._combine(*parts, position, form, weights.sinks, call.compute_dtype)
         return layer, out.reshape(len(qkv), -1)
 
     def attend_prefill(
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
         count: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
+        form, weights, rope = call.form, call.weights, call.rope
         lanes, width = rope.shape[:2]
         rows, kv_heads, size, head_dim = layer.keys.shape
         by_row = split_heads(qkv, kv_heads, head_dim)
@@ -111,7 +102,9 @@ class GpuAttention:
         offset = jnp.arange(width, dtype=jnp.int32)
         q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
         position = start[:, None] + offset
-        row = slot[:, None] if block_tables is None else block_tables[slot[:, None], position // size]
+        row = (
+            slot[:, None] if call.block_tables is None else call.block_tables[slot[:, None], position // size]
+        )
         # Padding goes out of bounds; indices stay unique as the scatter promises.
         lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
         row = jnp.where(offset < count[:, None], row, rows + lane * width + offset)
@@ -126,7 +119,7 @@ class GpuAttention:
         out = self._call(
             functools.partial(prefill_kernel, tile=tile, form=form),
             grid=(lanes, q.shape[2], -(-width // tile)),
-            out_shape=jax.ShapeDtypeStruct(q.shape, compute_dtype),
+            out_shape=jax.ShapeDtypeStruct(q.shape, call.compute_dtype),
             warps=4,
         )(
             slot,
@@ -134,32 +127,32 @@ class GpuAttention:
             count,
             apply_rope(q, rope).astype(layer.keys.dtype),
             *layer,
-            block_tables,
+            call.block_tables,
             weights.sinks,
         )
         return layer, out.reshape(lanes * width, -1)
 
-    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
+    def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
         size = min(KEY_SPAN, layer.keys.shape[2])
-        return LayerCache(*(read_positions(leaf, slot, block * size, size) for leaf in layer))
+        return LayerCache(*(read_positions(leaf, slot, span * size, size) for leaf in layer))
 
     def write_span(
-        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+        self, layer: LayerCache, slot: jax.Array, span: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
         return LayerCache(
             *(
-                write_positions(leaf, slot, block * new.shape[1], new)
+                write_positions(leaf, slot, span * new.shape[1], new)
                 for leaf, new in zip(layer, moved, strict=True)
             )
         )
 
-    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def to_host(
+        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(layer.keys), np.asarray(layer.values)
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
         return LayerCache(jax.device_put(keys), jax.device_put(values))
-
-    # -- the kernels of a decode step -------------------------------------------------------------------------
 
     def _write(
         self,
@@ -201,8 +194,8 @@ class GpuAttention:
         """Per split of keys the weighted values `[B, KV, J, G, Dh]`, the largest score and the sum of weights
         `[B, KV, J, G]`; splits without a key that the row sees are left as they were."""
         rows, kv_heads, groups, head_dim = q.shape
-        pages = 1 if block_tables is None else block_tables.shape[1]
-        splits = -(-pages * layer.keys.shape[2] // KEY_SPAN)
+        blocks = 1 if block_tables is None else block_tables.shape[1]
+        splits = -(-blocks * layer.keys.shape[2] // KEY_SPAN)
         state = jax.ShapeDtypeStruct((rows, kv_heads, splits, groups), jnp.float32)
         return self._call(
             functools.partial(split_kernel, form=form),

@@ -32,7 +32,7 @@ def write_kernel(
     rope_ref: Ref,  # [B, 2, Dh/2]
     _keys_in: Ref,  # the outputs' own memory
     _values_in: Ref,
-    tables_ref: Ref | None,  # [B, pages]
+    tables_ref: Ref | None,  # [B, blocks]
     q_norm_ref: Ref | None,  # [Dh]
     k_norm_ref: Ref | None,
     keys_ref: Ref,  # [B, KV, S, Dh]
@@ -75,9 +75,9 @@ def write_kernel(
         inside = (head < kv_heads) & (column < half)
         new_keys = rotate(*normed(k_norm_ref, halves(heads, head, inside)))
         new_values = halves(heads + kv_heads, head, inside)
-        page, offset = _place(tables_ref, row, position, keys_ref.shape[2])
+        block, offset = _locate(tables_ref, row, position, keys_ref.shape[2])
         for part in range(2):
-            at = (page, head, offset, part * half + column)
+            at = (block, head, offset, part * half + column)
             _store(keys_ref, at, new_keys[part], inside)
             _store(values_ref, at, new_values[part], inside)
 
@@ -87,7 +87,7 @@ def split_kernel(
     q_ref: Ref,  # [B, KV, G, Dh]
     keys_ref: Ref,  # [B, KV, S, Dh]
     values_ref: Ref,
-    tables_ref: Ref | None,  # [B, pages]
+    tables_ref: Ref | None,  # [B, blocks]
     parts_ref: Ref,  # [B, KV, J, G, Dh] float32
     peak_ref: Ref,  # [B, KV, J, G] float32
     total_ref: Ref,
@@ -171,36 +171,34 @@ def prefill_kernel(
     q_ref: Ref,  # [P, T, H, Dh]
     keys_ref: Ref,  # [B, KV, S, Dh]
     values_ref: Ref,
-    tables_ref: Ref | None,  # [B, pages]
+    tables_ref: Ref | None,  # [B, blocks]
     sinks_ref: Ref | None,  # [H]
     out_ref: Ref,  # [P, T, H, Dh]
     *,
     tile: int,
     form: AttentionForm,
 ) -> None:
-    """One head of a block of a lane's queries over all keys they see."""
-    lane, head, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    """One head of a tile of a lane's queries over all keys they see."""
+    lane, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, width, heads, head_dim = q_ref.shape
     kv_head = head // (heads // keys_ref.shape[1])
     slot, start, count = slot_ref[lane], start_ref[lane], count_ref[lane]
-    query, column = block * tile + jnp.arange(tile), jnp.arange(_power_of_two(head_dim))
+    query, column = part * tile + jnp.arange(tile), jnp.arange(_power_of_two(head_dim))
     inside = (query[:, None] < count) & (column[None] < head_dim)
     at = (lane, query[:, None], head, column[None])
-    longest = jnp.where(block * tile < count, start + jnp.minimum((block + 1) * tile, count), 0)
+    longest = jnp.where(part * tile < count, start + jnp.minimum((part + 1) * tile, count), 0)
     state = _attend(
         _load(q_ref, at, inside),
         functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
         functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
         form=form,
         position=start + query,
-        tiles=(_lowest(start + block * tile, form.window) // KEY_TILE, pl.cdiv(longest, KEY_TILE)),
+        tiles=(_lowest(start + part * tile, form.window) // KEY_TILE, pl.cdiv(longest, KEY_TILE)),
     )
     if sinks_ref is not None:
         state = _with_sink(state, jnp.full((tile,), sinks_ref[head]))
     _store(out_ref, at, _divide(state), (query[:, None] < width) & (column[None] < head_dim))
 
-
-# -- pieces of kernels ------------------------------------------------------------------------------------------
 
 State = tuple[
     jax.Array, jax.Array, jax.Array
@@ -286,14 +284,14 @@ def _load_tile(
     size, head_dim = ref.shape[2:]
     column = jnp.arange(_power_of_two(head_dim))[None]
     inside = wanted[:, None] & (column < head_dim)
-    page, offset = _place(tables_ref, slot, key[:, None], size, wanted[:, None])
-    return _load(ref, (page, kv_head, offset, column), inside)
+    block, offset = _locate(tables_ref, slot, key[:, None], size, wanted[:, None])
+    return _load(ref, (block, kv_head, offset, column), inside)
 
 
-def _place(
+def _locate(
     tables_ref: Ref | None, slot: jax.Array, position: jax.Array, size: int, wanted: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Page, and position in it, of a position of a slot. Without tables a slot is a page of its own."""
+    """Block, and position in it, of a position of a slot. Without tables a slot is a block of its own."""
     if tables_ref is None:
         return slot, position
     if wanted is None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from xla_engine.graphs.attention.backend import (
     KEY_SPAN,
+    AttentionCall,
     AttentionWeights,
     LayerCache,
     check_length,
@@ -62,64 +63,54 @@ class NativeAttention:
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         slot = jnp.arange(length.shape[0], dtype=jnp.int32)
-        attend = self._call(form, weights, block_tables, place)
-        return attend(layer, qkv, rope, slot, length, live.astype(jnp.int32))
+        attend = self._call(call.form, call.weights, call.block_tables, call.layer_in_store)
+        return attend(layer, qkv, call.rope, slot, length, live.astype(jnp.int32))
 
     def attend_prefill(
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
         count: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
-        attend = self._call(form, weights, block_tables, place)
-        return attend(layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count)
+        attend = self._call(call.form, call.weights, call.block_tables, call.layer_in_store)
+        return attend(layer, qkv, call.rope.reshape(-1, *call.rope.shape[2:]), slot, start, count)
 
-    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        keys, values, own = self._tiles(layer, block)
+    def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
+        keys, values, own = self._tiles(layer, span)
         return LayerCache(
             read_positions(layer.keys, slot, own * keys, keys, axis=1),
             read_positions(layer.values, slot, own * values, values, axis=1),
         )
 
     def write_span(
-        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+        self, layer: LayerCache, slot: jax.Array, span: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        keys, values, own = self._tiles(layer, block)
+        keys, values, own = self._tiles(layer, span)
         return LayerCache(
             write_positions(layer.keys, slot, own * keys, moved.keys, axis=1),
             write_positions(layer.values, slot, own * values, moved.values, axis=1),
         )
 
-    def _tiles(self, layer: LayerCache, block: jax.Array) -> tuple[int, int, jax.Array]:
-        """Tiles of keys and of values in a block, and where a block lies: rings go round."""
+    def _tiles(self, layer: LayerCache, span: jax.Array) -> tuple[int, int, jax.Array]:
+        """Tiles of keys and of values in a span, and where a span lies: rings go round."""
         tiles = layer.keys.shape[3]
         keys = min(KEY_SPAN // _LANES, tiles)
-        return keys, keys // _pack(layer.keys.dtype), block % (tiles // keys)
+        return keys, keys // _pack(layer.keys.dtype), span % (tiles // keys)
 
-    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = np.asarray(layer.keys)[place], np.asarray(layer.values)[place]
+    def to_host(
+        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = np.asarray(layer.keys)[layer_in_store], np.asarray(layer.values)[layer_in_store]
         rows, heads = keys.shape[:2]
         # [B, KV, block, D / W, 16, W] and [B, KV, tile, D / 16, word, 16, W], positions before dimensions
         by_key = keys.transpose(0, 1, 2, 4, 3, 5)
@@ -141,7 +132,7 @@ class NativeAttention:
         form: AttentionForm,
         weights: AttentionWeights,
         block_tables: jax.Array | None,
-        place: int,
+        layer_in_store: int,
     ) -> Callable[..., tuple[LayerCache, jax.Array]]:
         """The operation on a layer, `qkv [N, (H + 2 KV) Dh]`, `rope [N, 2, Dh/2]`, slot, start and count."""
 
@@ -166,7 +157,7 @@ class NativeAttention:
                 tables,
                 *given,
                 *layer,
-                layer=np.int64(place),
+                layer=np.int64(layer_in_store),
                 window=np.int64(form.window or 0),
                 scale=np.float32(form.scale),
                 softcap=np.float32(form.softcap or 0),

@@ -1,15 +1,16 @@
 """Attention backend `xla`: pure JAX, on any platform.
 
-One K and one V buffer per layer, `[J, B, KV, block, Dh]` for J blocks of keys, donated and written in place: a shorter
-`key_length` is the front of the buffer (findings/001). A write that must not happen goes to a position beyond the last
-block and is dropped. Keys a query must not see are masked before the softmax, and stale
+One K and one V buffer per layer, `[J, B, KV, span, Dh]` for J spans of keys, donated and written in place: a shorter
+`key_length` is the front of the buffer (findings/001). A write that must not happen goes to a row beyond the last
+one and is dropped. Keys a query must not see are masked before the softmax, and stale
 values are never NaN inside an owned slot, because `clear_values` zeroes V when a slot is handed over: 0 * NaN would
 otherwise survive the masked probabilities.
 
 Scores, softmax and sums are float32; probabilities are rounded to the compute dtype for the second product. Keys are
-taken in blocks of fixed size: both products see the same shapes whatever the `key_length` (a static bucket over the
-valid keys), and blocks are added in order, so that masked blocks behind a row's own keys change no bit of it. Of slots
-with pages one block at a time is brought together, for each of the products: the context is never there as a whole.
+taken in spans of fixed size: both products see the same shapes whatever the `key_length` (a static bucket over the
+valid keys), and spans are added in order, so that masked spans behind a row's own keys change no bit of it. Where
+slots borrow blocks, one span at a time is brought together, for each of the products: the context is never there as a
+whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jax import lax
 
 from xla_engine.graphs.attention.backend import (
     KEY_SPAN,
-    AttentionWeights,
+    AttentionCall,
     LayerCache,
     check_length,
     kept_positions,
@@ -53,116 +54,109 @@ class XlaAttention:
     ) -> LayerCache:
         check_length(length)
         (index,) = layers
-        block = min(length, KEY_SPAN)
+        span = min(length, KEY_SPAN)
         stored = self.cache_dtype or dtype
         kept = kept_positions(config.attention(index), length, self.call_positions)
-        shape = (kept // block, rows, config.num_key_value_heads, block, config.head_dim)
+        shape = (kept // span, rows, config.num_key_value_heads, span, config.head_dim)
         return LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
-        blocks, rows, *shape = layer.values.shape
+        spans, rows, *shape = layer.values.shape
         target = jnp.where(fresh, slot, rows + jnp.arange(slot.shape[0], dtype=slot.dtype))
-        empty = jnp.zeros((blocks, slot.shape[0], *shape), layer.values.dtype)
+        empty = jnp.zeros((spans, slot.shape[0], *shape), layer.values.dtype)
         return layer._replace(values=layer.values.at[:, target].set(empty, mode="drop", unique_indices=True))
 
     def attend_decode(
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         length: jax.Array,
         live: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
         rows, (_, _, kv_heads, _, head_dim) = len(length), layer.keys.shape
         q, k, v = split_heads(qkv, kv_heads, head_dim)
         row = jnp.arange(rows, dtype=jnp.int32)
-        q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k = _normed_and_rotated(q, k, call)
         layer = LayerCache(
             *(
-                _scatter(leaf, new.astype(compute_dtype), row, length, live, block_tables)
+                _scatter(leaf, new.astype(call.compute_dtype), row, length, live, call.block_tables)
                 for leaf, new in zip(layer, (k, v), strict=True)
             )
         )
-        blocks: _Slots | _Pages
-        if block_tables is None:
-            blocks = _Slots(*(leaf[: key_length // KEY_SPAN].astype(compute_dtype) for leaf in layer))
+        spans: _Slots | _Blocks
+        if call.block_tables is None:
+            used = call.key_length // KEY_SPAN
+            spans = _Slots(*(leaf[:used].astype(call.compute_dtype) for leaf in layer))
         else:
-            blocks = _Pages(layer, block_tables, length, key_length, compute_dtype)
-        capacity = None if block_tables is not None else len(layer.keys) * KEY_SPAN
-        visible = _visible(length[:, None], blocks.positions, form.window, capacity)  # [B, 1, S]
+            spans = _Blocks(layer, call.block_tables, length, call.key_length, call.compute_dtype)
+        visible = _visible(
+            length[:, None], spans.positions, call.form.window, _capacity(layer, call)
+        )  # [B, 1, S]
         grouped = q.reshape(rows, kv_heads, -1, head_dim)  # [B, KV, G, Dh]
-        sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1)
-        out = _attention(grouped, blocks, visible, form, sinks, keys_left=True)
+        sinks = call.weights.sinks
+        sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
+        out = _attention(grouped, spans, visible, call.form, sinks, keys_left=True)
         return layer, out.reshape(rows, -1)
 
     def attend_prefill(
         self,
         layer: LayerCache,
         qkv: jax.Array,
+        call: AttentionCall,
         *,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        rope: jax.Array,
         slot: jax.Array,
         start: jax.Array,
         count: jax.Array,
-        key_length: int,
-        compute_dtype: jnp.dtype,
-        block_tables: jax.Array | None = None,
-        place: int = 0,
     ) -> tuple[LayerCache, jax.Array]:
-        lanes, width = rope.shape[:2]
+        lanes, width = call.rope.shape[:2]
         kv_heads, head_dim = layer.keys.shape[2], layer.keys.shape[4]
         by_row = split_heads(qkv, kv_heads, head_dim)
         q, k, v = (x.reshape(lanes, width, -1, head_dim) for x in by_row)
         offset = jnp.arange(width, dtype=jnp.int32)
         position = start[:, None] + offset  # [P, T]
         wanted = offset < count[:, None]
-        q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k = _normed_and_rotated(q, k, call)
         layer = LayerCache(
             *(
-                _scatter(leaf, new.astype(compute_dtype), slot[:, None], position, wanted, block_tables)
+                _scatter(
+                    leaf, new.astype(call.compute_dtype), slot[:, None], position, wanted, call.block_tables
+                )
                 for leaf, new in zip(layer, (k, v), strict=True)
             )
         )
-        blocks: _Slots | _Pages
-        if block_tables is None:
-            blocks = _Slots(*(leaf[: key_length // KEY_SPAN, slot].astype(compute_dtype) for leaf in layer))
+        spans: _Slots | _Blocks
+        if call.block_tables is None:
+            used = call.key_length // KEY_SPAN
+            spans = _Slots(*(leaf[:used, slot].astype(call.compute_dtype) for leaf in layer))
         else:
-            blocks = _Pages(layer, block_tables[slot], start + count - 1, key_length, compute_dtype)
-        capacity = None if block_tables is not None else len(layer.keys) * KEY_SPAN
-        visible = _visible(position, blocks.positions, form.window, capacity)  # [P, T, S]
+            tables, last = call.block_tables[slot], start + count - 1
+            spans = _Blocks(layer, tables, last, call.key_length, call.compute_dtype)
+        visible = _visible(position, spans.positions, call.form.window, _capacity(layer, call))  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
-        sinks = None if weights.sinks is None else jnp.tile(weights.sinks.reshape(kv_heads, -1), width)
+        sinks = call.weights.sinks
+        sinks = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, -1), width)
         out = _attention(
             grouped.reshape(lanes, kv_heads, -1, head_dim),
-            blocks,
+            spans,
             jnp.repeat(visible, q.shape[2] // kv_heads, axis=1),  # [P, T * G, S]
-            form,
+            call.form,
             sinks,
             keys_left=False,
         )
         by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
         return layer, by_token.reshape(lanes * width, -1)
 
-    def read_span(self, layer: LayerCache, slot: jax.Array, block: jax.Array) -> LayerCache:
-        return LayerCache(*(leaf[block % len(leaf), slot] for leaf in layer))
+    def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
+        return LayerCache(*(leaf[span % len(leaf), slot] for leaf in layer))
 
     def write_span(
-        self, layer: LayerCache, slot: jax.Array, block: jax.Array, moved: LayerCache, length: jax.Array
+        self, layer: LayerCache, slot: jax.Array, span: jax.Array, moved: LayerCache, length: jax.Array
     ) -> LayerCache:
-        position = block * KEY_SPAN + jnp.arange(layer.keys.shape[3], dtype=jnp.int32)
-        own, round_again = block % len(layer.keys), block >= len(layer.keys)  # of a ring, which is full then
+        position = span * KEY_SPAN + jnp.arange(layer.keys.shape[3], dtype=jnp.int32)
+        own, round_again = span % len(layer.keys), span >= len(layer.keys)  # of a ring, which is full then
         owned = (position < length) | round_again
 
         def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
@@ -173,18 +167,20 @@ class XlaAttention:
 
         return LayerCache(*(write(leaf, new) for leaf, new in zip(layer, moved, strict=True)))
 
-    def to_host(self, layer: LayerCache, head_dim: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, block, Dh]
+    def to_host(
+        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, span, Dh]
         shape = (*keys.shape[:2], -1, keys.shape[4])
         return keys.reshape(shape), values.reshape(shape)
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        by_block = (*keys.shape[:2], -1, min(KEY_SPAN, keys.shape[2]), keys.shape[3])
-        return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_block), 2, 0)) for x in (keys, values)))
+        by_span = (*keys.shape[:2], -1, min(KEY_SPAN, keys.shape[2]), keys.shape[3])
+        return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_span), 2, 0)) for x in (keys, values)))
 
 
 class _Slots(NamedTuple):
-    """Keys and values `[J, N, KV, block, Dh]` of N rows, as they lie in the cache."""
+    """Keys and values `[J, N, KV, span, Dh]` of N rows, as they lie in the cache."""
 
     keys: jax.Array
     values: jax.Array
@@ -194,16 +190,16 @@ class _Slots(NamedTuple):
         return len(self.keys) * KEY_SPAN
 
     def scores(self, q: jax.Array, *, keys_left: bool) -> jax.Array:
-        """Products of `q [N, KV, R, Dh]` with all keys, `[J, N, KV, R, block]`."""
+        """Products of `q [N, KV, R, Dh]` with all keys, `[J, N, KV, R, span]`."""
         return _scores(jnp.broadcast_to(q, (len(self.keys), *q.shape)), self.keys, keys_left=keys_left)
 
     def weigh(self, weights: jax.Array) -> jax.Array:
-        """Values weighted by `[J, N, KV, R, block]`, summed from the first block to the last: `[N, KV, R, Dh]`."""
+        """Values weighted by `[J, N, KV, R, span]`, summed from the first span to the last: `[N, KV, R, Dh]`."""
         return _in_order(_product(weights.astype(self.values.dtype), self.values))
 
 
-class _Pages(NamedTuple):
-    """The same of rows with `tables [N, max_blocks]`, in a pool: one block at a time is fetched from its pages.
+class _Blocks(NamedTuple):
+    """The same of rows with `tables [N, max_blocks]`, in a pool: one span at a time is fetched from its blocks.
 
     Values behind `last [N]` are zero.
     """
@@ -215,37 +211,49 @@ class _Pages(NamedTuple):
     dtype: jnp.dtype
 
     def scores(self, q: jax.Array, *, keys_left: bool) -> jax.Array:
-        def score(block: jax.Array) -> jax.Array:
-            return _scores(q, self._fetch(self.pool.keys, block), keys_left=keys_left)
+        def score(span: jax.Array) -> jax.Array:
+            return _scores(q, self._fetch(self.pool.keys, span), keys_left=keys_left)
 
-        return lax.map(score, jnp.arange(self._blocks, dtype=jnp.int32))
+        return lax.map(score, jnp.arange(self._spans, dtype=jnp.int32))
 
     def weigh(self, weights: jax.Array) -> jax.Array:
-        def part(block: jax.Array) -> jax.Array:
-            position = block * KEY_SPAN + jnp.arange(KEY_SPAN, dtype=jnp.int32)
-            inside = (position <= self.last[:, None])[:, None, :, None]  # [N, 1, block, 1]
-            values = jnp.where(inside, self._fetch(self.pool.values, block), 0)
-            return _product(weights[block].astype(values.dtype), values)
+        def part(span: jax.Array) -> jax.Array:
+            position = span * KEY_SPAN + jnp.arange(KEY_SPAN, dtype=jnp.int32)
+            inside = (position <= self.last[:, None])[:, None, :, None]  # [N, 1, span, 1]
+            values = jnp.where(inside, self._fetch(self.pool.values, span), 0)
+            return _product(weights[span].astype(values.dtype), values)
 
-        return lax.fori_loop(1, self._blocks, lambda block, total: total + part(block), part(jnp.int32(0)))
+        return lax.fori_loop(1, self._spans, lambda span, total: total + part(span), part(jnp.int32(0)))
 
     @property
-    def _blocks(self) -> int:
+    def _spans(self) -> int:
         return self.positions // KEY_SPAN
 
-    def _fetch(self, leaf: jax.Array, block: jax.Array) -> jax.Array:
-        """Block of every row, `[N, KV, block, Dh]`."""
+    def _fetch(self, leaf: jax.Array, span: jax.Array) -> jax.Array:
+        """One span of every row, `[N, KV, span, Dh]`."""
         many = KEY_SPAN // leaf.shape[3]
-        pages = lax.dynamic_slice_in_dim(self.tables, block * many, many, axis=1)  # [N, many]
-        parts = leaf.at[0, pages].get(mode="clip").swapaxes(1, 2)  # [N, KV, many, block_size, Dh]
+        blocks = lax.dynamic_slice_in_dim(self.tables, span * many, many, axis=1)  # [N, many]
+        parts = leaf.at[0, blocks].get(mode="clip").swapaxes(1, 2)  # [N, KV, many, block_size, Dh]
         return parts.reshape(*parts.shape[:2], KEY_SPAN, -1).astype(self.dtype)
+
+
+def _normed_and_rotated(q: jax.Array, k: jax.Array, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+    """Query and key heads `[..., heads, Dh]` as attention takes them."""
+    norms = call.weights.q_norm, call.weights.k_norm
+    q, k = (norm_heads(x, call.form, own) for x, own in zip((q, k), norms, strict=True))
+    return apply_rope(q, call.rope), apply_rope(k, call.rope)
+
+
+def _capacity(layer: LayerCache, call: AttentionCall) -> int | None:
+    """Positions of a slot's ring; None for blocks, which do not repeat."""
+    return None if call.block_tables is not None else len(layer.keys) * KEY_SPAN
 
 
 def _visible(position: jax.Array, keys: int, window: int | None, capacity: int | None) -> jax.Array:
     """Which of so many keys the queries at `position [N, R]` see: `[N, R, S]`.
 
     A slot of `capacity` positions may be a ring: a query sees what was written less than a window before its own key.
-    What has been written since lies further back, going round. None: pages, which do not repeat.
+    What has been written since lies further back, going round. None: blocks, which do not repeat.
     """
     last, key = position[:, :, None], jnp.arange(keys, dtype=jnp.int32)
     if window is None:
@@ -256,7 +264,7 @@ def _visible(position: jax.Array, keys: int, window: int | None, capacity: int |
 
 def _attention(
     q: jax.Array,
-    blocks: _Slots | _Pages,
+    spans: _Slots | _Blocks,
     visible: jax.Array,
     form: AttentionForm,
     sinks: jax.Array | None,
@@ -267,7 +275,7 @@ def _attention(
 
     `keys_left` makes the keys the left operand of the first product, which XLA:CPU does not re-pack: for few rows R.
     """
-    scores = blocks.scores(q, keys_left=keys_left) * form.scale  # [J, N, KV, R, block]
+    scores = spans.scores(q, keys_left=keys_left) * form.scale  # [J, N, KV, R, span]
     if form.softcap is not None:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
     seen = visible.reshape(*visible.shape[:2], -1, KEY_SPAN)
@@ -276,7 +284,7 @@ def _attention(
     if sinks is not None:
         peak = jnp.maximum(peak, sinks[:, :, None])
     weights = jnp.exp(scores - peak)
-    weighted = blocks.weigh(weights)  # [N, KV, R, Dh]
+    weighted = spans.weigh(weights)  # [N, KV, R, Dh]
     total = _in_order(sum_last(weights))
     if sinks is not None:
         total = total + jnp.exp(sinks[:, :, None] - peak[0])
@@ -284,15 +292,15 @@ def _attention(
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
-    """Sum `parts [J, ...]` from the first block to the last."""
+    """Sum `parts [J, ...]` from the first span to the last."""
     total = parts[0]
-    for block in range(1, parts.shape[0]):
-        total = total + parts[block]
+    for span in range(1, parts.shape[0]):
+        total = total + parts[span]
     return total
 
 
 def _scores(q: jax.Array, keys: jax.Array, *, keys_left: bool) -> jax.Array:
-    """`q [..., R, Dh]` by `keys [..., block, Dh]`: `[..., R, block]`."""
+    """`q [..., R, Dh]` by `keys [..., span, Dh]`: `[..., R, span]`."""
     q = q.astype(keys.dtype)
     if keys_left:
         return lax.optimization_barrier(_product(keys, q, transposed=True)).swapaxes(-1, -2)
@@ -321,9 +329,9 @@ def _scatter(
     tables: jax.Array | None,
 ) -> jax.Array:
     """Set `position` of `slot` to `new [..., KV, Dh]` where wanted."""
-    blocks, rows, _, size, _ = cache.shape
-    block, row = (position // size % blocks, slot) if tables is None else (0, tables[slot, position // size])
+    spans, rows, _, size, _ = cache.shape
+    span, row = (position // size % spans, slot) if tables is None else (0, tables[slot, position // size])
     # What is not wanted goes out of bounds; indices stay unique as the scatter promises.
     beyond = rows + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
-    at = cache.at[block, jnp.where(wanted, row, beyond), :, position % size]
+    at = cache.at[span, jnp.where(wanted, row, beyond), :, position % size]
     return at.set(new.astype(cache.dtype), mode="drop", unique_indices=True)

@@ -1,9 +1,9 @@
-"""Pages of a pool: what a token's position means in them, and moving them as they are.
+"""Blocks of a pool: what a position of a slot means in them, and moving them as they are.
 
-A slot's position p lies in page `block_tables[slot, p // block_size]` at `p % block_size`, with its keys, its values
-and its token: whoever shares, copies or moves a page has the token history as well.
+Position p of a slot lies in block `block_tables[slot, p // block_size]` at `p % block_size`, with its keys, its values
+and its token: where a block is shared, copied or moved, its token history goes with it.
 
-For the attention a page is a slot of one block.
+To the attention a block is a slot of one span.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import RowState
 
-Pages = Any  # one record per store and the history, each with a leading axis of pages
-Row = RowState  # without the leading axis, and without what lies in pages
+Blocks = Any  # one record per store and the history, each with a leading axis of blocks
+Row = RowState  # without the leading axis, and without what lies in blocks
 
 
-def pages_per_call(block_size: int) -> int:
-    """Pages that one call moves at most: those of a key block."""
+def blocks_per_call(block_size: int) -> int:
+    """Blocks that one call moves at most: those of a span."""
     return KEY_SPAN // block_size
 
 
 def copy_blocks(
     spec: ModelSpec, cache: KVCache, rows: RowState, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> tuple[KVCache, RowState]:
-    """Page `target[i]` becomes what `source[i]` is, for the first `count` of `[G]`, in order."""
+    """Block `target[i]` becomes what `source[i]` is, for the first `count` of `[G]`, in order."""
 
-    def copy(index: jax.Array, state: Pages) -> Pages:
+    def copy(index: jax.Array, state: Blocks) -> Blocks:
         return _put(spec, state, target[index], _get(spec, state, source[index]))
 
     return _with_history(rows, lax.fori_loop(0, count, copy, (cache, rows.history)))
 
 
 def read_blocks(
-    spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, pages: jax.Array
-) -> tuple[Pages, Row]:
-    """The content of `pages [G]`, and a slot's row state."""
-    found = lax.map(lambda page: _get(spec, (cache, rows.history), page), pages)
+    spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, blocks: jax.Array
+) -> tuple[Blocks, Row]:
+    """The content of `blocks [G]`, and a slot's row state."""
+    found = lax.map(lambda block: _get(spec, (cache, rows.history), block), blocks)
     return found, jax.tree.map(lambda leaf: leaf[slot], _own(rows))
 
 
@@ -53,16 +53,16 @@ def write_blocks(
     cache: KVCache,
     rows: RowState,
     slot: jax.Array,
-    pages: jax.Array,
+    blocks: jax.Array,
     first: jax.Array,
     end: jax.Array,
-    moved: Pages,
+    moved: Blocks,
     row: Row,
 ) -> tuple[KVCache, RowState]:
-    """The inverse of `read_blocks`, into any slot and of `pages [G]` into those from `first` to before `end`."""
+    """The inverse of `read_blocks`, into any slot and of `blocks [G]` into those from `first` to before `end`."""
 
-    def write(index: jax.Array, state: Pages) -> Pages:
-        return _put(spec, state, pages[index], jax.tree.map(lambda leaf: leaf[index], moved))
+    def write(index: jax.Array, state: Blocks) -> Blocks:
+        return _put(spec, state, blocks[index], jax.tree.map(lambda leaf: leaf[index], moved))
 
     put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), _own(rows), row)
     cache, written = _with_history(rows, lax.fori_loop(first, end, write, (cache, rows.history)))
@@ -75,21 +75,21 @@ def _own(rows: RowState) -> Row:
     return replace(every, history=None, block_tables=None)
 
 
-def _get(spec: ModelSpec, state: Pages, page: jax.Array) -> Pages:
+def _get(spec: ModelSpec, state: Blocks, block: jax.Array) -> Blocks:
     cache, history = state
-    return [spec.attention.read_span(store, page, jnp.int32(0)) for store in cache], history[page]
+    return [spec.attention.read_span(store, block, jnp.int32(0)) for store in cache], history[block]
 
 
-def _put(spec: ModelSpec, state: Pages, page: jax.Array, content: Pages) -> Pages:
-    (cache, history), (blocks, tokens) = state, content
+def _put(spec: ModelSpec, state: Blocks, block: jax.Array, content: Blocks) -> Blocks:
+    (cache, history), (spans, tokens) = state, content
     first, length = jnp.int32(0), jnp.int32(history.shape[1])
     stores = [
-        spec.attention.write_span(store, page, first, LayerCache(*moved), length)
-        for store, moved in zip(cache, blocks, strict=True)
+        spec.attention.write_span(store, block, first, LayerCache(*moved), length)
+        for store, moved in zip(cache, spans, strict=True)
     ]
-    return stores, history.at[page].set(tokens)
+    return stores, history.at[block].set(tokens)
 
 
-def _with_history(rows: RowState, state: Pages) -> tuple[KVCache, RowState]:
+def _with_history(rows: RowState, state: Blocks) -> tuple[KVCache, RowState]:
     cache, history = state
     return cache, replace(rows, history=history)

@@ -15,11 +15,11 @@ from xla_engine.graphs.model.decoder import ModelSpec
 
 
 def make_cache(spec: ModelSpec, rows: int, length: int, *, num_blocks: int | None = None) -> KVCache:
-    """Zeroed state of `rows` slots of `length` positions, whole key blocks: a record for each of `stores(spec)`.
+    """Zeroed state of `rows` slots of `length` positions, whole spans: a record for each of `stores(spec)`.
 
     Layers of attention have keys and values in the layout of the spec's backend, linear ones a `DeltaState`. With
-    `num_blocks`, keys and values are a pool of so many pages of `length` positions each, for block tables; other
-    state stays by row. Raises ValueError for a page the backend cannot read.
+    `num_blocks`, keys and values are a pool of so many blocks of `length` positions each, for block tables; other
+    state stays by row. Raises ValueError for a block the backend cannot read.
     """
     config = spec.config
     cache: KVCache = []
@@ -45,11 +45,11 @@ def stores(spec: ModelSpec) -> list[list[int]]:
 
 
 def places(spec: ModelSpec) -> list[tuple[int, int]]:
-    """For every layer its store, and its place there."""
+    """For every layer its store, and which layer of the store it is."""
     found = {
-        index: (store, place)
+        index: (store, layer_in_store)
         for store, layers in enumerate(stores(spec))
-        for place, index in enumerate(layers)
+        for layer_in_store, index in enumerate(layers)
     }
     return [found[index] for index in range(len(found))]
 
@@ -57,12 +57,12 @@ def places(spec: ModelSpec) -> list[tuple[int, int]]:
 def to_host(spec: ModelSpec, cache: KVCache) -> list[tuple[np.ndarray, np.ndarray]]:
     """Copies of what every layer holds: keys and values `[B, KV, S, Dh]`, or the two arrays of a `DeltaState`."""
     found = []
-    for store, place in places(spec):
+    for store, layer_in_store in places(spec):
         kept = cache[store]
         if isinstance(kept, DeltaState):
             found.append((np.array(kept.inputs), np.array(kept.memory)))
         else:
-            keys, values = spec.attention.to_host(kept, spec.config.head_dim, place)
+            keys, values = spec.attention.to_host(kept, spec.config.head_dim, layer_in_store)
             found.append((np.array(keys), np.array(values)))
     return found
 

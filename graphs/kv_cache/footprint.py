@@ -23,9 +23,9 @@ def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
 
 
 def block_bytes(spec: ModelSpec, block_size: int) -> int:
-    """Bytes of one page: keys, values and tokens."""
-    page = jax.eval_shape(lambda: make_cache(spec, 1, block_size, num_blocks=1))
-    return tree_bytes(page) + 4 * block_size
+    """Bytes of one block: keys, values and tokens."""
+    block = jax.eval_shape(lambda: make_cache(spec, 1, block_size, num_blocks=1))
+    return tree_bytes(block) + 4 * block_size
 
 
 def keeps_every_position(spec: ModelSpec, length: int) -> bool:
@@ -43,6 +43,6 @@ def keeps_every_position(spec: ModelSpec, length: int) -> bool:
 
 
 def rows_bytes(rows: int, stop_width: int, length: int, block_size: int | None = None) -> int:
-    """Bytes of the row state of `rows` slots, without what lies in pages if they have such."""
+    """Bytes of the row state of `rows` slots, without what lies in blocks where slots borrow these."""
     pool = None if block_size is None else Pool(0, block_size, whole_spans(length) // block_size)
     return tree_bytes(jax.eval_shape(lambda: pack_rows(make_rows(rows, stop_width, length, pool))))

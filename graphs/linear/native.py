@@ -45,7 +45,7 @@ class NativeProducts:
 
     live: jax.Array | None = None
 
-    def among(self, live: jax.Array) -> Self:
+    def for_rows(self, live: jax.Array) -> Self:
         return replace(self, live=live)
 
     def linear(

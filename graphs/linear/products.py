@@ -55,7 +55,7 @@ class Products(Protocol):
         """The rows that anybody reads, bool `[N]`; None: all."""
         ...
 
-    def among(self, live: jax.Array) -> Self:
+    def for_rows(self, live: jax.Array) -> Self:
         """The same products where only the rows `live [N]` are read; what others become is finite."""
         ...
 
@@ -109,7 +109,7 @@ class XlaProducts:
     weight_left: bool
     live: jax.Array | None = None
 
-    def among(self, live: jax.Array) -> Self:
+    def for_rows(self, live: jax.Array) -> Self:
         return replace(self, live=live)
 
     def linear(

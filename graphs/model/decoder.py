@@ -85,7 +85,7 @@ class Layer(nnx.Module):
         if c.is_linear(index):
             behind = self.delta(index, x, self._norm("input_norm"), attend, products)
         else:
-            behind = self._attended(index, x, attend, products)
+            behind = self._attention(index, x, attend, products)
         source, norm = x, self._norm("input_norm")
         if not c.use_parallel_residual:
             source, norm = behind, self._norm("pre_feedforward_norm")
@@ -97,34 +97,34 @@ class Layer(nnx.Module):
             source,
             norm=norm,
             activation=c.hidden_act,
-            bias=self._own("gate_up_bias"),
+            bias=self._parameter("gate_up_bias"),
         )
-        return self._added("down", hidden, behind, "post_feedforward_norm", products)
+        return self._project_residual("down", hidden, behind, "post_feedforward_norm", products)
 
-    def _attended(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
+    def _attention(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
         c = self.config
         source = centred(x) if c.layer_norm else x
         qkv = products.linear(
-            weight_of(self, "qkv"), source, norm=self._norm("input_norm"), bias=self._own("qkv_bias")
+            weight_of(self, "qkv"), source, norm=self._norm("input_norm"), bias=self._parameter("qkv_bias")
         )
         gate = None
         if c.attn_output_gate:
             qkv, gate = jnp.split(qkv, [qkv.shape[1] - c.num_attention_heads * c.head_dim], axis=1)
-        own = AttentionWeights(sinks=self._own("sinks"))
+        own = AttentionWeights(sinks=self._parameter("sinks"))
         if c.qk_norm == "head":
-            own = own._replace(q_norm=self._own("q_norm"), k_norm=self._own("k_norm"))
+            own = own._replace(q_norm=self._parameter("q_norm"), k_norm=self._parameter("k_norm"))
         elif c.qk_norm == "all":
             qkv = self._normed_whole(qkv)
         attended = attend(index, qkv, own)
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate)
-        return self._added("output", attended, x, "post_attention_norm", products)
+        return self._project_residual("output", attended, x, "post_attention_norm", products)
 
-    def _added(
+    def _project_residual(
         self, name: str, x: jax.Array | FeatureMajor, residual: jax.Array, norm: str, products: Products
     ) -> jax.Array:
         """`residual` plus the product of the weight `name` with x, normed and scaled where the model does so."""
-        weight, bias, post = weight_of(self, name), self._own(f"{name}_bias"), self._norm(norm)
+        weight, bias, post = weight_of(self, name), self._parameter(f"{name}_bias"), self._norm(norm)
         if post is None and self.config.residual_multiplier == 1:
             return products.linear(weight, x, bias=bias, residual=residual)
         out = products.linear(weight, x, bias=bias)
@@ -137,13 +137,13 @@ class Layer(nnx.Module):
         q, k, v = jnp.split(qkv, [len(q_norm), len(q_norm) + len(k_norm)], axis=1)
         return jnp.concatenate([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], axis=1)
 
-    def _own(self, name: str) -> jax.Array | None:
+    def _parameter(self, name: str) -> jax.Array | None:
         """The parameter `name` if this model has it."""
         parameter = getattr(self, name, None)
         return None if parameter is None else parameter[...]
 
     def _norm(self, name: str) -> Norm | None:
-        weight = self._own(name)
+        weight = self._parameter(name)
         return None if weight is None else Norm(weight, self.config.rms_norm_eps)
 
 

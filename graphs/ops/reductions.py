@@ -15,18 +15,18 @@ from jax import lax
 from xla_engine.graphs.ops.fixed_order_sums import sum_first
 from xla_engine.graphs.ops.top_k import largest_by_rank
 
-BLOCK = 64  # vocabulary entries per block
+GROUP = 64  # vocabulary entries per block
 
 
-def blocks(values: jax.Array, fill: float) -> jax.Array:
+def groups(values: jax.Array, fill: float) -> jax.Array:
     """`[V, N] -> [ceil(V / block), block, N]`, padded with `fill`."""
     count, columns = values.shape
-    if missing := -count % BLOCK:
+    if missing := -count % GROUP:
         values = jnp.pad(values, ((0, missing), (0, 0)), constant_values=fill)
-    return values.reshape(-1, BLOCK, columns)
+    return values.reshape(-1, GROUP, columns)
 
 
-def take_block(grouped: jax.Array, index: jax.Array) -> jax.Array:
+def take_group(grouped: jax.Array, index: jax.Array) -> jax.Array:
     """Block `index [N]` of each column of `grouped [M, block, N]`: `[block, N]`."""
     return jnp.take_along_axis(grouped, index[None, None, :], axis=0)[0]
 
@@ -37,9 +37,9 @@ def argmax(values: jax.Array) -> jax.Array:
     Maxima of blocks, then the winning block. One argmax over V carries indices through the whole reduction and is
     many times slower on CPU.
     """
-    grouped = blocks(values, -jnp.inf)
+    grouped = groups(values, -jnp.inf)
     winner = jnp.argmax(jnp.max(grouped, axis=1), axis=0).astype(jnp.int32)  # [N]
-    return winner * BLOCK + jnp.argmax(take_block(grouped, winner), axis=0).astype(jnp.int32)
+    return winner * GROUP + jnp.argmax(take_group(grouped, winner), axis=0).astype(jnp.int32)
 
 
 def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +56,7 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def _largest_by_sort(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """They all lie in the `count` blocks of largest maxima, so only these are sorted."""
-    grouped = blocks(values, -jnp.inf)
+    grouped = groups(values, -jnp.inf)
     if count >= grouped.shape[0]:
         best, index = lax.top_k(values.T, count)
         return best.T, index.T
@@ -65,38 +65,38 @@ def _largest_by_sort(values: jax.Array, count: int) -> tuple[jax.Array, jax.Arra
     columns = grouped.shape[2]
     inside = grouped.transpose(2, 0, 1)[jnp.arange(columns)[:, None], winners]  # [N, count, block]
     best, place = lax.top_k(inside.reshape(columns, -1), count)
-    index = jnp.take_along_axis(winners, place // BLOCK, axis=1) * BLOCK + place % BLOCK
+    index = jnp.take_along_axis(winners, place // GROUP, axis=1) * GROUP + place % GROUP
     return best.T, index.T
 
 
-def flat(values: jax.Array) -> jax.Array:
+def as_rows(values: jax.Array) -> jax.Array:
     """`values [V, N]` as rows of a whole block, `[ceil(V / block), block * N]`, for exponentials.
 
     XLA:CPU unrolls an inner loop of up to 8 and then rounds the multiply-adds of its exponential differently, so that
     8 columns would get other bits than 16 (findings/011). What is computed here ends in `columns`.
     """
-    grouped = blocks(values, 0.0)
+    grouped = groups(values, 0.0)
     return grouped.reshape(len(grouped), -1)
 
 
-def along(each: jax.Array) -> jax.Array:
+def per_column(each: jax.Array) -> jax.Array:
     """One value per column, `each [N]`, as `flat` has them: `[block * N]`."""
-    return lax.optimization_barrier(jnp.tile(each, BLOCK))  # read along a row, not by index arithmetic
+    return lax.optimization_barrier(jnp.tile(each, GROUP))  # read along a row, not by index arithmetic
 
 
-def columns(flattened: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def as_columns(flattened: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Inverse of `flat` for values of `shape [V, N]`."""
     return lax.optimization_barrier(flattened).reshape(-1, shape[1])[: shape[0]]
 
 
 def relative(values: jax.Array, peak: jax.Array) -> jax.Array:
     """`exp(values - peak)` of `values [V, N]`, `peak [N]`."""
-    return columns(jnp.exp(flat(values) - along(peak)), values.shape)
+    return as_columns(jnp.exp(as_rows(values) - per_column(peak)), values.shape)
 
 
 def total(values: jax.Array) -> jax.Array:
     """Sum of non-negative `values [V, N]` per column, f32 `[N]`: over the blocks, then inside."""
-    return sum_first(sum_first(blocks(values, 0.0)))
+    return sum_first(sum_first(groups(values, 0.0)))
 
 
 def cumulative(values: jax.Array) -> jax.Array:

@@ -51,8 +51,8 @@ class Tables:
 
     bias_ids: i32 `[B, MAX_LOGIT_BIAS]`, padded with the vocabulary's size.   bias: f32, the same shape.
     mask: u32 `[B, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set where token t is allowed.
-    block_changes: i32 `[3, U]`, entries of `Rows.block_tables` to set before all else: (slot, index, page), slot B for
-        none. None where slots are contiguous.
+    block_changes: i32 `[3, U]`, entries of `Rows.block_tables` to set before all else: (slot, index, block),
+        slot B for none. None where slots are contiguous.
     """
 
     bias_ids: jax.Array
@@ -73,9 +73,9 @@ class Rows:
     stop_ids: i32 `[B, E]`, ids that end the row, padded with -1.
     prompt_length: i32 `[B]`, tokens of the prompt.
     history: i32 `[B, S]`, the tokens themselves by position, written as their KV is: valid up to `length`. Where slots
-        have pages, `[num_blocks, block_size]`: a page's tokens lie with its keys and values.
+        borrow blocks, `[num_blocks, block_size]`: a block's tokens lie with its keys and values.
     sampling: the request's sampling parameters.
-    block_tables: i32 `[B, max_blocks]`, the pages of each slot, see `graphs.attention.backend`; None: contiguous.
+    block_tables: i32 `[B, max_blocks]`, the blocks of each slot, see `graphs.attention.backend`; None: contiguous.
 
     A row is active while `remaining > 0`; sampling a stop id sets it to 0 on the device, so that a step
     dispatched before the host has seen the token is already right.
@@ -92,24 +92,24 @@ class Rows:
     block_tables: jax.Array | None = None
 
     def with_tables(self, tables: Tables) -> Rows:
-        """The rows once what `tables` says of pages is done; twice is the same as once."""
+        """The rows once the changes of block tables in `tables` are made; twice is the same as once."""
         if self.block_tables is None:
             return self
         assert tables.block_changes is not None
-        slot, index, page = tables.block_changes
-        return replace(self, block_tables=self.block_tables.at[slot, index].set(page, mode="drop"))
+        slot, index, block = tables.block_changes
+        return replace(self, block_tables=self.block_tables.at[slot, index].set(block, mode="drop"))
 
     def remember(
         self, slot: jax.Array, position: jax.Array, token: jax.Array, wanted: jax.Array
     ) -> jax.Array:
         """The history with `token` at `position` of `slot` where wanted; all of one shape."""
-        row, place = slot, position
+        row, offset = slot, position
         if self.block_tables is not None:
             size = self.history.shape[1]
-            row, place = self.block_tables[slot, position // size], position % size
+            row, offset = self.block_tables[slot, position // size], position % size
         # What is not wanted aims at distinct rows out of bounds, so that indices stay unique.
         beyond = len(self.history) + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
-        at = self.history.at[jnp.where(wanted, row, beyond), place]
+        at = self.history.at[jnp.where(wanted, row, beyond), offset]
         return at.set(token, mode="drop", unique_indices=True)
 
 
@@ -157,19 +157,19 @@ def make_sampling_rows(count: int) -> SamplingRows:
     )
 
 
-def make_tables(count: int, vocabulary: int, *, paged: bool = False) -> Tables:
-    """No bias, everything allowed, no change of pages (room for one a row), as host arrays."""
+def make_tables(count: int, vocabulary: int, *, has_blocks: bool = False) -> Tables:
+    """No bias, everything allowed, no change of blocks (room for one a row), as host arrays."""
     host: Any = np
     return Tables(
         bias_ids=host.full((count, MAX_LOGIT_BIAS), vocabulary, np.int32),
         bias=host.zeros((count, MAX_LOGIT_BIAS), np.float32),
         mask=host.full((count, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
-        block_changes=host.full((3, count), count, np.int32) if paged else None,
+        block_changes=host.full((3, count), count, np.int32) if has_blocks else None,
     )
 
 
 class Pool(NamedTuple):
-    """`num_blocks` pages of `block_size` positions, of which a slot borrows `max_blocks` at most."""
+    """`num_blocks` blocks of `block_size` positions, of which a slot borrows `max_blocks` at most."""
 
     num_blocks: int
     block_size: int
@@ -177,7 +177,7 @@ class Pool(NamedTuple):
 
 
 def make_rows(count: int, stop_width: int, positions: int, pool: Pool | None = None) -> Rows:
-    """All rows inactive. positions: S, as in the cache. pool: where slots have pages."""
+    """All rows inactive. positions: S, as in the cache. pool: where slots borrow blocks."""
     return Rows(
         token=jnp.zeros(count, jnp.int32),
         length=jnp.zeros(count, jnp.int32),

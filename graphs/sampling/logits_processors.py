@@ -17,7 +17,7 @@ from xla_engine.graphs.row_state.rows import SamplingRows, Tables
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class SamplingContext:
     """What the sampler reads of N rows beside their parameters; see `Rows` for what is not explained here.
 
     live: bool `[N]`, the sample will be used.   slot: i32 `[N]`, the row's entry in `history` and `tables`.
@@ -36,19 +36,19 @@ class Context:
 
     @property
     def tokens(self) -> jax.Array:
-        """The rows' tokens by position, i32 `[N, S]`; those from `length` on are anybody's."""
+        """The rows' tokens by position, i32 `[N, S]`; those from `length` on mean nothing."""
         if self.block_tables is None:
             return self.history[self.slot]
-        pages = self.history.at[self.block_tables[self.slot]].get(mode="clip")
-        return pages.reshape(len(self.slot), -1)
+        blocks = self.history.at[self.block_tables[self.slot]].get(mode="clip")
+        return blocks.reshape(len(self.slot), -1)
 
 
-def wants_adjustment(rows: SamplingRows, context: Context) -> jax.Array:
+def wants_adjustment(rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Whether `adjust` would change the row, bool `[N]`."""
     return context.live & (rows.has_bias | rows.has_mask | _is_penalised(rows) | (context.min_remaining > 0))
 
 
-def adjust(logits: jax.Array, rows: SamplingRows, context: Context) -> jax.Array:
+def adjust(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Logits `[V, N]` as the row's request wants them shifted; forbidden tokens have -inf."""
     live = context.live
     for wanted, change in (
@@ -70,7 +70,9 @@ def _is_penalised(rows: SamplingRows) -> jax.Array:
     return (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
 
 
-def _add_bias(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+def _add_bias(
+    logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
+) -> jax.Array:
     """Ids are distinct in a row, so that the order of additions does not matter."""
     vocabulary, columns = logits.shape
     ids = jnp.where(wanted[:, None], context.tables.bias_ids[context.slot], vocabulary)  # [N, K]
@@ -78,7 +80,9 @@ def _add_bias(logits: jax.Array, rows: SamplingRows, context: Context, wanted: j
     return logits.at[ids, column].add(context.tables.bias[context.slot], mode="drop")
 
 
-def _penalise(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+def _penalise(
+    logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
+) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, section 4.1) for prompt and output, the others for output alone."""
     output, seen = count_tokens(context, logits.shape[0])
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
@@ -88,7 +92,7 @@ def _penalise(logits: jax.Array, rows: SamplingRows, context: Context, wanted: j
     return jnp.where(wanted, penalised, logits)
 
 
-def count_tokens(context: Context, vocabulary: int) -> tuple[jax.Array, jax.Array]:
+def count_tokens(context: SamplingContext, vocabulary: int) -> tuple[jax.Array, jax.Array]:
     """Times each token was generated, i32 `[V, N]`, and whether it stands in prompt or output, bool `[V, N]`."""
     tokens = context.tokens
     position = jnp.arange(tokens.shape[1])
@@ -104,14 +108,18 @@ def count_tokens(context: Context, vocabulary: int) -> tuple[jax.Array, jax.Arra
     return output, (count(valid & ~is_output) + output) > 0
 
 
-def _forbid_stops(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+def _forbid_stops(
+    logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
+) -> jax.Array:
     vocabulary, columns = logits.shape
     forbidden = wanted[:, None] & (context.stop_ids >= 0)
     ids = jnp.where(forbidden, context.stop_ids, vocabulary)  # [N, E]
     return logits.at[ids, jnp.arange(columns)[:, None]].set(-jnp.inf, mode="drop")
 
 
-def _forbid_masked(logits: jax.Array, rows: SamplingRows, context: Context, wanted: jax.Array) -> jax.Array:
+def _forbid_masked(
+    logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
+) -> jax.Array:
     words = context.tables.mask[context.slot].T  # [ceil(V / 32), N]
     bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :, None]) & 1
     allowed = bits.reshape(-1, logits.shape[1])[: logits.shape[0]] != 0

@@ -39,12 +39,6 @@ def logprobs(logits: jax.Array, token: jax.Array, wanted: jax.Array) -> tuple[ja
     )
 
 
-def token_logprob(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """Log-probability of `token [N]` under `logits [V, N]`, f32 `[N]`."""
-    peak, rest = _normaliser(logits)
-    return _chosen(logits, token) - peak - rest
-
-
 def _normaliser(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Largest logit per column, and the log of the sum of exponentials relative to it; f32 `[N]` each."""
     peak = jnp.max(logits, axis=0)

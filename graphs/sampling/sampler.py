@@ -17,17 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.ops.reductions import (
-    BLOCK,
-    along,
+    GROUP,
     argmax,
-    blocks,
-    columns,
+    as_columns,
+    as_rows,
     cumulative,
-    flat,
-    take_block,
+    groups,
+    per_column,
+    take_group,
 )
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows
-from xla_engine.graphs.sampling.logits_processors import Context, adjust, wants_adjustment
+from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust, wants_adjustment
 from xla_engine.graphs.sampling.logprobs import logprobs
 from xla_engine.graphs.sampling.truncation import threshold
 
@@ -44,7 +44,7 @@ def sample(
     logits: jax.Array,
     rows: SamplingRows,
     position: jax.Array,
-    context: Context | None = None,
+    context: SamplingContext | None = None,
     *,
     processed_logprobs: bool = False,
 ) -> Sampled:
@@ -105,10 +105,12 @@ def _weights(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Ar
         lambda: threshold(logits, peak, temperature, rows, random),
         lambda: jnp.full(peak.shape, -jnp.inf, jnp.float32),
     )
-    values = flat(logits)
-    weight = jnp.exp((values - along(peak)) / along(temperature))  # the largest logit's is exactly 1
-    kept = (weight >= along(rows.min_p)) & (values >= along(least))
-    return columns(jnp.where(kept, weight, 0.0), logits.shape)
+    values = as_rows(logits)
+    weight = jnp.exp(
+        (values - per_column(peak)) / per_column(temperature)
+    )  # the largest logit's is exactly 1
+    kept = (weight >= per_column(rows.min_p)) & (values >= per_column(least))
+    return as_columns(jnp.where(kept, weight, 0.0), logits.shape)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows, random: jax.Array, position: jax.Array) -> jax.Array:
@@ -137,15 +139,15 @@ def _invert(weight: jax.Array, uniform: jax.Array) -> jax.Array:
 
     Two levels: the block whose cumulative sum passes, then the entry inside it.
     """
-    grouped = blocks(weight, 0.0)
+    grouped = groups(weight, 0.0)
     totals = jnp.sum(grouped, axis=1)
     passing = cumulative(totals)  # [V / block, N]
     target = uniform * passing[-1]
     block = _first_passing(passing, totals, target)
     before = jnp.take_along_axis(passing, jnp.maximum(block - 1, 0)[None], axis=0)[0]
-    inside = take_block(grouped, block)  # [block, N]
+    inside = take_group(grouped, block)  # [block, N]
     passed = jnp.where(block > 0, before, 0.0) + cumulative(inside)
-    return block * BLOCK + _first_passing(passed, inside, target)
+    return block * GROUP + _first_passing(passed, inside, target)
 
 
 def _first_passing(passing: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.ops.fixed_order_sums import sum_first
-from xla_engine.graphs.ops.reductions import along, columns, cumulative, flat, largest, total
+from xla_engine.graphs.ops.reductions import as_columns, as_rows, cumulative, largest, per_column, total
 from xla_engine.graphs.ops.top_k import from_ordered_bits, ordered_bits
 from xla_engine.graphs.row_state.rows import SamplingRows
 
@@ -56,8 +56,8 @@ def threshold(
 
 def likelihood(logits: jax.Array, peak: jax.Array, temperature: jax.Array, min_p: jax.Array) -> jax.Array:
     """Probability relative to that of the largest logit `peak [N]`, which gets exactly 1; zero below `min_p`."""
-    found = jnp.exp((flat(logits) - along(peak)) / along(temperature))
-    return columns(jnp.where(found >= along(min_p), found, 0.0), logits.shape)
+    found = jnp.exp((as_rows(logits) - per_column(peak)) / per_column(temperature))
+    return as_columns(jnp.where(found >= per_column(min_p), found, 0.0), logits.shape)
 
 
 @jax.jit  # traced once, not in every program of a CPU

@@ -5,14 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_decode
 from xla_engine.graphs.kv_cache.cache import places
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Rows, Tables, pack_samples, remaining_after
-from xla_engine.graphs.sampling.logits_processors import Context
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 
 
@@ -44,7 +44,7 @@ def decode_step(
     updated, where = list(cache), places(spec)
 
     def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-        store, place = where[index]
+        store, layer_in_store = where[index]
         layer = updated[store]
         if isinstance(layer, DeltaState):
             assert isinstance(own, DeltaWeights) and spec.config.delta is not None
@@ -53,26 +53,25 @@ def decode_step(
             )
             return out
         assert isinstance(own, AttentionWeights)
-        updated[store], out = spec.attention.attend_decode(
-            layer,
-            projected,
+        call = AttentionCall(
             form=spec.config.attention(index),
             weights=own,
             rope=angles[spec.config.rope_index(index)],
-            length=rows.length,
-            live=live,
             key_length=key_length,
             compute_dtype=spec.dtype,
             block_tables=rows.block_tables,
-            place=place,
+            layer_in_store=layer_in_store,
+        )
+        updated[store], out = spec.attention.attend_decode(
+            layer, projected, call, length=rows.length, live=live
         )
         return out
 
-    products = (spec.products or WEIGHT_LEFT).among(live)
+    products = (spec.products or WEIGHT_LEFT).for_rows(live)
     logits = model.logits(model.hidden(rows.token, attend, products), products)  # [V, B]
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     history = rows.remember(every, rows.length, rows.token, live)
-    context = Context(
+    context = SamplingContext(
         live=live,
         slot=every,
         length=rows.length + 1,

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_prefill
 from xla_engine.graphs.kv_cache.cache import places
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
-from xla_engine.graphs.sampling.logits_processors import Context
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 
 
@@ -81,7 +81,7 @@ def prefill_chunk(
     ]
 
     def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-        store, place = where[index]
+        store, layer_in_store = where[index]
         layer, at = updated[store], {"slot": lanes.slot, "start": lanes.start, "count": lanes.count}
         if isinstance(layer, DeltaState):
             assert isinstance(own, DeltaWeights) and spec.config.delta is not None
@@ -90,29 +90,27 @@ def prefill_chunk(
             )
             return out
         assert isinstance(own, AttentionWeights)
-        updated[store], out = spec.attention.attend_prefill(
-            layer,
-            projected,
+        call = AttentionCall(
             form=spec.config.attention(index),
             weights=own,
             rope=angles[spec.config.rope_index(index)],
-            **at,
             key_length=key_length,
             compute_dtype=spec.dtype,
             block_tables=rows.block_tables,
-            place=place,
+            layer_in_store=layer_in_store,
         )
+        updated[store], out = spec.attention.attend_prefill(layer, projected, call, **at)
         return out
 
     products = spec.products or ROWS_LEFT
     used = (jnp.arange(width, dtype=jnp.int32) < lanes.count[:, None]).reshape(-1)
-    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products.among(used))  # [P * T, D]
+    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products.for_rows(used))  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
-    logits = model.logits(widen(final), products.among(widen(lanes.is_last)))  # [V, head_rows]
+    logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # [V, head_rows]
     rows = _remember(rows, lanes)
-    context = Context(
+    context = SamplingContext(
         live=widen(lanes.is_last),
         slot=widen(lanes.slot),
         length=widen(length),

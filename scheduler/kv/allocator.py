@@ -1,4 +1,4 @@
-"""What requests hold on the device: slots, what slots still hold of others, and pages."""
+"""What requests hold on the device: slots, blocks, and what earlier requests have left there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
-from xla_engine.scheduler.kv.block_manager import Pages
+from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 from xla_engine.scheduler.kv.slots import Slots
 from xla_engine.scheduler.plan import Slot, Swap
@@ -14,95 +14,101 @@ from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 
 
-class Room:
-    """Slots for requests, and pages where slots have none of their own.
+class KVAllocator:
+    """Slots for requests, and blocks where slots have no memory of their own.
 
-    cache: what finds the content that requests leave behind, in slots or in pages; None where nothing is to be found.
+    blocks: None where every slot has memory of its own.
+    cache: finds the content that requests leave behind, in slots or in blocks; None without prefix caching.
+
     Times are steps: content that was used in a later one is overwritten later.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.slots = Slots(config.max_num_seqs)
-        self.pages = None if config.num_blocks is None else Pages(config)
+        self.blocks = None if config.num_blocks is None else BlockManager(config)
         self._held: SlotPrefixCache | None = None  # by slots
-        self.cache: SlotPrefixCache | Pages | None = None
+        self.cache: SlotPrefixCache | BlockManager | None = None
         if config.enable_prefix_caching:
-            if self.pages is None:
+            if self.blocks is None:
                 self._held = SlotPrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
-            self.cache = self.pages or self._held
+            self.cache = self.blocks or self._held
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why a request can never have pages enough, with the arithmetic; None if it can."""
-        return None if self.pages is None else self.pages.never_fits(prompt_tokens, max_tokens)
+        """Why a request can never have blocks enough, with the arithmetic; None if it can."""
+        return None if self.blocks is None else self.blocks.never_fits(prompt_tokens, max_tokens)
 
     def missing(self, state: RequestState) -> str | None:
-        """What a request needs and there is not enough of, in words; None: it can `enter`."""
+        """Why a request cannot `enter` now, in words; None if it can."""
         if not self.slots.num_free:
             return f"no free slot: {len(self.slots)} of {len(self.slots)} busy"
-        return None if self.pages is None else self.pages.missing(state)
+        return None if self.blocks is None else self.blocks.missing(state)
 
     def suffices_without(self, others: Iterable[RequestState], state: RequestState) -> bool:
-        """Whether there would be pages enough for a request if all of `others` gave theirs up."""
-        return self.pages is None or self.pages.suffices_without(others, state)
+        """Whether there would be blocks enough for a request if all of `others` gave theirs up."""
+        return self.blocks is None or self.blocks.suffices_without(others, state)
 
     def enter(self, state: RequestState) -> None:
-        """Give a request a slot, and its pages where slots have none of their own."""
+        """Give a request a slot, and its blocks where slots borrow them."""
         state.tenancy, state.holds_slot = self._choose_slot(state), True
-        if self.pages is not None:
-            self.pages.enter(state)
+        if self.blocks is not None:
+            self.blocks.enter(state)
 
     def resume(self, state: RequestState, length: int) -> Swap:
-        """What comes back from the host to a request that has entered."""
-        if self.pages is not None:
-            return self.pages.resume(state, length)
+        """Where the state of a request that has entered comes back to from the host."""
+        if self.blocks is not None:
+            return self.blocks.resume(state, length)
         if self._held is not None:
             self._held.begin(state, state.context_tokens)
         return Swap(slot=state.slot, request_id=state.request_id, length=length)
 
     def park(self, state: RequestState, length: int) -> Swap:
-        """What goes to the host of a request that is about to leave."""
-        blocks = () if self.pages is None else state.blocks[: self.pages.pool.blocks_for(length)]
+        """Where the state of a request that is about to leave lies, for the host."""
+        blocks = () if self.blocks is None else state.blocks[: self.blocks.pool.blocks_for(length)]
         return Swap(slot=state.slot, request_id=state.request_id, length=length, blocks=blocks)
 
     def leave(self, state: RequestState, step: int) -> None:
         """Take back what a request holds."""
         kept = self._held is not None and self._held.length(state.slot.index) > 0
         self.slots.release(state.slot, _use(step) if kept else 0)
-        if self.pages is not None:
-            self.pages.leave(state)
+        if self.blocks is not None:
+            self.blocks.leave(state)
         state.holds_slot = False
 
     def retain(self, state: RequestState) -> None:
-        """Enter what a request has left in its slot, if it had one."""
+        """Let the cache find what a request has left in its slot, if it had one."""
         if self.cache is not None and state.tenancy is not None:
             self.cache.end(state)
 
     def discard(self, state: RequestState) -> None:
-        """Enter that what a request has left in its slot may be no numbers."""
+        """Let the cache forget what a request has left in its slot: it may be no numbers."""
         if self.cache is not None and state.tenancy is not None:
             self.cache.discard(state)
 
     def used(self, index: int, step: int) -> None:
-        """The content of a slot was copied from."""
+        """Count the content of a slot as used in `step`, by a copy."""
         if self._held is not None:
             self.slots.revalue(index, _use(step))
 
     def forget(self) -> None:
-        """Nothing that requests have left is found again."""
-        if self.pages is not None:
-            self.pages.pool.forget_all()
+        """Find nothing of what requests have left so far."""
+        if self.blocks is not None:
+            self.blocks.pool.forget_all()
         if self._held is not None:
             self._held.clear()
             for index in range(len(self.slots)):
                 self.slots.revalue(index, 0)
+
+    def cached_tokens(self, state: RequestState) -> int:
+        """How many tokens of a request's context are found in what others have left."""
+        return 0 if self.cache is None else self.cache.match(state)[1]
 
     def check(self, states: Iterable[RequestState], step: int) -> None:
         """Raise AssertionError on any broken invariant."""
         self.slots.check()
         if self._held is not None:
             self._held.check()
-        if self.pages is not None:
-            self.pages.check(states, step)
+        if self.blocks is not None:
+            self.blocks.check(states, step)
 
     def _choose_slot(self, state: RequestState) -> Slot:
         """The slot that holds most of the request's context, if it is free and not worth more to others; else any."""
@@ -115,5 +121,5 @@ class Room:
 
 
 def _use(step: int) -> int:
-    """What content is worth that is used in a step: the longest unused goes first."""
+    """Worth of content that is used in a step: the longest unused is overwritten first."""
     return step + 1

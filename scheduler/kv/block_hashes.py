@@ -1,6 +1,6 @@
-"""Names of pages by what they hold: the SHA-256 of the key of the page before and of the page's own tokens.
+"""Keys of blocks by what they hold: the SHA-256 of the key of the block before and of the block's own tokens.
 
-What comes before the first page names model and tenant. Equal keys so mean equal tokens from the beginning on.
+What comes before the first block names model and tenant. So equal keys mean equal tokens from the beginning on.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class BlockHashes:
-    """Keys of pages of `page` tokens. `model`: its name. tails: what fills a page in part has a key as well."""
+    """Keys of blocks of `block_size` tokens of the model named `model`.
 
-    def __init__(self, page: int, model: str, *, tails: bool = False) -> None:
-        self.page = page
+    tails: the last tokens, which fill a block in part, have a key as well.
+    """
+
+    def __init__(self, block_size: int, model: str, *, tails: bool = False) -> None:
+        self.block_size = block_size
         self._model = model
         self._tails = tails
 
     def of_context(self, state: RequestState) -> tuple[bytes, ...]:
-        """Keys of the pages of a request's context; made once."""
-        if state.page_keys is None:
-            state.page_keys = tuple(self._chain(self._root(state), state.context))
-        return state.page_keys
+        """Keys of the blocks of a request's context; made once."""
+        if state.block_hashes is None:
+            state.block_hashes = tuple(self._chain(self._root(state), state.context))
+        return state.block_hashes
 
     def of_all(self, state: RequestState) -> tuple[bytes, ...]:
-        """Keys of the pages of context and generated tokens."""
+        """Keys of the blocks of context and generated tokens."""
         tokens = (*state.request.prompt_token_ids, *state.generated)
-        known = self.of_context(state)[: state.context_tokens // self.page]
-        rest = tokens[len(known) * self.page :]
+        known = self.of_context(state)[: state.context_tokens // self.block_size]
+        rest = tokens[len(known) * self.block_size :]
         return (*known, *self._chain(known[-1] if known else self._root(state), rest))
 
     def _root(self, state: RequestState) -> bytes:
@@ -39,9 +42,9 @@ class BlockHashes:
         ).digest()
 
     def _chain(self, key: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The keys of the pages of `tokens`, which follow the page of `key`."""
-        end = len(tokens) if self._tails else len(tokens) - self.page + 1
-        for start in range(0, end, self.page):
-            page = array("q", tokens[start : start + self.page]).tobytes()
-            key = hashlib.sha256(key + page).digest()
+        """Keys of the blocks of `tokens`, which follow the block named `key`."""
+        end = len(tokens) if self._tails else len(tokens) - self.block_size + 1
+        for start in range(0, end, self.block_size):
+            content = array("q", tokens[start : start + self.block_size]).tobytes()
+            key = hashlib.sha256(key + content).digest()
             yield key

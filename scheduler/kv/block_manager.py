@@ -1,16 +1,15 @@
-"""Pages of KV that slots borrow: how many a request gets when, and which of them it shares.
+"""Blocks of KV that slots borrow: how many a request gets when, and which of them it shares.
 
-A request is admitted with pages for its context and one position more; a row that decodes gets its next page in the
-plan that first writes to it. With the prefix cache, pages are found by the keys of `scheduler.kv.block_hashes`:
-whole ones are shared, of one that is used in part a copy is made. So each page has one writer, and once it is full
-none.
+A request is admitted with blocks for its context and one position more; a row that decodes gets its next block in the
+plan that first writes to it. With the prefix cache, blocks are found by the keys of `scheduler.kv.block_hashes`: whole
+ones are shared, and one that is of use in part is copied. So each block has one writer, and none once it is full.
 
-When pages run out, the last in line loses its own. So the first of all that have some never does, and as each request
-can have all it needs when it is alone, in every step somebody gets nearer to its end for good. Nobody goes before the
-head of the queue: with k requests before it in line, one waits for k + max_num_seqs of them to run from beginning to
-end at most.
+When blocks run out, the last in line loses its own. So the first in line of those that hold any keeps them, and since
+each request can have all it needs when it is alone, in every step some request gets nearer to its end for good. No
+request goes before the head of the queue: with k requests before it in line, one waits for at most k + max_num_seqs
+others to run from beginning to end.
 
-A page is named when the plan that fills it has been made. The device runs plans in order, and in each the copies
+A block is named when the plan that fills it has been made. The device runs plans in order, and in each the copies
 before all that writes; so what is found cannot be stale.
 """
 
@@ -26,10 +25,10 @@ from xla_engine.scheduler.plan import BlockCopy, BlockTable, Slot, Swap
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 
-_WATERMARK = 100  # one page in so many is left free by admission, as by default in vLLM
+_WATERMARK = 100  # one block in so many is left free by admission, as by default in vLLM
 
 
-class Pages:
+class BlockManager:
     """The pool, what requests hold of it, and the steps in which rows need more.
 
     Raises ValueError for sizes that make no pool.
@@ -39,37 +38,35 @@ class Pages:
         assert config.num_blocks is not None
         self.pool = BlockPool(config.num_blocks, config.block_size, config.num_blocks // _WATERMARK)
         self._config = config
-        self._page = config.block_size
-        self._keys = BlockHashes(config.block_size, config.cache_key, tails=True)
+        self._block_size = config.block_size
+        self._hashes = BlockHashes(config.block_size, config.cache_key, tails=True)
         self._due: dict[int, list[tuple[RequestState, Slot]]] = {}  # by step, stale ones among them
         self._copies: list[BlockCopy] = []
         self._tables: list[BlockTable] = []
 
-    # -- how many ---------------------------------------------------------------------------------------------------
-
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why a request can never have pages enough, with the arithmetic; None if it can, with all others away."""
+        """Why a request can never have blocks enough, with the arithmetic; None if it can when it is alone."""
         return self.pool.never_fits(prompt_tokens + max_tokens - 1)
 
     def missing(self, state: RequestState) -> str | None:
-        """Why a request that waits cannot have its pages now, in words; None if it can."""
+        """Why a request that waits cannot have its blocks now, in words; None if it can."""
         needed = self._first_blocks(state)
         if self.pool.can_admit(needed):
             return None
-        shared = self._found(state)[: self._usable(state) // self._page]
+        shared = self._found(state)[: self._usable(state) // self._block_size]
         if self.pool.can_admit(needed - len(shared), shared):
             return None
         return f"needs {needed - len(shared)} blocks; {self.pool.num_free} of {self.pool.num_blocks} are free"
 
     def suffices_without(self, others: Iterable[RequestState], state: RequestState) -> bool:
-        """Whether there would be pages enough for a request, shared or not, if all of `others` gave theirs up."""
+        """Whether there would be blocks enough for a request, shared or not, if all of `others` gave theirs up."""
         gained = self.pool.freed_by(other.blocks for other in others)
         return self._first_blocks(state) + self.pool.watermark <= self.pool.num_free + gained
 
     def enter(self, state: RequestState) -> None:
-        """Give a request that got a slot its pages: those that are found and of use, and fresh ones."""
+        """Give a request that got a slot its blocks: those found that are of use, and fresh ones."""
         needed, found, length = self._first_blocks(state), self._found(state), self._usable(state)
-        whole = length // self._page
+        whole = length // self._block_size
         for block in found[:whole]:
             self.pool.share(block)
         state.blocks = (*found[:whole], *self.pool.allocate(needed - whole))
@@ -78,32 +75,32 @@ class Pages:
         self._show(state)
 
     def resume(self, state: RequestState, length: int) -> Swap:
-        """What comes back from the host to a request that has entered: all but what it shares."""
+        """Where the state of a request that has entered comes back to: all its blocks but those it shares."""
         own = state.blocks[state.settled : self.pool.blocks_for(length)]
         blocks = (*(-1 for _ in range(state.settled)), *own)
         return Swap(slot=state.slot, request_id=state.request_id, length=length, blocks=blocks)
 
     def runs(self, state: RequestState, step: int) -> None:
-        """A request decodes from `step` on, one position in each."""
-        room = len(state.blocks) * self._page
+        """Note when a request, which decodes from `step` on, one position in each step, needs its next block."""
+        room = len(state.blocks) * self._block_size
         if room < _positions(state):
             self._due.setdefault(step + room - state.position(step), []).append((state, state.slot))
 
     def due(self, step: int) -> list[RequestState]:
-        """The requests that write behind their pages in `step`."""
+        """The requests that write behind their blocks in `step`."""
         return [state for state, slot in self._due.pop(step, ()) if state.holds_slot and state.slot is slot]
 
     def is_short(self, state: RequestState, step: int) -> bool:
-        """Whether a request would write behind its pages in `step`."""
-        return state.position(step) >= len(state.blocks) * self._page
+        """Whether a request would write behind its blocks in `step`."""
+        return state.position(step) >= len(state.blocks) * self._block_size
 
     @property
     def next_due(self) -> int | None:
-        """The first step that may need pages for those who run; None when none will."""
+        """The first step in which a running request may need a block; None when none will."""
         return min(self._due, default=None)
 
     def grow(self, state: RequestState, step: int) -> bool:
-        """Give a request one page more, of which it writes the first position in `step`; False where there is none."""
+        """Give a request one block more, to which it writes first in `step`; False where none is free."""
         if not self.pool.num_free:
             return False
         start = len(state.blocks)
@@ -112,12 +109,12 @@ class Pages:
             BlockTable(slot=state.slot, request_id=state.request_id, blocks=fresh, start=start)
         )
         state.blocks += fresh
-        if not state.request.lockstep and (start + 1) * self._page < _positions(state):
-            self._due.setdefault(step + self._page, []).append((state, state.slot))
+        if not state.request.host_gated and (start + 1) * self._block_size < _positions(state):
+            self._due.setdefault(step + self._block_size, []).append((state, state.slot))
         return True
 
     def leave(self, state: RequestState) -> None:
-        """Take back what a request holds; the end of a sequence is given out again first."""
+        """Take back a request's blocks; the end of a sequence is given out again first."""
         if self._config.keeps_tokens and state.status is Status.RUNNING:
             state.left = tuple(
                 (at, block, self.pool.times_taken(block))
@@ -128,35 +125,33 @@ class Pages:
         state.blocks, state.settled = (), 0
 
     def take_moves(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockTable, ...]]:
-        """What the plan being made copies, and the tables that are new in it."""
+        """The copies of the plan being made, and the tables that are new in it."""
         moves = tuple(self._copies), tuple(self._tables)
         self._copies.clear()
         self._tables.clear()
         return moves
 
-    # -- which ------------------------------------------------------------------------------------------------------
-
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
-        """No slot, and how many tokens of a request's context are in pages that are found, or shared already."""
-        return -1, min(len(self._found(state)) * self._page, state.context_tokens)
+        """(-1, tokens): how many tokens of a request's context are in blocks that are found, or shared already."""
+        return -1, min(len(self._found(state)) * self._block_size, state.context_tokens)
 
     def known(self, state: RequestState, coming: Collection[bytes]) -> int:
-        """How many tokens of a request's context are in pages that are found, or among those `coming`."""
-        keys = self._keys.of_context(state)
+        """How many tokens of a request's context are in blocks that are found, or among those `coming`."""
+        keys = self._hashes.of_context(state)
         count = state.settled
         while count < len(keys) and (keys[count] in coming or self.pool.find(keys[count]) is not None):
             count += 1
-        return min(count * self._page, state.context_tokens)
+        return min(count * self._block_size, state.context_tokens)
 
     def written(self, state: RequestState) -> tuple[bytes, ...]:
-        """Keys of the pages that the plans so far fill, or the context fills in part."""
-        return self._keys.of_context(state)[: self._filled(state, state.prefilled)]
+        """Keys of the blocks that the plans so far fill, or the context fills in part."""
+        return self._hashes.of_context(state)[: self._filled(state, state.prefilled)]
 
     def begin(self, state: RequestState, length: int) -> None:
         """A request begins behind `length` tokens of its context: what was found when it entered, or more by now."""
         if length == state.ready:
             return
-        found, blocks, whole = self._found(state), list(state.blocks), length // self._page
+        found, blocks, whole = self._found(state), list(state.blocks), length // self._block_size
         for at in range(state.settled, whole):
             self.pool.share(found[at])
             self.pool.release([blocks[at]])
@@ -166,61 +161,61 @@ class Pages:
         self._show(state)
 
     def extend(self, state: RequestState, length: int) -> None:
-        """The first `length` tokens of a request's context are in its pages once the plan being made has run."""
-        keys = self._keys.of_context(state)
+        """The first `length` tokens of a request's context are in its blocks once the plan being made has run."""
+        keys = self._hashes.of_context(state)
         for at in range(state.settled, self._filled(state, length)):
             self.pool.name(state.blocks[at], keys[at])
-        state.settled = length // self._page
+        state.settled = length // self._block_size
 
     def end(self, state: RequestState) -> None:
-        """A request has left or is about to: name the pages it filled by what it generated, if they are untouched.
+        """A request has left or is about to: name the blocks it filled by what it generated, if they are untouched.
 
         The last token is left out, as its keys and values are written when the next one is sampled.
         """
         if state.status is Status.PREFILLING:
             return
-        full = (state.prompt_tokens + len(state.generated) - 1) // self._page
-        pages = [page for page in self._own(state) if page[0] < full]
-        if pages:
-            keys = self._keys.of_all(state)
-            for at, block in pages:
+        full = (state.prompt_tokens + len(state.generated) - 1) // self._block_size
+        blocks = [block for block in self._own(state) if block[0] < full]
+        if blocks:
+            keys = self._hashes.of_all(state)
+            for at, block in blocks:
                 self.pool.name(block, keys[at])
 
     def discard(self, state: RequestState) -> None:
-        """Nothing that a request has left is fit for use."""
+        """Forget what a request has left: it is not fit for use."""
         for block in (*state.blocks[: state.settled], *(block for _, block in self._own(state))):
             self.pool.forget(block)
 
     def check(self, states: Iterable[RequestState], step: int) -> None:
-        """Raise AssertionError unless every page is accounted for, and rows have what they write to."""
+        """Raise AssertionError unless every block is accounted for, and rows have what they write to."""
         states = list(states)
         self.pool.check(state.blocks for state in states)
         due = {id(state) for day, dated in self._due.items() if day >= step for state, slot in dated}
         for state in states:
             if state.holds_slot != bool(state.blocks) or state.settled > len(state.blocks):
-                raise AssertionError(f"has a slot or pages, not both: {state}")
+                raise AssertionError(f"has a slot or blocks, not both: {state}")
             if any(self.pool.holders(block) != 1 for block in state.blocks[state.settled :]):
-                raise AssertionError(f"a page that it writes to is shared: {state}")
+                raise AssertionError(f"a block that it writes to is shared: {state}")
             if state.status is not Status.RUNNING or not state.holds_slot:
                 continue
-            room = len(state.blocks) * self._page
+            room = len(state.blocks) * self._block_size
             if state.position(step) > room:
-                raise AssertionError(f"wrote behind its pages: {state}")
-            if not state.request.lockstep and room < _positions(state) and id(state) not in due:
-                raise AssertionError(f"nobody will give it more pages: {state}")
+                raise AssertionError(f"wrote behind its blocks: {state}")
+            if not state.request.host_gated and room < _positions(state) and id(state) not in due:
+                raise AssertionError(f"is not due to get more blocks: {state}")
 
     def _first_blocks(self, state: RequestState) -> int:
-        """Pages to begin or go on with: one position is written in the very step that the context is complete.
+        """Blocks to begin or go on with: one position is written in the very step that the context is complete.
 
-        A request that lost its slot gets all it had, so that it does not lose it again for the same page.
+        A request that lost its slot gets all it had, so that it does not lose it again for the same block.
         """
         known = max(state.parked, state.prompt_tokens + state.credited, state.reached)
         return self.pool.blocks_for(min(known + 1, _positions(state)))
 
     def _found(self, state: RequestState) -> list[int]:
-        """The pages of the beginning of a request's context, those that it shares already first."""
+        """The blocks that hold the beginning of a request's context; those that it shares already come first."""
         found = list(state.blocks[: state.settled])
-        for key in self._keys.of_context(state)[len(found) :]:
+        for key in self._hashes.of_context(state)[len(found) :]:
             block = self.pool.find(key)
             if block is None:
                 break
@@ -232,26 +227,26 @@ class Pages:
         config, context = self._config, state.context_tokens
         if not (config.enable_prefix_caching and state.request.reads_prefix_cache):
             return 0
-        cached = min(len(self._found(state)) * self._page, context)
+        cached = min(len(self._found(state)) * self._block_size, context)
         if state.status is Status.PARKED:
-            return cached // self._page * self._page
+            return cached // self._block_size * self._block_size
         return policy.usable_prefix(cached, context, config.chunk_size, cut_invariant=config.cut_invariant)
 
     def _copy_part(self, state: RequestState, found: list[int], length: int) -> None:
-        """Of a page that is of use in part, the request gets a copy, since it writes the rest.
+        """Copy a block that is of use in part, since the request writes the rest of it.
 
-        Whatever becomes of that page in this plan, it is copied before.
+        The copy is made before anything else in the plan, whatever becomes of the source.
         """
-        whole, part = divmod(length, self._page)
+        whole, part = divmod(length, self._block_size)
         if part and found[whole] != state.blocks[whole]:
             self._copies.append(BlockCopy(source=found[whole], target=state.blocks[whole]))
 
     def _filled(self, state: RequestState, length: int) -> int:
-        """How many pages have a key when `length` tokens of the context are written."""
-        return self.pool.blocks_for(length) if length == state.context_tokens else length // self._page
+        """How many blocks have a key when `length` tokens of the context are written."""
+        return self.pool.blocks_for(length) if length == state.context_tokens else length // self._block_size
 
     def _own(self, state: RequestState) -> list[tuple[int, int]]:
-        """(index, page) of the pages that only this request has written, as far as they are what it left."""
+        """(index, block) of the blocks that only this request has written, without those written by others since."""
         if state.blocks:
             return list(enumerate(state.blocks))[state.settled :]
         return [(at, block) for at, block, taken in state.left if self.pool.times_taken(block) == taken]
@@ -261,5 +256,5 @@ class Pages:
 
 
 def _positions(state: RequestState) -> int:
-    """What a request writes in all: everything but its last token."""
+    """Positions that a request writes in all: those of all its tokens but the last."""
     return state.prompt_tokens + state.request.max_tokens - 1

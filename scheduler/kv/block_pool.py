@@ -1,8 +1,8 @@
-"""Pages of KV shared by requests: who holds each, which are free, and what the free ones still hold.
+"""Blocks of KV shared by requests: who holds each, which are free, and what the free ones still hold.
 
-A page is in one of three places: held, with a count of its holders; free and blank; or free and kept, still found by
+A block is in one of three places: held, with a count of its holders; free and blank; or free and kept, still found by
 the keys of its content until it is given out again, the longest unused first (the scheme of vLLM's block pool). Every
-operation on a page takes constant time. The pool does not touch memory.
+operation on a block takes constant time. The pool does not touch memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Iterable
 
 
 class OutOfBlocksError(RuntimeError):
-    """Too few pages are free; nothing was taken."""
+    """Too few blocks are free; nothing was taken."""
 
 
 class BlockPool:
-    """`num_blocks` pages of `block_size` tokens. watermark: pages that admission leaves free, for rows to grow into.
+    """`num_blocks` blocks of `block_size` tokens.
+
+    watermark: blocks that admission leaves free, for rows to grow into.
 
     Raises ValueError for sizes that make no pool.
     """
@@ -34,17 +36,17 @@ class BlockPool:
         self._taken = [0] * num_blocks
         self._keys: list[tuple[bytes, ...]] = [()] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        # Longest unused first, so that a blank page keeps as long as it can what may yet get a name.
+        # Longest unused first, so that a blank block keeps as long as it can what may yet get a name.
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Blocks that no request holds."""
         return len(self._blank) + len(self._kept)
 
     def blocks_for(self, tokens: int) -> int:
-        """Pages that `tokens` take."""
+        """Blocks that `tokens` take."""
         return -(-tokens // self.block_size)
 
     def never_fits(self, tokens: int) -> str | None:
@@ -59,12 +61,12 @@ class BlockPool:
         )
 
     def can_admit(self, blocks: int, kept: Iterable[int] = ()) -> bool:
-        """Whether a newcomer may take `blocks` pages, of which it would share `kept` free ones as they are."""
+        """Whether a newcomer may take so many `blocks` and share the blocks `kept`, of which some may be free."""
         revived = sum(1 for block in kept if not self._holders[block])
         return self.num_free - revived - blocks >= self.watermark
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, blank ones first; each has one holder. Raises OutOfBlocksError."""
+        """Take `count` blocks, blank ones first; each has one holder. Raises OutOfBlocksError."""
         if count > self.num_free:
             raise OutOfBlocksError(
                 f"{count} blocks are wanted and {self.num_free} of {self.num_blocks} are free"
@@ -72,39 +74,39 @@ class BlockPool:
         return [self.take() for _ in range(count)]
 
     def take(self) -> int:
-        """Take one page of those that are free; there must be one."""
+        """Take one block of those that are free; there must be one."""
         block, _ = (self._blank or self._kept).popitem(last=False)
         if self._keys[block]:
-            self._strike(block)
+            self._remove_keys(block)
         self._holders[block] = 1
         self._taken[block] += 1
         return block
 
     def holders(self, block: int) -> int:
-        """How many hold a page."""
+        """How many requests hold a block."""
         return self._holders[block]
 
     def times_taken(self, block: int) -> int:
-        """How often a page was given out: while this stays, nobody else has written what it holds."""
+        """How often a block was given out: while this number stays, no other request has written to the block."""
         return self._taken[block]
 
     def freed_by(self, tables: Iterable[Iterable[int]]) -> int:
-        """Pages that would be free if the holders of these tables gave theirs up."""
+        """Blocks that would be free if the holders of these tables gave theirs up."""
         count = Counter(block for table in tables for block in table)
         return sum(1 for block, own in count.items() if own == self._holders[block])
 
     def find(self, key: bytes) -> int | None:
-        """The page that holds what `key` names, held or free."""
+        """The block that holds what `key` names, held or free."""
         return self._by_key.get(key)
 
     def share(self, block: int) -> None:
-        """One more holder of a page that was found or is held."""
+        """Count one more holder of a block that was found or is held."""
         if not self._holders[block]:
-            del self._kept[block]  # KeyError: a blank page holds nothing to share
+            del self._kept[block]  # KeyError: a blank block holds nothing to share
         self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder fewer of each. Freed last is kept longest, so give the pages of a sequence from its end."""
+        """Count one holder fewer of each. The block freed last is kept longest: give a sequence's from its end."""
         for block in blocks:
             assert self._holders[block] > 0, f"block {block} is released more often than it was taken"
             self._holders[block] -= 1
@@ -113,7 +115,7 @@ class BlockPool:
             (self._kept if self._keys[block] else self._blank)[block] = None
 
     def name(self, block: int, key: bytes) -> None:
-        """Find a page by `key` too: what it names lies in the page and will not change. A key that is taken stays."""
+        """Let `key` find a block too: what it names lies there and will not change. A key in use stays as it is."""
         if key in self._by_key:
             return
         self._by_key[key] = block
@@ -123,24 +125,24 @@ class BlockPool:
             self._kept[block] = None
 
     def forget(self, block: int) -> None:
-        """A page is not found any more; if it is held it stays held."""
-        self._strike(block)
+        """Let no key find a block any more; if it is held it stays held."""
+        self._remove_keys(block)
         if block in self._kept:
             del self._kept[block]
             self._blank[block] = None
 
     def forget_all(self) -> None:
-        """No page is found any more."""
+        """Let no key find any block."""
         for block in range(self.num_blocks):
             self.forget(block)
 
-    def _strike(self, block: int) -> None:
+    def _remove_keys(self, block: int) -> None:
         for key in self._keys[block]:
             del self._by_key[key]
         self._keys[block] = ()
 
     def check(self, held: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless every page is in one place, with the holders that the tables in `held` say."""
+        """Raise AssertionError unless every block is in one place, with the holders that the tables in `held` say."""
         count = [0] * self.num_blocks
         for table in held:
             for block in table:
@@ -151,7 +153,7 @@ class BlockPool:
         if free != [block for block in range(self.num_blocks) if not count[block]]:
             raise AssertionError(f"free are {free}, with holders {count}")
         if any(self._keys[block] for block in self._blank):
-            raise AssertionError("a blank page has a key")
+            raise AssertionError("a blank block has a key")
         named = {key: block for block, keys in enumerate(self._keys) for key in keys}
         if named != self._by_key or not all(self._keys[block] for block in self._kept):
-            raise AssertionError(f"pages are named {named}, found by {self._by_key}")
+            raise AssertionError(f"blocks are named {named}, found by {self._by_key}")

@@ -1,35 +1,86 @@
-"""Requests that lost their slot: whose state goes to the host, and who begins again."""
+"""Who loses a slot, and how: parked on the host, recomputed from its tokens, or replayed from its beginning."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
-from xla_engine.scheduler.plan import Swap
+from xla_engine.scheduler.kv.allocator import KVAllocator
+from xla_engine.scheduler.plan import Decision, Swap
+from xla_engine.scheduler.queue.round_robin import RoundRobin
+from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 
 
-class Swaps:
-    """What the host holds of parked requests, and what the next plan has to say of those that lost their slot.
+class Preemption:
+    """Slots and blocks that are taken from requests that hold them, and what the next plan has to say of it.
 
-    tokens: KV entries on the host, or on their way.
+    A place in line never changes by itself, and no request loses its slot to one of a later place. So the first of all
+    that live never loses it, and each arrival takes no more than it needs.
+
+    holders: gives every request that holds a slot.
+    detach: called with a request and the way it loses its slot: nothing plans for it any more.
+    parked_tokens: KV entries on the host, or on their way.
+    count: slots taken since the start.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVAllocator,
+        waiting: WaitingQueue,
+        *,
+        holders: Callable[[], Iterable[RequestState]],
+        detach: Callable[[RequestState, str], None],
+    ) -> None:
         self._config = config
+        self._kv = kv
+        self._waiting = waiting
+        self._holders = holders
+        self._detach = detach
         self._parks: list[tuple[RequestState, Swap]] = []  # since the last plan
-        self._replays: list[RequestState] = []
-        self.tokens = 0
+        self._replays: list[RequestState] = []  # since the last plan
+        self._without_victim: RequestState | None = (
+            None  # head of the line, behind which no request holds a slot
+        )
+        self.parked_tokens = 0
+        self.count = 0
 
     def __bool__(self) -> bool:
+        """Whether the next plan takes a request's state to the host."""
         return bool(self._parks)
 
-    def has_room(self, length: int) -> bool:
-        """Whether the host can take `length` entries more."""
-        return self.tokens + length <= self._config.swap_tokens
+    def preempt(
+        self, state: RequestState, step: int, *, how: str | None = None, to_back: bool = False
+    ) -> Decision:
+        """Take the slot of a request that holds one, before `step` is planned; see `Scheduler.preempt`."""
+        length = state.position(step)
+        how = self._way(state, length, how)
+        decision = state.decide(how, f"slot {state.slot.index} was taken away")
+        self._detach(state, how)
+        self._kv.retain(state)
+        if how == "park":
+            self._parks.append((state, self._kv.park(state, length)))
+            state.parked = length
+            self.parked_tokens += length
+        self._kv.leave(state, step)
+        state.planned_before, state.last_step, state.reached = state.planned(step), None, length
+        if how == "replay":
+            state.start_over()
+            self._replays.append(state)
+        state.status = Status.PARKED if how == "park" else Status.WAITING
+        state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
+        if to_back:
+            state.turn = next(self._waiting.turns)
+        self._waiting.put_back(state, to_back=to_back)
+        self.count += 1
+        return decision
 
-    def way(self, state: RequestState, length: int, how: str | None) -> str:
-        """How a request of `length` entries loses its slot, if it can be done as asked. Raises ValueError."""
+    def _way(self, state: RequestState, length: int, how: str | None) -> str:
+        """How a request of `length` KV entries loses its slot. Raises ValueError where it cannot be done as asked."""
         if state.status is Status.PREFILLING:
             return "recompute"
         if how == "recompute" and not self._config.keeps_tokens:
@@ -38,30 +89,67 @@ class Swaps:
             )
         return how or policy.way_to_preempt(
             length,
-            self.tokens,
+            self.parked_tokens,
             swap_tokens=self._config.swap_tokens,
             recompute_tokens=self._config.recompute_tokens,
             prefill_equals_decode=self._config.keeps_tokens,
         )
 
-    def park(self, state: RequestState, swap: Swap) -> None:
-        """The next plan takes a request's state to the host."""
-        state.parked = swap.length
-        self.tokens += swap.length
-        self._parks.append((state, swap))
+    def make_room(self, head: RequestState, step: int) -> Decision | None:
+        """Preempt the last in line of those that hold a slot, if `head` is before it and gains by it."""
+        if not self._config.preemption or head is self._without_victim:
+            return None
+        place = self._waiting.place
+        later = [state for state in self._holders() if place(state) > place(head)]
+        if not later:
+            self._without_victim = head
+            return None
+        if not self._kv.suffices_without(later, head):
+            return None  # no request loses a slot in vain
+        return self.preempt(max(later, key=place), step)
+
+    def admitted(self) -> None:
+        """The head of the line got a slot: another one is next."""
+        self._without_victim = None
+
+    def grow(self, host_gated: Iterable[RequestState], step: int) -> list[Decision]:
+        """Give rows the blocks that they write to in `step`, the first in line first; the last in line makes room.
+
+        host_gated: requests of that kind that decode in `step`. `scheduler.kv.block_manager` says how long a request
+        waits at most.
+        """
+        blocks, taken = self._kv.blocks, []
+        assert blocks is not None
+        short = blocks.due(step)
+        short += (state for state in host_gated if blocks.is_short(state, step))
+        if len(short) > blocks.pool.num_free:
+            short.sort(key=self._waiting.rank)
+        for state in short:
+            while state.holds_slot and not blocks.grow(state, step):
+                taken.append(self.preempt(max(self._holders(), key=self._waiting.rank), step))
+        return taken
+
+    def park_expired(self, round_robin: RoundRobin, step: int) -> list[Decision]:
+        """Park the requests whose turn is over, the longest ago first: one for each that waits without a free slot,
+        and as many as give the next in line its blocks."""
+        taken: list[Decision] = []
+        short = len(self._waiting) - self._kv.slots.num_free
+        while (state := round_robin.expired(step)) is not None and self._waiting:
+            if short <= 0 and self._kv.missing(self._waiting.head) is None:
+                break
+            if self.parked_tokens + state.position(step) > self._config.swap_tokens:
+                break
+            short -= 1
+            taken.append(self.preempt(state, step, how="park", to_back=True))
+        return taken
 
     def release(self, state: RequestState) -> None:
-        """A request comes back, or ended."""
-        self.tokens -= state.parked
+        """Count the host's part of a request that comes back, or ended, as free."""
+        self.parked_tokens -= state.parked
         state.parked = 0
 
-    def replay(self, state: RequestState) -> None:
-        """A request forgets its tokens, and the next plan says so."""
-        state.start_over()
-        self._replays.append(state)
-
     def take(self) -> tuple[tuple[Swap, ...], tuple[str, ...]]:
-        """What goes to the host in the plan being made, and who begins again; without those that ended since."""
+        """What the plan being made takes to the host, and which requests begin again; without those ended since."""
         if not self._parks and not self._replays:
             return (), ()
         parks = tuple(swap for state, swap in self._parks if state.status is not Status.FINISHED)

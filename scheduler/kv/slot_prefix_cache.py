@@ -1,11 +1,11 @@
 """What slots hold, found by the tokens it belongs to: requests that begin alike prefill only the rest.
 
 A slot's content is a sequence of tokens whose keys and values lie at its first positions. It is known by the keys of
-its pages (`scheduler.kv.block_hashes`), and what lies behind the last whole page is compared token by token.
+its blocks (`scheduler.kv.block_hashes`), and what lies behind the last whole block is compared token by token.
 
-Content is entered when the plan that writes it has been made and struck out when the plan that overwrites it is being
-made. The device runs plans in order, and in each the copies before all else; so a hit, which is used in the plan that
-looks it up, cannot be stale, and needs no pin.
+Content is entered when the plan that writes it has been made, and removed when the plan that overwrites it is being
+made. The device runs plans in order, and in each the copies before all else. So a hit, which is used in the plan that
+looks it up, cannot be stale and needs no pin.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.plan import Slot
 from xla_engine.scheduler.request_state import RequestState
 
-_HOLDERS_COMPARED = 4  # of one page, for what follows it
+_HOLDERS_COMPARED = 4  # of one block, for what follows it
 
 
 @dataclass(slots=True)
 class _Content:
-    """`tokens[:length]` are in the slot, written under `tenancy`; `keys` are those of its whole pages."""
+    """`tokens[:length]` are in the slot, written under `tenancy`; `keys` are those of its whole blocks."""
 
     tokens: Sequence[int] = ()
     length: int = 0
@@ -31,28 +31,28 @@ class _Content:
 
 
 class SlotPrefixCache:
-    """Contents of `slots` slots by pages of `page` tokens. `key`: the model's name."""
+    """Contents of `slots` slots by blocks of `block_size` tokens. model: its name."""
 
-    def __init__(self, slots: int, page: int, key: str) -> None:
-        self._keys = BlockHashes(page, key)
+    def __init__(self, slots: int, block_size: int, model: str) -> None:
+        self._hashes = BlockHashes(block_size, model)
         self._contents = [_Content() for _ in range(slots)]
-        self._holders: dict[bytes, dict[int, None]] = {}  # page key to slots, in the order they got it
+        self._holders: dict[bytes, dict[int, None]] = {}  # block key to slots, in the order they got it
 
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
         """The slot that holds most of a request's context, `own` among equals, and how many tokens of it; (-1, 0)
-        where none holds a page."""
+        where none holds a block."""
         key = None
-        pages = 0
-        for candidate in self._keys.of_context(state):
+        matched = 0
+        for candidate in self._hashes.of_context(state):
             if candidate not in self._holders:
                 break
-            key, pages = candidate, pages + 1
+            key, matched = candidate, matched + 1
         if key is None:
             return -1, 0
         holders = list(self._holders[key])[:_HOLDERS_COMPARED]
         if own is not None and own in self._holders[key]:
             holders.insert(0, own)
-        context, known = state.context, pages * self._keys.page
+        context, known = state.context, matched * self._hashes.block_size
         best, longest = -1, 0
         for index in holders:
             content = self._contents[index]
@@ -69,29 +69,29 @@ class SlotPrefixCache:
         return self._contents[index].length
 
     def known(self, state: RequestState, coming: Collection[bytes]) -> int:
-        """How many tokens of a request's context lie in whole pages that are held, or among those `coming`."""
-        keys = self._keys.of_context(state)
+        """How many tokens of a request's context lie in whole blocks that are held, or among those `coming`."""
+        keys = self._hashes.of_context(state)
         count = 0
         while count < len(keys) and (keys[count] in self._holders or keys[count] in coming):
             count += 1
-        return count * self._keys.page
+        return count * self._hashes.block_size
 
     def written(self, state: RequestState) -> tuple[bytes, ...]:
-        """Keys of the pages that the plans so far fill."""
-        return self._keys.of_context(state)[: state.prefilled // self._keys.page]
+        """Keys of the blocks that the plans so far fill."""
+        return self._hashes.of_context(state)[: state.prefilled // self._hashes.block_size]
 
     def begin(self, state: RequestState, length: int) -> None:
-        """A request takes its slot over. `length` tokens of its context are in there, or copied before all else."""
+        """Let a request take its slot over. `length` tokens of its context are there, or copied before all else."""
         self.drop(state.slot.index)
         self._contents[state.slot.index] = _Content(tenancy=state.slot)
         self.extend(state, length)
 
     def extend(self, state: RequestState, length: int) -> None:
-        """The first `length` tokens of a request's context are in its slot once the plan being made has run."""
-        self._hold(state.slot, state.context, length, self._keys.of_context(state))
+        """Enter that the plan being made puts the first `length` tokens of a request's context into its slot."""
+        self._hold(state.slot, state.context, length, self._hashes.of_context(state))
 
     def end(self, state: RequestState) -> None:
-        """A request left its slot: enter what it generated as well, unless the slot has been taken over since.
+        """Enter what a request that left its slot generated as well, unless the slot has been taken over since.
 
         The last token is left out, as its keys and values are written when the next one is sampled.
         """
@@ -99,22 +99,22 @@ class SlotPrefixCache:
         if content.tenancy != state.slot or content.length < state.context_tokens:
             return
         tokens = (*state.request.prompt_token_ids, *state.generated)
-        self._hold(state.slot, tokens, max(content.length, len(tokens) - 1), self._keys.of_all(state))
+        self._hold(state.slot, tokens, max(content.length, len(tokens) - 1), self._hashes.of_all(state))
 
     def _hold(self, tenancy: Slot, tokens: Sequence[int], length: int, keys: tuple[bytes, ...]) -> None:
         content = self._contents[tenancy.index]
-        kept = keys[: length // self._keys.page]
+        kept = keys[: length // self._hashes.block_size]
         for key in kept[len(content.keys) :]:
             self._holders.setdefault(key, {})[tenancy.index] = None
         self._contents[tenancy.index] = _Content(tokens, length, kept, tenancy)
 
     def discard(self, state: RequestState) -> None:
-        """Nothing that a request has left is fit for use, if it is there still."""
+        """Forget what a request has left, if it is there still: it is not fit for use."""
         if self._contents[state.slot.index].tenancy == state.slot:
             self.drop(state.slot.index)
 
     def drop(self, index: int) -> None:
-        """A slot's content is overwritten."""
+        """Forget a slot's content, which is overwritten."""
         for key in self._contents[index].keys:
             del self._holders[key][index]
             if not self._holders[key]:
@@ -131,7 +131,9 @@ class SlotPrefixCache:
         entries = {(key, index) for key, holders in self._holders.items() for index in holders}
         held = {(key, index) for index, content in enumerate(self._contents) for key in content.keys}
         if entries != held or not all(self._holders.values()):
-            raise AssertionError(f"the index and the slots differ in {len(entries ^ held)} pages")
+            raise AssertionError(f"the index and the slots differ in {len(entries ^ held)} blocks")
         for index, content in enumerate(self._contents):
-            if len(content.keys) != content.length // self._keys.page or content.length > len(content.tokens):
+            if len(content.keys) != content.length // self._hashes.block_size or content.length > len(
+                content.tokens
+            ):
                 raise AssertionError(f"slot {index} holds {content}")

@@ -1,1 +1,1 @@
-"""Which request goes next."""
+"""Which request goes next, and which has had its time."""

@@ -1,4 +1,4 @@
-"""Who runs out of time when."""
+"""When requests run out of time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class Deadlines:
-    """Deadlines of live requests, earliest first. A request that ended is forgotten with time."""
+    """Deadlines of live requests, earliest first. Those of requests that ended are forgotten with time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, FinishReason, RequestState]] = []
@@ -31,14 +31,14 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
-        """Take out what is due at `now`, earliest first. The caller ends each before it asks for the next."""
+        """Take out the requests that are due at `now`, earliest first. The caller ends each before the next."""
         while self._heap and self._heap[0][0] <= now:
             _, _, reason, state = heapq.heappop(self._heap)
             if _counts(state, reason):
                 yield state, reason
 
     def forget_ended(self, live: int) -> None:
-        """Drop what no longer counts, once it is most of what is kept: memory is bounded by the `live` requests."""
+        """Drop the deadlines of ended requests once they are most: memory is bounded by the number `live`."""
         if len(self._heap) > 4 * live + 64:
             self._heap = [entry for entry in self._heap if _counts(entry[3], entry[2])]
             heapq.heapify(self._heap)

@@ -1,4 +1,4 @@
-"""Quantum round-robin: whose turn ends when."""
+"""Quantum round-robin: when the turn of each running request ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 from xla_engine.scheduler.request_state import RequestState
 
 
-class Turns:
-    """Requests that run, by the step in which their turn of `quantum` steps ends; over nobody without a quantum.
+class RoundRobin:
+    """Running requests by the step in which their turn of `quantum` steps ends; none where `quantum` is None.
 
     A request of R that live, on B slots, is served again within ceil(R / B) * (quantum + lag + 1) steps, and one for
     each chunk of the prompts that get their first turn meanwhile.
@@ -22,7 +22,7 @@ class Turns:
         )  # (when its turn ends, who); stale ones among them
 
     def begin(self, state: RequestState, step: int) -> None:
-        """A request runs from `step` on."""
+        """Begin the turn of a request that runs from `step` on."""
         if self._quantum is None:
             return
         state.turn_ends = step + self._quantum
@@ -30,13 +30,13 @@ class Turns:
         if len(self._running) > 4 * self._slots + 64:
             self._running = deque(entry for entry in self._running if _has_turn(*entry))
 
-    def over(self, step: int) -> RequestState | None:
-        """Who has had its turn in `step`, the longest ago; None where nobody has."""
+    def expired(self, step: int) -> RequestState | None:
+        """The request whose turn was over the longest ago in `step`; None where no turn is."""
         ends = self.next_end()
         return None if ends is None or ends > step else self._running[0][1]
 
     def next_end(self) -> int | None:
-        """The step in which the first turn ends, or did; None when nobody runs."""
+        """The step in which the first turn ends, or did; None when no request runs."""
         while self._running and not _has_turn(*self._running[0]):
             self._running.popleft()
         return self._running[0][0] if self._running else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from operator import itemgetter
 
@@ -13,6 +14,8 @@ from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.policy import Facts, Place
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
+
+COMPARED = 32  # requests of which the one with the longest cached prefix goes next
 
 
 class QueueFullError(RuntimeError):
@@ -29,20 +32,23 @@ class WaitingQueue:
     (k + 1) * (priority_aging + 1) requests taken.
 
     max_waiting: most requests to take at the back, None for no bound.
+    turns: numbers for requests that come, or go to the back.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.max_waiting = config.max_waiting
+        self.turns = itertools.count()
         self._place = policy.POLICIES[config.scheduling_policy]
         self._aging = config.priority_aging
         self._fixed = config.scheduling_policy in policy.PREEMPTIVE
+        self._by_cache = config.scheduling_policy == "longest_prefix" and config.enable_prefix_caching
         self._unbounded = config.scheduling_policy in policy.UNBOUNDED
-        self._passed = 0  # requests taken since the one that waits longest is the one that waits longest
+        self._passed = 0  # requests taken while the one that waits longest was passed over
         self._pushed = 0
         self._heap: list[
             tuple[Place, int, RequestState]
         ] = []  # and of the past, in the order pushed where places tie
-        # Of those who wait, by request, the longest first. An OrderedDict, because finding the first key of a dict
+        # Of the requests that wait, by id, the longest first. An OrderedDict, because finding the first key of a dict
         # scans all that were deleted before it.
         self._places: OrderedDict[str, tuple[Place, RequestState]] = OrderedDict()
 
@@ -60,7 +66,7 @@ class WaitingQueue:
         )
 
     def rank(self, state: RequestState) -> Place:
-        """Who keeps its pages when there are too few: the lowest. It does not change while the request runs."""
+        """A request's rank when blocks are too few: the highest loses its own. It does not change while it runs."""
         return self.place(state) if self._fixed else (state.arrival, state.arrival)
 
     def _waits(self, entry: tuple[Place, int, RequestState]) -> bool:
@@ -69,14 +75,21 @@ class WaitingQueue:
         return known is not None and known == (place, state)
 
     @property
-    def first(self) -> RequestState:
+    def oldest(self) -> RequestState:
         """The request that waits longest. Raises StopIteration when empty."""
         return next(iter(self._places.values()))[1]
 
-    def foremost(self, count: int) -> list[RequestState]:
-        """The `count` requests that wait longest, or all; only the first one if it has waited for others enough."""
+    def longest_waiting(self, count: int) -> list[RequestState]:
+        """The `count` requests that wait longest, or all; the oldest alone if enough others have gone before it."""
         count = 1 if self._overdue else count
         return [state for _, state in islice(self._places.values(), count)]
+
+    def next_in_line(self, cached: Callable[[RequestState], int]) -> RequestState:
+        """The request that gets the next slot. cached: how many tokens of a request's context are cached."""
+        if not self._by_cache:
+            return self.head
+        line = self.longest_waiting(COMPARED)
+        return line[policy.most_cached([cached(state) for state in line])]
 
     @property
     def _overdue(self) -> bool:
@@ -86,7 +99,7 @@ class WaitingQueue:
     def head(self) -> RequestState:
         """The request that goes next. Raises IndexError when empty."""
         if self._overdue and self._places:
-            return self.first
+            return self.oldest
         while not self._waits(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2]
@@ -101,7 +114,7 @@ class WaitingQueue:
         self.put_back(state, to_back=True)
 
     def put_back(self, state: RequestState, *, to_back: bool) -> None:
-        """Put a request in its place, whatever the bound: it was taken once. to_back: as the latest to come."""
+        """Put a request in its place, whatever the bound: it was taken once. to_back: it is the latest to come."""
         assert state.request_id not in self._places, f"request {state.request_id!r} waits already"
         place = self.place(state)
         self._places[state.request_id] = place, state
@@ -112,13 +125,13 @@ class WaitingQueue:
 
     def take(self, state: RequestState) -> None:
         """Take out a request that gets a slot. Raises KeyError when it does not wait."""
-        passes = state is not self.first
+        passes = state is not self.oldest
         self.remove(state)
         self._passed = self._passed + 1 if passes else 0
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands. Raises KeyError when it does not wait."""
-        if state is self.first:
+        if state is self.oldest:
             self._passed = 0
         del self._places[state.request_id]
         if len(self._heap) > 4 * len(self._places) + 64:
@@ -132,4 +145,4 @@ class WaitingQueue:
             raise AssertionError(f"the heap has {waiting}, not {self._places}")
         for state in self:
             if state.status not in (Status.WAITING, Status.PARKED):
-                raise AssertionError(f"in the queue: {state}")
+                raise AssertionError(f"in the queue, but does not wait: {state}")

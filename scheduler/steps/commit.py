@@ -113,7 +113,12 @@ class Committer:
         self._forget(state)
         self.differ(next_step)
 
-    def over(self, state: RequestState, next_step: int) -> None:
+    def take_back(self, state: RequestState) -> None:
+        """Count a request's credited tokens as dropped: it will sample them again."""
+        self.credited -= state.credited
+        self.dropped += state.credited
+
+    def ended(self, state: RequestState, next_step: int) -> None:
         """A request that joined has ended: what is not credited yet is nobody's."""
         assert state.last_step is not None
         self._forget(state)

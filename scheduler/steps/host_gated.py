@@ -8,7 +8,7 @@ from xla_engine.scheduler.plan import Row
 from xla_engine.scheduler.request_state import RequestState
 
 
-class Lockstep:
+class HostGated:
     """Running requests whose next token depends on what the host makes of the last one.
 
     Such a row decodes in a plan only when every token planned for it was credited. Other rows do not wait for it.
@@ -57,7 +57,7 @@ class Lockstep:
         """Raise AssertionError unless every request here is in its place and at most one token ahead."""
         for index, state in self._states.items():
             ahead = state.planned_before - state.credited
-            if not state.holds_slot or state.slot.index != index or not state.request.lockstep:
-                raise AssertionError(f"in lockstep at slot {index}: {state}")
+            if not state.holds_slot or state.slot.index != index or not state.request.host_gated:
+                raise AssertionError(f"host-gated at slot {index}: {state}")
             if ahead not in (0, 1):
-                raise AssertionError(f"{ahead} tokens in flight in lockstep: {state}")
+                raise AssertionError(f"{ahead} tokens in flight in host_gated: {state}")

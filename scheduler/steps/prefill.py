@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
-from xla_engine.scheduler.kv.block_manager import Pages
+from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 from xla_engine.scheduler.plan import Chunk, Decision, Reuse
 from xla_engine.scheduler.request_state import RequestState
@@ -36,7 +36,7 @@ class Prefilling:
     computing the same again, and others may pass it meanwhile. Each older prompt can hold it once.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: SlotPrefixCache | Pages | None) -> None:
+    def __init__(self, config: SchedulerConfig, cache: SlotPrefixCache | BlockManager | None) -> None:
         self._config = config
         self._chunk_size = config.chunk_size
         self._limit = config.max_num_batched_tokens
@@ -67,7 +67,7 @@ class Prefilling:
         reuses: list[Reuse] = []
         served: list[RequestState] = []
         complete: list[RequestState] = []
-        coming: set[bytes] = set()  # pages that older prompts write in this step
+        coming: set[bytes] = set()  # blocks that older prompts write in this step
         budget = policy.prompt_budget(self._limit, decode_rows)
         for state in self:
             start = self._start(state, coming)

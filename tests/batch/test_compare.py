@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_engine import cli
-from xla_engine.batch.compare import CompareError, compare_files
+from xla_engine.batch.compare import compare_files
 from xla_engine.batch.requests import LineRequest, line_error
 from xla_engine.batch.results import ResultHeader, error_line, record_id, result_line
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import (
-    EngineIdentity,
     logprob_bits,
     logprob_bits_sha256,
     logprob_of,
     tokens_sha256,
 )
+from xla_engine.errors import CompareError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
@@ -244,7 +244,7 @@ def test_two_runs_of_one_file_compare_equal(
         )
         assert result.exit_code == 0, result.output
     bodies = [json.loads(row)["response"]["body"] for row in paths[0].read_text().splitlines()]
-    assert {body["xla_engine"]["fingerprint"] for body in bodies} == {EngineIdentity.of(tiny).digest()}
+    assert {body["xla_engine"]["fingerprint"] for body in bodies} == {tiny.identity().digest()}
     assert [body["xla_engine"]["logprob_bits_sha256"] is not None for body in bodies] == [True, False] * 6
     listed = bodies[0]["choices"][0]["logprobs"]["token_ids"]
     assert bodies[0]["xla_engine"]["tokens_sha256"] == tokens_sha256(listed)
@@ -257,8 +257,8 @@ def test_two_runs_of_one_file_compare_equal(
 def test_identity_tells_what_differs(tiny: XlaBatchEngine) -> None:
     from dataclasses import replace
 
-    identity = EngineIdentity.of(tiny)
-    assert identity.differences(EngineIdentity.of(tiny)) == []
+    identity = tiny.identity()
+    assert identity.differences(tiny.identity()) == []
     other = replace(identity, platform={**identity.platform, "jax": "0.1"}, config={"lag": 1})
     assert other.digest() != identity.digest()
     differences = other.differences(identity)

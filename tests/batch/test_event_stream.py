@@ -8,45 +8,19 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.batch.test_run import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.event_stream import EventStream
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
 Event = dict[str, Any]
 HOT: dict[str, Any] = {"temperature": 3.0, "ignore_eos": True}  # bytes of half characters come, too
-
-
-class Aborting(FakeEngine):
-    """Gives an aborted request's output with the next step, as the engine does."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.ended: list[RequestOutput] = []
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.live or self.ended)
-
-    def abort(self, request_id: str) -> bool:
-        if request_id not in self.live:
-            return False
-        output = self._output(request_id, True)
-        choice = replace(output.outputs[0], finish_reason="abort", text="", token_ids=())
-        self.ended.append(replace(output, outputs=(choice,)))
-        return super().abort(request_id)
-
-    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        ended, self.ended = self.ended, []
-        return [*super().step(only_finished=only_finished), *ended]
 
 
 def serve(engine: Any, *lines: Any, **options: Any) -> tuple[list[Event], RunTotals]:
@@ -315,7 +289,7 @@ control = st.one_of(
 @given(lines=st.lists(control, max_size=30), seed=st.integers(0, 9), limit=st.integers(1, 5))
 @settings(deadline=None, max_examples=50)
 def test_every_request_line_ends_once(lines: list[Any], seed: int, limit: int) -> None:
-    engine = Aborting(max_num_seqs=2, seed=seed)
+    engine = FakeEngine(max_num_seqs=2, seed=seed)
     events, totals = serve(engine, *lines, max_unfinished=limit)
     submits = [line for line in lines if isinstance(line, dict) and line.get("prompt")]
     cancels = [line for line in lines if isinstance(line, dict) and line.get("op")]

@@ -17,7 +17,7 @@ from xla_engine.batch.requests import CHAT_URL, COMPLETIONS_URL
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.text.chat_template import ChatTemplate
+from xla_engine.model_loader.chat_templates import ChatTemplate
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_the_openai_client_reads_every_result_of_the_real_engine(chatty: XlaBatc
         for body in bodies
     )
     chatty.chat_template = ChatTemplate(sources={"default": "{{ messages[0].content }}"}, special_tokens={})
-    sink, header = io.BytesIO(), ResultHeader(created=1, model="m", speller=chatty.tokenizer)
+    sink, header = io.BytesIO(), ResultHeader(created=1, model="m", tokenizer=chatty.tokenizer)
     totals = BatchRun(chatty, read_lines(io.BytesIO(lines)), sink, header=header, ordered=True).run()
     assert totals.ok == 3, sink.getvalue()
     talk, formed, several = (json.loads(line)["response"]["body"] for line in sink.getvalue().splitlines())

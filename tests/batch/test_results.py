@@ -103,7 +103,7 @@ def _letter(token_id: int) -> str:
     return next(letter for letter, byte in _BYTE_OF.items() if byte == token_id)
 
 
-SPELT = replace(HEADER, speller=Bytes())
+SPELT = replace(HEADER, tokenizer=Bytes())
 TOP = (
     {0x61: Logprob(-2.5, 3), 0x62: Logprob(-0.5, 1), 0x63: Logprob(-1.5, 2)},
     {0xC3: Logprob(-0.25, 1), 0xA9: Logprob(-1.75, 2)},

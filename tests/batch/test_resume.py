@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import FakeEngine
 from tests.support.batch_lines import HEADER, by_line, line_of, prompts
+from tests.support.fake_engine import FakeEngine
 from tests.support.kill_points import FastFileSystem
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines
-from xla_engine.batch.output_file import Mode, OutputError, OutputFile
-from xla_engine.batch.resume import FileSystem, FinishedLines, ResumeError
+from xla_engine.batch.output_file import Mode, OutputFile
+from xla_engine.batch.resume import FileSystem, FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals
+from xla_engine.errors import OutputError, ResumeError
 
 ROOT = Path(__file__).parents[2]
 

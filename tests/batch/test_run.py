@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import random
 import tracemalloc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.batch_lines import HEADER, by_line, interrupt_at, line_of, prompts
+from tests.support.fake_engine import FakeEngine
 from xla_engine.batch import requests
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.batch.event_stream import EventStream
@@ -23,100 +23,12 @@ from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
 from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.stats import EngineStats
-from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
-from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from xla_engine.errors import EngineClosedError
+from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.progress import Progress
 
 LIMIT = 200  # bytes of a line in these tests
-
-
-class FakeEngine:
-    """Ends requests in random order after random numbers of steps; a result depends on its request alone.
-
-    Tests make it fail: `on_step` is called with the number of the step, and a prompt holding "!" is refused.
-    """
-
-    def __init__(self, *, max_num_seqs: int = 3, seed: int = 0, on_step: Any = None) -> None:
-        self.max_num_seqs = max_num_seqs
-        self.tokenizer = None
-        self.live: dict[str, tuple[str | Sequence[int], SamplingParams]] = {}
-        self.submitted: list[str] = []
-        self.aborted: list[str] = []
-        self.peak = 0
-        self.steps = 0
-        self._random = random.Random(seed)
-        self._on_step = on_step
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.live)
-
-    @property
-    def num_running(self) -> int:
-        return min(len(self.live), self.max_num_seqs)
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        if any("content" not in message for message in messages):
-            raise InvalidRequestError("a message has no content")
-        return "|".join(message["content"] for message in messages)
-
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
-    ) -> str:
-        if not isinstance(priority, int):
-            raise InvalidRequestError("priority must be an integer")
-        assert request_id is not None and request_id not in self.submitted
-        if "!" in prompt:
-            raise InvalidRequestError("not this one")
-        if len(prompt) + params.max_tokens > 100:
-            raise TokenLimitError(f"{len(prompt)} + {params.max_tokens} > 100")
-        self.submitted.append(request_id)
-        self.live[request_id] = (prompt, params)
-        self.peak = max(self.peak, len(self.live))
-        return request_id
-
-    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        self.steps += 1
-        if self._on_step is not None:
-            self._on_step(self.steps)
-        running = list(self.live)[: self.max_num_seqs]
-        ended = {request_id for request_id in running if self._random.random() < 0.4}
-        outputs = [self._output(request_id, request_id in ended) for request_id in running]
-        for request_id in ended:
-            del self.live[request_id]
-        return outputs
-
-    def abort(self, request_id: str) -> bool:
-        self.aborted.append(request_id)
-        return self.live.pop(request_id, None) is not None
-
-    def stats(self) -> EngineStats:
-        return EngineStats(steps=self.steps, generation_tokens=self.steps)
-
-    def _output(self, request_id: str, finished: bool) -> RequestOutput:
-        prompt, _ = self.live[request_id]
-        choice = CompletionOutput(
-            index=0, text=f"<{prompt}>", token_ids=(1, 2), finish_reason="length" if finished else None
-        )
-        metrics = RequestMetrics(arrival_time=0.0, first_token_time=0.5, token_times=(0.5, 0.75))
-        return RequestOutput(
-            request_id=request_id,
-            prompt=None,
-            prompt_token_ids=(0,) * len(prompt),
-            outputs=(choice,),
-            finished=finished,
-            metrics=metrics,
-        )
 
 
 def run(
@@ -124,7 +36,9 @@ def run(
 ) -> tuple[list[dict[str, Any]], RunTotals]:
     sink = io.BytesIO()
     lines = read_lines(io.BytesIO(data), LIMIT)
-    totals = BatchRun(engine or FakeEngine(), lines, sink, header=HEADER, **options).run()
+    engine = engine or FakeEngine()
+    totals = BatchRun(engine, lines, sink, header=HEADER, **options).run()
+    assert len(set(engine.submitted)) == len(engine.submitted)
     return [json.loads(line) for line in sink.getvalue().splitlines()], totals
 
 

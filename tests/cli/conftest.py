@@ -1,3 +1,5 @@
+"""What the tests of the command line share."""
+
 from __future__ import annotations
 
 import contextlib
@@ -6,21 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
-from xla_engine.engine.identity import EngineIdentity
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """A fake engine in the place of the real one."""
     fake = FakeEngine()
-    identity = EngineIdentity(model="fake", dtype="none", config={}, platform={})
-    monkeypatch.setattr(EngineIdentity, "of", lambda engine: identity)
 
     @contextlib.contextmanager
     def load(options: dict[str, Any], *, show: bool) -> Iterator[FakeEngine]:
         fake.options = options  # type: ignore[attr-defined]
+        fake.collector.take()  # an engine that was just loaded has no unread outputs
         yield fake
 
     monkeypatch.setattr(cli._common, "load_engine", load)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import FakeEngine
 from tests.support.batch_lines import by_line, interrupt_at, prompts
 from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
+from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineRequest, parse_line
@@ -392,7 +392,7 @@ def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
     from xla_engine.config import embedded_model_directory
     from xla_engine.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_directory(embedded_model_directory())
+    tokenizer = Tokenizer.from_pretrained(embedded_model_directory())
     for name, least in (("requests.jsonl", 72), ("openai_batch.jsonl", 5)):
         with open(ROOT / "examples" / name, "rb") as source:
             requests = [parse_line(line.raw or b"", line.number) for line in read_lines(source)]
@@ -417,11 +417,3 @@ def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines().count("same") == 5, "a run differs from the first"
     assert "tokens found" in done.stdout and "preemptions" in done.stdout
     assert (tmp_path / "results" / "steps.html").stat().st_size > 10_000
-
-
-def test_the_notebook_runs() -> None:
-    command = [sys.executable, "examples/notebook.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "slot 0: request-" in done.stdout and "'request-19': 'abort'" in done.stdout

@@ -75,6 +75,8 @@ def test_a_gguf_file_is_told_with_its_quantised_tensors(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"hidden_size": 64}, ["shape", "64"]),
         ({"num_hidden_layers": 3}, ["layers.2", "missing"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id"]),
+        ({"bos_token_id": 10**400}, ["bos_token_id"]),
     ],
 )
 def test_what_is_not_supported_is_told_with_the_rest(

@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import FakeEngine
 from tests.support.batch_lines import by_line, interrupt_at, prompts
 from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
+from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
-from xla_engine.scheduler import Scheduler, SchedulerConfig
 
 DRY = ("--dry-run", "--max-model-len", "64")
 
@@ -46,7 +45,7 @@ def test_another_engine_does_not_go_on(
 ) -> None:
     run_file(tmp_path, prompts(3))
     other = EngineIdentity(model="other", dtype="none", config={}, platform={})
-    monkeypatch.setattr(EngineIdentity, "of", lambda engine: other)
+    monkeypatch.setattr(engine, "identity", lambda: other)
     result, records = run_file(tmp_path, prompts(5), "--resume")
     assert_not_started(result, "another model")
     assert len(records) == 3
@@ -90,15 +89,12 @@ def test_files_must_differ(tmp_path: Path, engine: FakeEngine) -> None:
 
 
 def test_status_file(tmp_path: Path, engine: FakeEngine) -> None:
-    engine.snapshot = Scheduler(
-        SchedulerConfig(max_num_seqs=2, chunk_size=8, max_num_batched_tokens=32)
-    ).snapshot  # type: ignore[attr-defined]
     path = tmp_path / "status.json"
     result, _ = run_file(tmp_path, prompts(9) + b"{\n", "--status-file", str(path))
     assert result.exit_code == 1
     status = json.loads(path.read_text())
     assert status["run"]["ok"] == 9 and status["run"]["failed"] == {"invalid_json_line": 1}
-    assert len(status["slots"]) == 2 and not status["run"]["draining"]
+    assert len(status["slots"]) == engine.max_num_seqs and not status["run"]["draining"]
     result, _ = run_file(
         tmp_path, prompts(1), "--overwrite", "--status-file", str(tmp_path / "no" / "s.json")
     )
@@ -250,8 +246,8 @@ def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embe
     header = ResultHeader(
         created=7,
         model="embedded",
-        system_fingerprint=EngineIdentity.of(embedded).digest(),
-        speller=embedded.tokenizer,
+        system_fingerprint=embedded.identity().digest(),
+        tokenizer=embedded.tokenizer,
     )
     whole = io.BytesIO()
     BatchRun(embedded, read_lines(io.BytesIO(lines)), whole, header=header, ordered=True).run()

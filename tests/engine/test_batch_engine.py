@@ -76,7 +76,7 @@ def test_eos_of_the_checkpoint_ends_unless_ignored(make_engine: Callable[..., Xl
     engine = make_engine()
     engine.submit([1, 2, 3], GREEDY)
     eos = engine.drain()[0].outputs[0].token_ids[2]
-    engine.admission = replace(engine.admission, eos_token_ids=(eos,))
+    engine.validator = replace(engine.validator, eos_token_ids=(eos,))
     engine.submit([1, 2, 3], replace(GREEDY, ignore_eos=False))
     (output,) = engine.drain()
     assert output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids[-1] == eos

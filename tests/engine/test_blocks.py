@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.engine.test_preemption import PARAMS, PROMPTS, answers, submit_all
+from tests.support.device import num_parked
 from tests.support.simulation import COST, record
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -50,9 +51,9 @@ def paged(shared_paged: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
     shared_paged.lag = shared_paged.config.lag
     shared_paged.drain()
     shared_paged.scheduler.check()
-    pages = shared_paged.scheduler._room.pages
+    pages = shared_paged.scheduler._kv.blocks
     assert pages is not None and pages.pool.num_free == PAGED.num_blocks, "a page leaked"
-    assert shared_paged.runner.num_parked == 0
+    assert num_parked(shared_paged.runner) == 0
 
 
 def run_checked(engine: XlaBatchEngine, disturb: Callable[[], object] = lambda: None) -> list[RequestOutput]:
@@ -180,7 +181,7 @@ def test_samples_of_one_prompt_share_its_pages(paged: XlaBatchEngine) -> None:
     paged.submit(prompt, params, request_id="alone")
     (alone,) = paged.drain()
     assert len({output.token_ids for output in alone.outputs}) > 1, "eight samples are not the same"
-    pages = paged.scheduler._room.pages
+    pages = paged.scheduler._kv.blocks
     assert pages is not None
     fewest = pages.pool.num_free
 

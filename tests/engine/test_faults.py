@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import TINY_ENGINE
+from tests.support.device import edit_cache
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.faults import FAULTS_IN_A_ROW
 from xla_engine.equivalence.cases import Case, draw_cases
@@ -257,7 +258,7 @@ def test_nan_in_one_row_ends_its_request_and_no_other(
             values[slot, :, 0] = np.nan
         return values
 
-    tiny.runner.edit_cache(plant)
+    edit_cache(tiny.runner, plant)
     outputs += tiny.drain()
     finished = ends([output for output in outputs if output.finished])
     bad = finished.pop("bad")

@@ -218,17 +218,17 @@ def test_streams_read_in_turns_lose_nothing(tiny: XlaBatchEngine) -> None:
 
 
 def test_unread_news_merge(tiny: XlaBatchEngine) -> None:
-    """An inbox holds one entry per request, however long nobody looks; then everything is there."""
+    """An collector holds one entry per request, however long nobody looks; then everything is there."""
     calls: list[int] = []
-    inbox = OutputCollector(on_news=lambda: calls.append(1))
+    collector = OutputCollector(on_news=lambda: calls.append(1))
     expected = _alone(tiny, [1, 2])
-    tiny.submit([1, 2], LONG, request_id="slow", inbox=inbox)
+    tiny.submit([1, 2], LONG, request_id="slow", collector=collector)
     tiny.submit([1, 2], LONG, request_id="other")
     assert reasons(tiny.drain()) == {"other": "length"}
     assert len(calls) == 1
-    (request,) = inbox.take()
+    (request,) = collector.take()
     assert request.output().outputs[0].token_ids == expected and request.output().finished
-    assert not inbox and inbox.take() == []
+    assert not collector and collector.take() == []
 
 
 def test_text_deltas_are_never_taken_back(embedded: XlaBatchEngine) -> None:
@@ -245,16 +245,16 @@ def test_text_deltas_are_never_taken_back(embedded: XlaBatchEngine) -> None:
 
 def test_close_keeps_what_nobody_has_read(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine()
-    inbox = OutputCollector()
+    collector = OutputCollector()
     engine.submit([1], replace(LONG, max_tokens=1), request_id="done")
     engine.submit([2], LONG, request_id="running")
-    engine.submit([3], LONG, request_id="streamed", inbox=inbox)
+    engine.submit([3], LONG, request_id="streamed", collector=collector)
     engine.advance()
     engine.advance()
     engine.close()
     assert engine.has_unfinished
     assert reasons([o for o in engine.step() if o.finished]) == {"done": "length", "running": "abort"}
-    assert [request.output().outputs[0].finish_reason for request in inbox.take()] == ["abort"]
+    assert [request.output().outputs[0].finish_reason for request in collector.take()] == ["abort"]
     assert not engine.has_unfinished and engine.drain() == []
     with pytest.raises(EngineClosedError, match=r"close\(\) was called"):
         engine.step()
@@ -262,15 +262,14 @@ def test_close_keeps_what_nobody_has_read(make_engine: Callable[..., XlaBatchEng
 
 def test_two_drivers_at_once_are_refused(tiny: XlaBatchEngine) -> None:
     tiny.submit([1], LONG, request_id="x")
-    turn = tiny.turn()
     tiny.lag = 0
-    fetch = next(turn)
+    step = tiny.begin_turn()
+    assert step is not None
     with pytest.raises(RuntimeError, match="two callers drive this engine"):
         tiny.step()
     tiny.submit([2], LONG, request_id="y")  # between start and read of a step
     assert tiny.abort("x")
-    with pytest.raises(StopIteration):
-        turn.send(fetch())
+    tiny.end_turn(step, tiny.runner.wait(step))
     assert reasons([o for o in tiny.drain() if o.finished]) == {"x": "abort", "y": "length"}
 
 
@@ -282,7 +281,7 @@ def test_snapshot_and_stats_touch_no_device(tiny: XlaBatchEngine, monkeypatch: p
         tiny.submit([number + 1] * 3, LONG, request_id=str(number), priority=-number % 3, deadline_s=100)
     tiny.step()
     with monkeypatch.context() as patch:
-        for name in ("_state", "_weights", "_inventory"):
+        for name in ("_state", "_weights", "_inventory", "_dispatch"):
             patch.delattr(tiny.runner, name)
         snapshot, stats = tiny.snapshot(), tiny.stats()
     views = [

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from tests.conftest import TINY, TINY_ENGINE
+from tests.support.device import num_parked
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.schedule import PREEMPTS
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 MakeEngine = Callable[..., XlaBatchEngine]
 DRAW = random.Random(5)
@@ -88,13 +89,13 @@ def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int
         tiny.scheduler.check()
     assert answers(done) == expected
     assert tiny.stats().preemptions - before > 30
-    assert tiny.runner.num_parked == 0
+    assert num_parked(tiny.runner) == 0
 
 
 def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) -> None:
     if not embedded.runner.has_one_row_code:
         pytest.skip("this machine has no C++ products")
-    assert embedded.ways_to_preempt == PREEMPTS
+    assert embedded.ways_to_preempt == WAYS_TO_PREEMPT
     report = verify(embedded, requests=60, schedules=3, seed=23, lags=(0, 1, 2))
     assert report.ok and report.preempted > 10, "\n".join(report.lines())
 
@@ -131,7 +132,7 @@ def test_where_the_host_has_no_room_requests_run_again(make_engine: MakeEngine) 
     ended = [output for _ in range(6) for output in engine.step(only_finished=True)]
     for name in names[:8]:
         engine.preempt(name)
-    assert engine.runner.num_parked == 0
+    assert num_parked(engine.runner) == 0
     found = answers([*ended, *engine.drain()])
     assert engine.stats().preemptions > 0
     engine.reset_prefix_cache()
@@ -169,7 +170,7 @@ def test_a_request_that_ends_while_it_is_parked_leaves_nothing(tiny: XlaBatchEng
     for _ in range(8):  # others take the slots, so that it stays where it is
         tiny.submit(PROMPTS[2], PARAMS[0], priority=-10)
     tiny.step()
-    assert tiny.runner.num_parked == 1
+    assert num_parked(tiny.runner) == 1
     assert tiny.abort("a")
-    assert tiny.runner.num_parked == 0
+    assert num_parked(tiny.runner) == 0
     tiny.drain()

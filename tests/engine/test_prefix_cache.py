@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.device import read_cache
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.outputs import RequestOutput
@@ -162,14 +163,14 @@ def test_in_place_nothing_moves(engine: XlaBatchEngine, monkeypatch: pytest.Monk
     engine.submit([*STEM, 1], replace(SAMPLED, max_tokens=30), request_id="live")
     for _ in range(4):
         engine.step()
-    held = [np.array(keys[source]) for keys, _ in engine.runner.read_cache()]
+    held = [np.array(keys[source]) for keys, _ in read_cache(engine.runner)]
     run(engine, [[*STEM, 2]], replace(SAMPLED, max_tokens=1))
     engine.on_step = None
     assert [(reuse.source, reuse.slot.index != source) for reuse in reuses] == [
         (source, False),
         (source, True),
     ]
-    for before, (keys, _) in zip(held, engine.runner.read_cache(), strict=True):
+    for before, (keys, _) in zip(held, read_cache(engine.runner), strict=True):
         assert before[:, : len(STEM)].tobytes() == np.array(keys[source])[:, : len(STEM)].tobytes()
 
 

@@ -48,7 +48,7 @@ class Spelling:
 
 
 def live(
-    ledger: TokenBuffer, name: str, inbox: OutputCollector | None = None, **params: object
+    buffer: TokenBuffer, name: str, collector: OutputCollector | None = None, **params: object
 ) -> LiveSequence:
     tokenizer: Tokenizer = Spelling()  # type: ignore[assignment]
     return LiveSequence(
@@ -60,8 +60,8 @@ def live(
         None,
         stop_ids=frozenset(),
         eos_ids=frozenset(),
-        ledger=ledger,
-        inbox=OutputCollector() if inbox is None else inbox,
+        token_buffer=buffer,
+        collector=OutputCollector() if collector is None else collector,
         now=0.0,
     )
 
@@ -94,20 +94,20 @@ class Row:
 @given(seed=st.integers(0, 2**32))
 def test_everybody_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> None:
     """Requests join, lose their slot, come back in another, are read and end, at any step."""
-    draw, ledger = random.Random(seed), TokenBuffer()
+    draw, buffer = random.Random(seed), TokenBuffer()
     kinds: list[dict[str, object]] = [{}, {"logprobs": 0}, {"logprobs": 2}, {"stop": ["~"]}]
-    rows = [Row(live(ledger, str(number), **draw.choice(kinds))) for number in range(9)]
+    rows = [Row(live(buffer, str(number), **draw.choice(kinds))) for number in range(9)]
     over: list[Row] = []
     for step in range(draw.choice([20, 20, 20, 3 * FLUSH_STEPS])):
         free = set(range(SLOTS)) - {row.slot for row in rows}
         for row in rows:
             if row.slot is not None and draw.random() < 0.1:
-                ledger.bound(row.request, step)
+                buffer.bound(row.request, step)
                 row.slot = None
             elif row.slot is None and free and draw.random() < 0.3:
                 row.slot = free.pop()
                 row.request.take()
-                ledger.begin(row.request, row.slot, step)
+                buffer.begin(row.request, row.slot, step)
         tokens = [draw.randrange(Spelling.BROKEN) for _ in range(SLOTS)]
         logprobs = [-draw.random() for _ in range(SLOTS)]
         extra = {
@@ -115,74 +115,74 @@ def test_everybody_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> None
             for row in rows
             if row.slot is not None and row.request._params.logprobs
         }
-        ledger.append(step, Decoded(tokens=tokens, logprobs=logprobs, extra=extra), float(step))
+        buffer.append(step, Decoded(tokens=tokens, logprobs=logprobs, extra=extra), float(step))
         for row in rows:
             if row.slot is not None:
                 row.samples.append(Sample(tokens[row.slot], logprobs[row.slot], extra.get(row.slot)))
                 row.times.append(float(step))
-        attentive = ledger.attentive()
-        assert {request for request in attentive} == {
-            row.request for row in rows if row.slot is not None and row.request.attentive
+        eager = buffer.eager()
+        assert {request for request in eager} == {
+            row.request for row in rows if row.slot is not None and row.request.eager
         }
-        for request in attentive:
+        for request in eager:
             assert not request.take()
-        assert ledger.num_tokens == sum(len(row.samples) for row in (*rows, *over))
-        for request in ledger.due():
+        assert buffer.num_tokens == sum(len(row.samples) for row in (*rows, *over))
+        for request in buffer.next_to_flush():
             request.take()
         for row in draw.sample(rows, 2):
             row.check()
         if draw.random() < 0.1 and rows:
             over.append(rows.pop(draw.randrange(len(rows))))
             over[-1].request.finish(FinishReason.ABORT, float(step))
-            rows.append(Row(live(ledger, "new")))
+            rows.append(Row(live(buffer, "new")))
     for row in (*rows, *over):
         row.check()
 
 
 def test_what_was_read_long_ago_is_forgotten_and_no_step_does_much() -> None:
     """Also while a request that lost its slot waits for another."""
-    ledger, slots = TokenBuffer(), 3 * FLUSH_STEPS
-    requests = [live(ledger, str(slot)) for slot in range(slots)]
+    buffer, slots = TokenBuffer(), 3 * FLUSH_STEPS
+    requests = [live(buffer, str(slot)) for slot in range(slots)]
     for slot, request in enumerate(requests):
-        ledger.begin(request, slot, 0)
+        buffer.begin(request, slot, 0)
     for step in range(20 * FLUSH_STEPS):
         if step == FLUSH_STEPS // 2:
-            ledger.bound(requests.pop(), step)
-        ledger.append(step, Decoded(tokens=[step % 9] * slots), 0.0)
-        due = ledger.due()
+            buffer.bound(requests.pop(), step)
+        buffer.append(step, Decoded(tokens=[step % 9] * slots), 0.0)
+        due = buffer.next_to_flush()
         assert len(due) <= slots // FLUSH_STEPS
         for request in due:
             request.take()
-        assert len(ledger._columns) <= 3 * FLUSH_STEPS
-    assert ledger.num_tokens == (slots - 1) * 20 * FLUSH_STEPS + FLUSH_STEPS // 2
+        assert len(buffer._columns) <= 3 * FLUSH_STEPS
+    assert buffer.num_tokens == (slots - 1) * 20 * FLUSH_STEPS + FLUSH_STEPS // 2
 
 
 def test_followers_hear_of_every_token_and_others_of_none() -> None:
-    ledger = TokenBuffer()
+    buffer = TokenBuffer()
     every, ends = OutputCollector(), OutputCollector(every_token=False)
-    requests = [live(ledger, "a", every), live(ledger, "b", ends), live(ledger, "c", every, stop=["~"])]
+    requests = [live(buffer, "a", every), live(buffer, "b", ends), live(buffer, "c", every, stop=["~"])]
     for slot, request in enumerate(requests):
-        ledger.begin(request, slot, 1 if slot == 0 else 0, None)
+        buffer.begin(request, slot, 1 if slot == 0 else 0, None)
     heard = []
     for step in range(4):
-        ledger.append(step, Decoded(tokens=[0, 0, 0]), 0.0)
-        heard.append([request.request_id for request in ledger.followed()])
+        buffer.append(step, Decoded(tokens=[0, 0, 0]), 0.0)
+        heard.append([request.request_id for request in buffer.streamed()])
         if step == 1:
-            ledger.bound(requests[0], 3)
+            buffer.bound(requests[0], 3)
         ends.every_token = step == 2
     assert heard == [[], ["a"], ["a"], ["b"]]  # c is looked at anyway
 
 
 def test_text_that_cannot_be_made_is_told_when_the_request_goes_on() -> None:
     """A reader in between gets the tokens and the text there is."""
-    ledger = TokenBuffer()
-    request = live(ledger, "bad")
-    ledger.begin(request, 0, 0)
+    buffer = TokenBuffer()
+    request = live(buffer, "bad")
+    buffer.begin(request, 0, 0)
     for step, token in enumerate((1, 2)):
-        ledger.append(step, Decoded(tokens=[token, NO_TOKEN]), 0.0)
+        buffer.append(step, Decoded(tokens=[token, NO_TOKEN]), 0.0)
     assert request.output().outputs[0].text == "bc"
     for step, token in enumerate((3, Spelling.BROKEN), 2):
-        ledger.append(step, Decoded(tokens=[token, NO_TOKEN]), 0.0)
+        buffer.append(step, Decoded(tokens=[token, NO_TOKEN]), 0.0)
     found = request.output().outputs[0]
     assert (found.token_ids, found.text, found.finish_reason) == ((1, 2, 3, Spelling.BROKEN), "bcd", None)
     with pytest.raises(ValueError, match="no text"):

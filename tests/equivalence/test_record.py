@@ -20,7 +20,7 @@ from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.equivalence.record import Record, RecordError, Trace
 from xla_engine.equivalence.record_file import from_json, read_record, to_json, write_record
 from xla_engine.equivalence.recorder import record_schedule
-from xla_engine.equivalence.replay import RecordMismatchError, engine_config, replay
+from xla_engine.equivalence.replay import engine_config, replay
 from xla_engine.equivalence.schedule import (
     Action,
     Schedule,
@@ -29,7 +29,7 @@ from xla_engine.equivalence.schedule import (
     run_alone,
     run_schedule,
 )
-from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError
+from xla_engine.errors import ConfigError, EngineFaultError, InvalidRequestError, RecordMismatchError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Events, Plan
 from xla_engine.structured_outputs import StructuredOutputsParams
@@ -364,7 +364,7 @@ def put(*path: str, value: Any) -> Alter:
 
 
 MISMATCHES = [
-    (put("model", "fingerprint", value="other"), "model: other and tiny"),
+    (put("model", "fingerprint", value="other"), "model: other and random"),
     (put("model", "dtype", value="float32"), "dtype: float32 and bfloat16"),
     (put("engine", "max_num_seqs", value=16), "engine option max_num_seqs: 16 and 8"),
     (put("engine", "prefill_lanes", value=[4]), r"engine option prefill_lanes: \[4\] and \[2, 8\]"),
@@ -421,7 +421,7 @@ def test_verify_records_and_replay_repeats(tmp_path: Path, loaded: list[dict[str
     assert "same plans, same tokens, same logprob bits" in result.output
     assert loaded[-1]["model"] == "elsewhere"
     assert loaded[-1]["max_num_seqs"] == 8 and loaded[-1]["key_buckets"] == (48,)
-    assert invoke("replay", path).exit_code == 0 and loaded[-1]["model"] == "tiny"
+    assert invoke("replay", path).exit_code == 0 and loaded[-1]["model"] == "random"
 
 
 def test_replay_exit_statuses(tmp_path: Path, honest: Record, loaded: list[dict[str, Any]]) -> None:

@@ -15,11 +15,18 @@ import numpy as np
 import pytest
 
 from tests.conftest import TINY, TINY_ENGINE
+from tests.support.device import read_cache
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import KEY_SPAN, Attention, AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import (
+    KEY_SPAN,
+    Attention,
+    AttentionCall,
+    AttentionWeights,
+    LayerCache,
+)
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
@@ -151,10 +158,8 @@ def _decode(
     backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, qkv: Any, rope: Any, weights: Any,
     length: Any, live: Any, tables: Any, key_length: int,
 ) -> Any:  # fmt: skip
-    return backend.attend_decode(
-        layer, qkv, form=form, weights=weights, rope=rope[length], length=length, live=live,
-        key_length=key_length, compute_dtype=dtype, block_tables=tables,
-    )  # fmt: skip
+    call = AttentionCall(form, weights, rope[length], key_length, dtype, tables)
+    return backend.attend_decode(layer, qkv, call, length=length, live=live)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 11))
@@ -162,11 +167,10 @@ def _prefill(
     backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, chunks: Any, rope: Any, weights: Any,
     slot: Any, start: Any, count: Any, tables: Any, key_length: int,
 ) -> Any:  # fmt: skip
-    return backend.attend_prefill(
-        layer, chunks.reshape(-1, chunks.shape[2]), form=form, weights=weights,
-        rope=rope[start[:, None] + jnp.arange(chunks.shape[1])], slot=slot, start=start, count=count,
-        key_length=key_length, compute_dtype=dtype, block_tables=tables,
-    )  # fmt: skip
+    angles = rope[start[:, None] + jnp.arange(chunks.shape[1])]
+    call = AttentionCall(form, weights, angles, key_length, dtype, tables)
+    qkv = chunks.reshape(-1, chunks.shape[2])
+    return backend.attend_prefill(layer, qkv, call, slot=slot, start=start, count=count)
 
 
 def _stored(backend: Attention, cache: tuple[np.ndarray, np.ndarray]) -> LayerCache:
@@ -316,7 +320,7 @@ def test_an_engine_with_rings_keeps_the_law(
         TINY_ENGINE, attention_backend=name, max_model_len=800, prefill_lanes=(8,), key_buckets=(512,)
     )
     engine = make_engine(config, dtype, model)
-    assert [keys.shape[2] for keys, _ in engine.runner.read_cache()] == [256, 1024]
+    assert [keys.shape[2] for keys, _ in read_cache(engine.runner)] == [256, 1024]
     report = verify(engine, requests=16, schedules=2, seed=6, lags=(0, 1))
     assert report.ok, "\n".join(report.lines())
     assert report.compiles_after_warmup == 0

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.runner import native_build as native
@@ -124,19 +124,17 @@ class Slots:
 def _decode(
     attention: NativeAttention, shape: Shape, layer: LayerCache, qkv: Any, rope: Any, length: Any, live: Any
 ) -> Any:
-    own = {"form": shape.form(), "weights": shape.weights()}
-    rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
-    return attention.attend_decode(layer, qkv, **own, rope=rope, length=length, live=live, **rest)
+    call = AttentionCall(shape.form(), shape.weights(), rope, S, layer.keys.dtype)
+    return attention.attend_decode(layer, qkv, call, length=length, live=live)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _prefill(
     attention: NativeAttention, shape: Shape, layer: LayerCache, qkv: Any, rope: Any, *place: Any
 ) -> Any:
-    own = {"form": shape.form(), "weights": shape.weights()}
-    rest = {"key_length": S, "compute_dtype": layer.keys.dtype}
+    call = AttentionCall(shape.form(), shape.weights(), rope, S, layer.keys.dtype)
     slot, start, count = place
-    return attention.attend_prefill(layer, qkv, **own, rope=rope, slot=slot, start=start, count=count, **rest)
+    return attention.attend_prefill(layer, qkv, call, slot=slot, start=start, count=count)
 
 
 def angles(position: Array, head_dim: int) -> Array:
@@ -259,22 +257,23 @@ def test_a_layer_of_a_store_is_as_it_is_alone(attention: NativeAttention, tables
     shape, rng = SHAPES[0], np.random.default_rng(9)
     size = (2, 2, shape.kv_heads, S) if tables is None else (2, 4, shape.kv_heads, 64)
     layers = [rng.standard_normal((*size, shape.head_dim)).astype(shape.dtype) for _ in range(3)]
-    own = {"form": shape.form(), "weights": shape.weights(), "key_length": S, "compute_dtype": shape.dtype}
 
     @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-    def both(store: LayerCache, place: int) -> Any:
-        at = {"block_tables": tables, "place": place, **own}
+    def both(store: LayerCache, layer_in_store: int) -> Any:
+        def call(rope: Array) -> AttentionCall:
+            own = shape.form(), shape.weights(), rope, S, jnp.dtype(shape.dtype)
+            return AttentionCall(*own, block_tables=tables, layer_in_store=layer_in_store)
+
         lanes = {"slot": np.array([1, 0]), "start": np.array([5, 60]), "count": np.array([16, 9])}
         store, first = attention.attend_prefill(
             store,
             sequence(shape, 32, 1),
-            rope=angles(np.arange(32).reshape(2, 16), shape.head_dim),
+            call(angles(np.arange(32).reshape(2, 16), shape.head_dim)),
             **jax.tree.map(np.int32, lanes),
-            **at,
         )
         rows = {"length": np.array([69, 21], np.int32), "live": np.array([True, True])}
         rope = angles(rows["length"], shape.head_dim)
-        store, second = attention.attend_decode(store, sequence(shape, 2, 2), rope=rope, **rows, **at)
+        store, second = attention.attend_decode(store, sequence(shape, 2, 2), call(rope), **rows)
         return store, first, second
 
     alone, *expected = both(attention.from_host(*layers[1]), 0)
@@ -302,14 +301,12 @@ def test_a_table_that_names_no_page_is_an_error(attention: NativeAttention) -> N
     shape = SHAPES[0]
     pool = np.zeros((4, shape.kv_heads, 32, shape.head_dim), shape.dtype)
     layer, rope = attention.from_host(pool, pool), angles(np.zeros(2, np.int32), shape.head_dim)
-    own = {"form": shape.form(), "weights": shape.weights(), "key_length": S, "compute_dtype": shape.dtype}
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(layer: LayerCache, tables: Array) -> Any:
-        place = {"length": np.full(2, 40, np.int32), "live": np.array([True, False])}
-        return attention.attend_decode(
-            layer, sequence(shape, 2, 1), rope=rope, block_tables=tables, **place, **own
-        )
+        rows = {"length": np.full(2, 40, np.int32), "live": np.array([True, False])}
+        call = AttentionCall(shape.form(), shape.weights(), rope, S, jnp.dtype(shape.dtype), tables)
+        return attention.attend_decode(layer, sequence(shape, 2, 1), call, **rows)
 
     layer, _ = decode(layer, np.array([[2, 0], [9, -1]], np.int32))  # a row that is not live needs none
     with pytest.raises(Exception, match="names no page"):

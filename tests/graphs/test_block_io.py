@@ -62,7 +62,7 @@ class Device:
             ]
         pool = None if num_blocks is None else Pool(num_blocks, BLOCK, LENGTH // BLOCK)
         self.rows = make_rows(ROWS, MAX_STOP_TOKEN_IDS, LENGTH, pool)
-        self.tables: Tables = make_tables(ROWS, MODEL.vocab_size, paged=num_blocks is not None)
+        self.tables: Tables = make_tables(ROWS, MODEL.vocab_size, has_blocks=num_blocks is not None)
         self._prefill = jax.jit(functools.partial(prefill_chunk, spec, LENGTH, ROWS), donate_argnums=(2, 3))
         self._decode = jax.jit(functools.partial(decode_step, spec, LENGTH), donate_argnums=(2, 3))
 
@@ -130,7 +130,7 @@ def test_block_tables_on_the_device_follow_those_of_the_host() -> None:
     """Whatever changes between two calls, one entry or more than there is room for, also the same one twice."""
     draw = np.random.default_rng(5)
     host, expected = HostTables(4, 50, 6), np.zeros((4, 6), np.int32)
-    tables = replace(make_tables(4, 50, paged=True), **host.take_stale())
+    tables = replace(make_tables(4, 50, has_blocks=True), **host.take_stale())
     rows: Rows = make_rows(4, 1, 384, Pool(99, 64, 6))
     whole = 0
     for _ in range(60):

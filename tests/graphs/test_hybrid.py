@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import TINY, tiny_checkpoint
+from tests.support.device import edit_cache, read_cache
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -65,7 +66,7 @@ def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> N
             array[free] = np.nan
             return array
 
-        hybrid.runner.edit_cache(poison)
+        edit_cache(hybrid.runner, poison)
         for _ in range(3):
             if pending:
                 case = pending.pop()
@@ -81,5 +82,5 @@ def test_kinds_of_layers_lie_side_by_side(hybrid: XlaBatchEngine) -> None:
     """Linear layers keep state of a fixed size and no keys."""
     kinds = [isinstance(store, DeltaState) for store in hybrid.runner._state.cache]
     assert kinds == [True, False]
-    inputs, memory = hybrid.runner.read_cache()[0]
+    inputs, memory = read_cache(hybrid.runner)[0]
     assert inputs.shape == (8, 3, 192) and memory.shape == (8, 4, 16, 32)

@@ -42,7 +42,7 @@ def products(dtype: Any) -> NativeProducts:
 
 def layer(form: Products, dtype: Any, x: Any, live: Any = None) -> list[np.ndarray]:
     """Each product once, in the order of a layer: row-major results."""
-    form = form if live is None else form.among(live)
+    form = form if live is None else form.for_rows(live)
     rng = np.random.default_rng(0)
     width, inner = WIDTHS[dtype]
 

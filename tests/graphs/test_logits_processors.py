@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xla_engine.graphs.row_state.rows import SamplingRows, make_sampling_rows, make_tables
 from xla_engine.graphs.sampling import sampler as sampling
-from xla_engine.graphs.sampling.logits_processors import Context, adjust
+from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust
 from xla_engine.graphs.sampling.logprobs import MAX_LOGPROBS, unpack_top_logprobs
 from xla_engine.text.token_mask import pack_bits
 
@@ -67,7 +67,7 @@ def reference(logits: np.ndarray, row: Row) -> np.ndarray:
     return logits
 
 
-def records(rows: list[Row], order: list[int]) -> tuple[SamplingRows, Context]:
+def records(rows: list[Row], order: list[int]) -> tuple[SamplingRows, SamplingContext]:
     """The device's records of `rows`, row i in slot `order[i]` of history and tables."""
     state: Any = make_sampling_rows(ROWS)
     tables: Any = make_tables(ROWS, VOCABULARY)
@@ -86,7 +86,7 @@ def records(rows: list[Row], order: list[int]) -> tuple[SamplingRows, Context]:
             tables.mask[slot] = pack_bits(row["allowed"], VOCABULARY)
         history[slot, : len(row["tokens"])] = row["tokens"]
         stop_ids[index, : len(row["stop_ids"])] = row["stop_ids"]
-    context = Context(
+    context = SamplingContext(
         live=np.array([row["live"] for row in rows]),
         slot=np.array(order, np.int32),
         length=np.array([len(row["tokens"]) for row in rows], np.int32),
@@ -159,7 +159,9 @@ def test_tokens_and_logprobs_follow_from_the_adjusted_logits(
             assert better < found.rank <= better + ties
 
 
-def _with_position(state: tuple[SamplingRows, Context]) -> tuple[SamplingRows, jax.Array, Context]:
+def _with_position(
+    state: tuple[SamplingRows, SamplingContext],
+) -> tuple[SamplingRows, jax.Array, SamplingContext]:
     return state[0], state[1].length, state[1]
 
 

@@ -18,7 +18,7 @@ from xla_engine.graphs.ops.top_k import largest_by_rank
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling import truncation as thresholds
-from xla_engine.graphs.sampling.logprobs import token_logprob
+from xla_engine.graphs.sampling.logprobs import logprobs
 
 ROWS = 8
 
@@ -122,12 +122,12 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob() -> None:
     hidden = draw.standard_normal((4096, 32)).astype(np.float32)
 
     @jax.jit
-    def logprobs(hidden: jax.Array) -> jax.Array:
+    def chosen(hidden: jax.Array) -> jax.Array:
         logits = feature_major(head, hidden)
-        return token_logprob(logits, vocabulary.argmax(logits))
+        return logprobs(logits, vocabulary.argmax(logits), jnp.zeros(len(hidden), jnp.int32))[0]
 
     def by(count: int) -> np.ndarray:
-        return np.concatenate([np.asarray(logprobs(part)) for part in np.split(hidden, len(hidden) // count)])
+        return np.concatenate([np.asarray(chosen(part)) for part in np.split(hidden, len(hidden) // count)])
 
     expected = by(16)
     for count in (8, 32):

@@ -14,6 +14,7 @@ import pytest
 
 import xla_engine.runner.runner as runner_module
 from tests.conftest import TINY, TINY_ENGINE
+from tests.support.device import program_text
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -69,7 +70,7 @@ def test_every_program_aliases_the_whole_cache_and_needs_little_else(embedded: X
 def test_decode_makes_no_copy_of_a_cache_buffer(embedded: XlaBatchEngine) -> None:
     """No copy instruction of a whole K or V buffer in the optimised program, nor of a layer of one."""
     whole = embedded.runner._state.cache[0].keys.shape
-    text = embedded.runner.program_text(f"decode[keys={embedded.max_model_len}]")
+    text = program_text(embedded.runner, f"decode[keys={embedded.max_model_len}]")
     assert str(list(whole)).replace(" ", "") in text
     for shape in (whole, whole[1:]):
         size = str(list(shape)).replace(" ", "")
@@ -146,7 +147,7 @@ def test_a_configuration_that_nobody_tuned_has_at_most_14_programs(
         rope=jnp.zeros((1, 1, 2, 8)),
         cache=make_cache(spec, 1, buckets[-1] if pool is None else block, num_blocks=num_blocks),
         rows=make_rows(1, MAX_STOP_TOKEN_IDS, length, pool),
-        tables=make_tables(1, TINY.vocab_size, paged=pool is not None),
+        tables=make_tables(1, TINY.vocab_size, has_blocks=pool is not None),
     )
     assert len({program.name for program in programs}) == len(programs) <= 14
     assert buckets[-1] >= length

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.device import edit_cache, read_cache
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.sequence import LiveSequence
@@ -124,7 +125,7 @@ def poison_free_slots(engine: XlaBatchEngine) -> None:
         buffer[free] = np.nan
         return buffer
 
-    engine.runner.edit_cache(edit)
+    edit_cache(engine.runner, edit)
     engine.reset_prefix_cache()  # what free slots held is gone
 
 
@@ -133,12 +134,14 @@ def test_slots_not_named_by_a_step_keep_their_bytes(make_engine: Callable[..., X
     engine = make_engine()
     engine.lag = 0
     rng = np.random.default_rng(5)
-    engine.runner.edit_cache(lambda _, __, b: rng.standard_normal(b.shape).astype(np.float32).astype(b.dtype))
+    edit_cache(
+        engine.runner, lambda _, __, b: rng.standard_normal(b.shape).astype(np.float32).astype(b.dtype)
+    )
     engine.submit([5] * 20, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), request_id="long")
     engine.step()
     engine.submit([7] * 9, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), request_id="short")
     while engine.has_unfinished:
-        before = engine.runner.read_cache()
+        before = read_cache(engine.runner)
         plan = engine.scheduler.snapshot()
         lengths = {view.slot.index: view.position for view in plan.slots if view.request is not None}
         engine.step()
@@ -146,7 +149,7 @@ def test_slots_not_named_by_a_step_keep_their_bytes(make_engine: Callable[..., X
         # A request admitted and handed over within the step was in the lowest free slot.
         named.add(min(set(range(8)) - set(lengths), default=0))
         untouched = [index for index in range(8) if index not in named]
-        for (old_k, old_v), (new_k, new_v) in zip(before, engine.runner.read_cache(), strict=True):
+        for (old_k, old_v), (new_k, new_v) in zip(before, read_cache(engine.runner), strict=True):
             for old, new in ((old_k, new_k), (old_v, new_v)):
                 assert bits(old[untouched]) == bits(new[untouched])
                 for index in lengths:  # a decoding row: everything before its new position
@@ -159,16 +162,16 @@ def test_an_inactive_slot_survives_a_thousand_steps(tiny: XlaBatchEngine) -> Non
     run_alone(tiny, draw_cases(tiny, 1, seed=6)[0])
     for _ in range(16):  # 16 x 64 steps of one live row
         tiny.submit([3, 4], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        before = [bits(k[1:]) + bits(v[1:]) for k, v in tiny.runner.read_cache()]
+        before = [bits(k[1:]) + bits(v[1:]) for k, v in read_cache(tiny.runner)]
         tiny.submit([9] * 8, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         tiny.drain()
         tiny.submit([3, 4], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         tiny.step()
         (busy,) = (view.slot.index for view in tiny.snapshot().slots if view.request is not None)
         others = [index for index in range(tiny.config.device_rows) if index != busy]
-        middle = [bits(k[others]) + bits(v[others]) for k, v in tiny.runner.read_cache()]
+        middle = [bits(k[others]) + bits(v[others]) for k, v in read_cache(tiny.runner)]
         tiny.drain()
-        assert middle == [bits(k[others]) + bits(v[others]) for k, v in tiny.runner.read_cache()]
+        assert middle == [bits(k[others]) + bits(v[others]) for k, v in read_cache(tiny.runner)]
         assert len(before) == TINY.num_hidden_layers
 
 
@@ -192,11 +195,11 @@ FAULTY = replace(
 attend_decode, attend_prefill = XlaAttention.attend_decode, XlaAttention.attend_prefill  # without faults
 
 
-def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, *, length: Any, live: Any, **rest: Any) -> Any:
+def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, live: Any) -> Any:
     """The mask shows the position after the row's own: whatever the previous occupant left there."""
-    layer, _ = attend_decode(self, layer, qkv, length=length, live=live, **rest)
+    layer, _ = attend_decode(self, layer, qkv, call, length=length, live=live)
     nobody = jnp.zeros_like(live)
-    return layer, attend_decode(self, layer, qkv, length=length + 1, live=nobody, **rest)[1]
+    return layer, attend_decode(self, layer, qkv, call, length=length + 1, live=nobody)[1]
 
 
 def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
@@ -209,9 +212,9 @@ def top_k_of_the_batch(logits: Any, rows: SamplingRows, position: Any, *rest: An
     return sampling.sample(logits, replace(rows, top_k=widest), position, *rest, **named)
 
 
-def attend_everything_writes(self: Any, layer: Any, qkv: Any, *, live: Any, **rest: Any) -> Any:
+def attend_everything_writes(self: Any, layer: Any, qkv: Any, call: Any, *, live: Any, **rest: Any) -> Any:
     """Inactive rows write too: a row that is between chunks of its prompt loses a key."""
-    return attend_decode(self, layer, qkv, live=jnp.ones_like(live), **rest)
+    return attend_decode(self, layer, qkv, call, live=jnp.ones_like(live), **rest)
 
 
 @pytest.mark.parametrize(

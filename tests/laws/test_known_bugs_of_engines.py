@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.device import edit_cache
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import TokenLimitError
@@ -134,7 +135,7 @@ def test_a_row_attends_to_no_position_that_it_has_not_written(tiny: XlaBatchEngi
     """The mask reached one past the cell that was written."""
     (before,) = complete(tiny, ([4, 5, 6], GREEDY))
     tiny.reset_prefix_cache()
-    tiny.runner.edit_cache(lambda _index, _name, array: np.full_like(array, np.nan))
+    edit_cache(tiny.runner, lambda _index, _name, array: np.full_like(array, np.nan))
     (after,) = complete(tiny, ([4, 5, 6], GREEDY))
     tiny.runner.blank()
     assert (before.token_ids, before.logprobs) == (after.token_ids, after.logprobs)

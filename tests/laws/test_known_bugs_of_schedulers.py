@@ -336,7 +336,7 @@ def test_the_inner_pages_of_a_live_prefix_stay() -> None:
         driven.scheduler.check()
         cache_checked.append(index)
     driven.drain()
-    assert isinstance(driven.scheduler._room.cache, SlotPrefixCache) and len(cache_checked) == 6
+    assert isinstance(driven.scheduler._kv.cache, SlotPrefixCache) and len(cache_checked) == 6
 
 
 def test_a_request_that_is_removed_in_mid_step_frees_its_slot_once() -> None:

@@ -132,6 +132,7 @@ def test_top_level_is_what_was_promised() -> None:
         "examples",
         ".ci",
         ".gitignore",
+        ".pre-commit-config.yaml",
         ".python-version",
         "docs",
     }

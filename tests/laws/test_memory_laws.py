@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.fake_runner import PREEMPTED, VOCABULARY, Loop, expected
+from tests.support.fake_runner import VOCABULARY, Loop, expected
 from xla_engine.scheduler import FinishReason, Request, SchedulerConfig
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 TREE = random.Random(7)
 STEMS = [tuple(TREE.randrange(VOCABULARY) for _ in range(24)) for _ in range(2)]
@@ -55,7 +56,7 @@ def draw_request(draw: random.Random, name: str, sampled: list[tuple[int, ...]])
         prompt_token_ids=(stem + tail) or (1,),
         max_tokens=draw.randint(1, 8),
         stop_token_ids=frozenset(draw.sample(range(VOCABULARY), draw.choice((0, 0, 1)))),
-        lockstep=draw.random() < 0.2,
+        host_gated=draw.random() < 0.2,
         cache_salt=draw.choice(("", "", "", "tenant")),
         reads_prefix_cache=draw.random() < 0.9,
         priority=draw.choice((0, 0, 0, -2, 1, 10)),
@@ -103,11 +104,11 @@ def tally(loop: Loop) -> Counter[str]:
             "prefix tokens found": counters.cached_tokens,
             "requests resumed from the host": sum(len(plan.resumes) for plan in plans),
             "slots lost to another request": sum(
-                each.action in PREEMPTED for plan in plans for each in plan.decisions
+                each.action in WAYS_TO_PREEMPT for plan in plans for each in plan.decisions
             ),
         }
     )
-    counts.update({f"lost a slot: {how}": loop.preempted[how] for how in PREEMPTED})
+    counts.update({f"lost a slot: {how}": loop.preempted[how] for how in WAYS_TO_PREEMPT})
     if loop.scheduler.config.num_blocks is None:
         reuses = [reuse for plan in plans for reuse in plan.reuses]
         counts["prefixes reused in place"] = sum(reuse.source == reuse.slot.index for reuse in reuses)

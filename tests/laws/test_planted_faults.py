@@ -56,11 +56,11 @@ def gap_to_reference(engine: XlaBatchEngine, count: int = 12) -> float:
     return largest
 
 
-def own_key_unseen(self: Any, layer: Any, qkv: Any, *, length: Any, live: Any, **rest: Any) -> Any:
+def own_key_unseen(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, live: Any) -> Any:
     """The decode mask ends one key early: the row's own key is written, and not attended to."""
-    layer, _ = attend_decode(self, layer, qkv, length=length, live=live, **rest)
+    layer, _ = attend_decode(self, layer, qkv, call, length=length, live=live)
     nobody = jnp.zeros_like(live)
-    return layer, attend_decode(self, layer, qkv, length=length - 1, live=nobody, **rest)[1]
+    return layer, attend_decode(self, layer, qkv, call, length=length - 1, live=nobody)[1]
 
 
 def rotates_one_further_after_a_chunk(
@@ -94,9 +94,11 @@ def test_what_is_wrong_alone_as_well_is_caught_by_the_reference(
     assert gap_to_reference(engine) > 1e-2
 
 
-def writes_one_further_after_a_chunk(self: Any, layer: Any, qkv: Any, *, start: Any, **rest: Any) -> Any:
+def writes_one_further_after_a_chunk(
+    self: Any, layer: Any, qkv: Any, call: Any, *, start: Any, **rest: Any
+) -> Any:
     """Every chunk but the first is written one position too far, and attends from there."""
-    return attend_prefill(self, layer, qkv, start=start + (start > 0), **rest)
+    return attend_prefill(self, layer, qkv, call, start=start + (start > 0), **rest)
 
 
 def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_verify(
@@ -157,9 +159,9 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     assert report.differing_bits > 0
 
 
-def chunk_length_shows(self: Any, layer: Any, qkv: Any, *, count: Any, **rest: Any) -> Any:
+def chunk_length_shows(self: Any, layer: Any, qkv: Any, call: Any, *, count: Any, **rest: Any) -> Any:
     """A machine on which the bits of a position depend on the length of its chunk."""
-    layer, out = attend_prefill(self, layer, qkv, count=count, **rest)
+    layer, out = attend_prefill(self, layer, qkv, call, count=count, **rest)
     return layer, out * (1 + jnp.repeat(count, len(out) // len(count))[:, None] * 1e-3)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from tests.support.fake_runner import decoded_of
 from tests.support.simulation import COST
 from xla_engine.scheduler import (
     NO_CHOICE,
-    Decoded,
     FinishReason,
     Plan,
     Request,
@@ -108,7 +108,7 @@ class Recorded:
             self._sampled[chunk.request_id] = chunk.generated
             first.append(self._token(chunk.request_id))
         decode = [self._token(row.request_id) for row in plan.decode]
-        return StepResult(first=first, decode=Decoded.of_rows(plan.decode, decode))
+        return StepResult(first=first, decode=decoded_of(plan.decode, decode))
 
     def _token(self, name: str) -> Sample:
         position = self._sampled[name]
@@ -160,7 +160,7 @@ def draw_requests(draw: random.Random, count: int, alike: bool) -> Iterator[Requ
             prompt_token_ids=tuple(stem[: draw.choice((0, 20, 60)) if own else 19 if alike else 5] + own),
             max_tokens=draw.choice((1, 2, 3, 9, 16, 40)) if own else 16,
             stop_token_ids=frozenset(draw.sample(range(1, VOCABULARY), draw.choice((0, 0, 6)))),
-            lockstep=draw.random() < 0.1,
+            host_gated=draw.random() < 0.1,
             cache_salt=draw.choice(("",) * 6 + ("tenant",)),
             reads_prefix_cache=draw.random() < 0.95,
             priority=draw.choice((-1, 0, 0, 0, 2)),

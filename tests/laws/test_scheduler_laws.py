@@ -53,7 +53,7 @@ def requests(request_id: str) -> st.SearchStrategy[Request]:
         request_id=st.just(request_id),
         prompt_token_ids=st.lists(token_ids, min_size=1, max_size=12).map(tuple),
         max_tokens=st.integers(1, 8),
-        lockstep=st.booleans(),
+        host_gated=st.booleans(),
         stop_token_ids=st.frozensets(token_ids, max_size=3),
         priority=st.sampled_from([0, 0, -1, 2, 10]),
     )
@@ -274,7 +274,7 @@ def some_request(rng: random.Random, request_id: str) -> Request:
         request_id=request_id,
         prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))),
         max_tokens=rng.randint(1, 8),
-        lockstep=rng.random() < 0.3,
+        host_gated=rng.random() < 0.3,
         stop_token_ids=frozenset({rng.randrange(VOCABULARY)}),
         priority=rng.choice([0, 0, 0, 1, -1]),
     )
@@ -432,7 +432,7 @@ def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samples_of_the_dead_are_credited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Committer, "over", lambda *_: None)
+    monkeypatch.setattr(Committer, "ended", lambda *_: None)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [

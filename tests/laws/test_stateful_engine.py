@@ -12,7 +12,6 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.model_loader.checkpoint import Checkpoint, random_weights
+from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.sampling_params import SamplingParams
@@ -102,16 +101,7 @@ class Clock:
 
 
 def engine() -> XlaBatchEngine:
-    weights = random_weights(MODEL, dtype="bfloat16", seed=2, scale=0.4)
-    checkpoint = Checkpoint(
-        path=Path("nano"),
-        config=MODEL,
-        weights=weights,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="nano",
-    )
+    checkpoint = random_checkpoint(MODEL, seed=2, scale=0.4, eos_token_ids=(0,))
     return XlaBatchEngine(checkpoint, letters(), CONFIG)
 
 

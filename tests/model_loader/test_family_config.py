@@ -19,6 +19,7 @@ from xla_engine.graphs.ops.norms import apply_rope
 from xla_engine.graphs.ops.rope import inverse_frequencies, rope_tables, rotary_order
 from xla_engine.model_loader.config_json import read_model, read_special_tokens
 from xla_engine.model_loader.families import FAMILIES, tensor_sources
+from xla_engine.model_loader.model_files import open_model
 
 Write = Callable[..., Path]
 SLIDES, FULL = "sliding_attention", "full_attention"
@@ -162,7 +163,7 @@ def write(tmp_path: Path) -> Write:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_understood(write: Write, name: str) -> None:
     fields, expected = PUBLISHED[name]
-    model, family = read_model(write(fields))
+    model, family = read_model(open_model(write(fields)))
     assert {key: getattr(model, key) for key in expected} == expected
     names = [source.name for stacked in tensor_sources(model, family).values() for source in stacked]
     assert len(set(names)) == len(names) and "model.embed_tokens.weight" in names
@@ -170,10 +171,10 @@ def test_published_configurations_are_understood(write: Write, name: str) -> Non
 
 
 def test_longrope_and_yarn_numbers_are_those_of_their_papers(write: Write) -> None:
-    long = read_model(write(PUBLISHED["Phi-4-mini"][0]))[0].rope_scaling
+    long = read_model(open_model(write(PUBLISHED["Phi-4-mini"][0])))[0].rope_scaling
     assert long is not None and long.long_factor == (2.0,) * 48
     assert long.attention_factor == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
-    yarn = read_model(write(PUBLISHED["Qwen2.5-7B"][0]))[0].rope_scaling
+    yarn = read_model(open_model(write(PUBLISHED["Qwen2.5-7B"][0])))[0].rope_scaling
     assert yarn is not None and yarn.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
 
 
@@ -192,6 +193,9 @@ def test_longrope_and_yarn_numbers_are_those_of_their_papers(write: Write) -> No
         ("Phi-4-mini", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor"]),
         ("Phi-4-mini", {"rope_scaling": LONG | {"short_factor": []}}, ["short_factor"]),
         ("Phi-4-mini", {"rope_scaling": LONG | {"long_factor": [1.0] * 7}}, ["long_factor", "48"]),
+        ("Phi-4-mini", {"original_max_position_embeddings": 1}, ["original_max_position_embeddings"]),
+        ("Llama-2-7B", {"num_hidden_layers": 4096}, ["num_hidden_layers"]),
+        ("Llama-2-7B", {"rope_theta": 10**400}, ["rope_theta"]),
         ("c4ai-command-r-v01", {"use_qk_norm": True}, ["use_qk_norm"]),
         ("granite-3.1-2b", {"residual_multiplier": -1}, ["residual_multiplier"]),
     ],
@@ -200,7 +204,7 @@ def test_what_a_family_does_not_know_is_refused_by_name(
     write: Write, name: str, fields: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read_model(write(PUBLISHED[name][0] | fields))
+        read_model(open_model(write(PUBLISHED[name][0] | fields)))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -221,15 +225,15 @@ GEMMA3_4B = {
 }
 
 
-def test_the_decoder_of_a_model_that_sees(write: Write) -> None:
-    directory = write(GEMMA3_4B)
-    model, family = read_model(directory)
+def test_the_decoder_of_a_model_that_takes_pictures(write: Write) -> None:
+    files = open_model(write(GEMMA3_4B))
+    model, family = read_model(files)
     assert (model.num_attention_heads, model.head_dim, model.vocab_size) == (8, 256, 262208)
     assert model.rope_scaling is not None and model.rope_scaling.factor == 8
     assert model.layer_types[4:6] == (SLIDES, FULL) and model.max_position_embeddings == 131072
     (embed,) = tensor_sources(model, family)["embed"]
     assert embed.name == "language_model.model.embed_tokens.weight"
-    assert read_special_tokens(directory, model).eos_token_ids == (1, 106)
+    assert read_special_tokens(files, model).eos_token_ids == (1, 106)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,7 @@ def test_a_decoder_that_is_not_described_is_refused(
     write: Write, fields: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read_model(write(GEMMA3_4B | fields))
+        read_model(open_model(write(GEMMA3_4B | fields)))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -261,8 +265,8 @@ def test_a_decoder_that_is_not_described_is_refused(
 def test_every_id_that_ends_a_text_is_known(
     write: Write, name: str, generation: dict[str, Any], eos: tuple[int, ...]
 ) -> None:
-    directory = write(PUBLISHED[name][0] | {"eos_token_id": 5}, generation)
-    assert read_special_tokens(directory, read_model(directory)[0]).eos_token_ids == eos
+    files = open_model(write(PUBLISHED[name][0] | {"eos_token_id": 5}, generation))
+    assert read_special_tokens(files, read_model(files)[0]).eos_token_ids == eos
 
 
 # -- rotary embedding ----------------------------------------------------------------------------------------------

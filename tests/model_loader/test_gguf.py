@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests.conftest import TINY
-from tests.support.gguf_files import Kind, write_gguf
+from tests.support.gguf_files import Kind, rewrite_gguf, write_gguf
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -28,8 +28,8 @@ from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.text.chat_template import ChatTemplate
 from xla_engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -108,7 +108,7 @@ def test_experts_are_taken_out_of_their_stack(kind: Kind, tmp_path: Path) -> Non
     fields |= {"decoder_sparse_step": 1, "hidden_size": 64, "num_attention_heads": 4}
     fields |= {"intermediate_size": 64, "moe_intermediate_size": 32}
     (model / "config.json").write_text(json.dumps(fields))
-    config, family = read_model(model)
+    config, family = read_model(open_model(model))
     draw = np.random.default_rng(0)
     sources = [source for stacked in tensor_sources(config, family).values() for source in stacked]
     tensors = {source.name: draw.standard_normal(source.shape, np.float32) for source in sources}
@@ -221,9 +221,10 @@ def results(engine: XlaBatchEngine, prompt: str, params: SamplingParams) -> Any:
 
 def test_a_tokenizer_json_beside_the_file_is_taken(tmp_path: Path) -> None:
     path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    assert Tokenizer.of_model(path) is None and ChatTemplate.from_directory(path) is None
+    files = open_model(path)
+    assert files.tokenizer() is None and files.chat_template() is None
     shutil.copy(embedded_model_directory() / "tokenizer.json", tmp_path)
-    assert Tokenizer.of_model(path) is not None
+    assert Tokenizer.of_model(files) is not None
 
 
 # Refusals
@@ -255,6 +256,30 @@ def test_paths_that_are_no_gguf_file(tmp_path: Path) -> None:
 def test_what_is_not_built_in_is_refused_by_name(extra: dict[str, Any], word: str, tmp_path: Path) -> None:
     path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", extra=extra)
     assert_refused(path, word, "not supported")
+
+
+@pytest.mark.parametrize("value", ["many", True, ["a"], [2, 3], -1, 2**63, float("nan")], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("llama.block_count", "llama.embedding_length", "llama.attention.head_count"),
+        *("llama.rope.freq_base", "llama.attention.key_length", "llama.rope.dimension_count"),
+    ],
+)
+def test_metadata_of_other_types_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
+    rewrite_gguf(path, lambda fields: fields.update({key: value}))
+    assert_refused(path, key.split(".")[-1] if isinstance(value, str | bool | list) else "")
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "text", [1, 2], [""]], ids=str)
+def test_tokens_of_other_types_are_refused_or_left_out(value: Any, tmp_path: Path) -> None:
+    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", tokenizer=embedded_tokenizer)
+    rewrite_gguf(path, lambda fields: fields.update({"tokenizer.ggml.tokens": value}))
+    files = open_model(path)
+    files.chat_template()
+    with pytest.raises(CheckpointError, match=r"m\.gguf"):
+        files.tokenizer()
 
 
 def test_a_key_that_repeats_is_refused(tmp_path: Path) -> None:
@@ -314,9 +339,10 @@ def test_fuzzed_headers_load_or_are_refused(edits: list[tuple[int, int, bytes]],
         content = content[:at] + inserted + content[at + deleted :]
     path.write_bytes(content)
     try:
-        checkpoint = load_checkpoint(path)
-        Tokenizer.of_model(path)
-        ChatTemplate.from_directory(path)
+        files = open_model(path)
+        checkpoint = load_checkpoint(files)
+        Tokenizer.of_model(files)
+        files.chat_template()
     except CheckpointError:
         return
     assert checkpoint.weights.keys()

@@ -13,9 +13,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.text.test_tokenizer import byte_level, metaspace_unigram, sentencepiece
+from tests.support.tokenizers import byte_level, metaspace_unigram, sentencepiece
 from xla_engine.errors import CheckpointError
-from xla_engine.model_loader.gguf.file import open_gguf
+from xla_engine.model_loader.gguf.reader import GgufReader
 from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
 
 _NORMAL, _CONTROL, _BYTE = 1, 3, 6
@@ -34,7 +34,7 @@ def rebuilt(path: Path, fill: Callable[[gguf.GGUFWriter], None]) -> tokenizers.T
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = tokenizer_of(open_gguf(path))
+    found = tokenizer_of(GgufReader(path))
     assert found is not None
     return found
 

@@ -20,7 +20,7 @@ from huggingface_hub.utils import filter_repo_objects
 from xla_engine.config import embedded_model_directory
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
-from xla_engine.model_loader.model_files import model_path
+from xla_engine.model_loader.model_files import open_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -72,15 +72,15 @@ def test_a_path_that_looks_like_an_id_goes_before_the_hub(
 ) -> None:
     shutil.copytree(GOLDEN / "gqa_tied", tmp_path / "owner" / "name")
     monkeypatch.chdir(tmp_path)
-    assert model_path("owner/name") == Path("owner/name")
+    assert open_model("owner/name").path == Path("owner/name")
 
 
 @pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize("model", ["gqa_tied", "untied_odd_heads"])
 def test_a_cached_snapshot_is_used_without_the_network(cache: Path, model: str) -> None:
     snapshot = put(cache, GOLDEN / model)
-    assert model_path("owner/name") == snapshot == model_path(Path("owner/name"))
-    assert model_path(f"owner/name@{COMMIT}") == snapshot
+    assert open_model("owner/name").path == snapshot == open_model(Path("owner/name")).path
+    assert open_model(f"owner/name@{COMMIT}").path == snapshot
     assert load_checkpoint("owner/name").fingerprint == load_checkpoint(GOLDEN / model).fingerprint
 
 
@@ -97,14 +97,14 @@ def test_a_part_of_a_snapshot_is_completed_or_said_to_be_a_part(
         return str(whole(*names, local_files_only=True, **options))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert (model_path("owner/name") / missing).exists()
+    assert (open_model("owner/name").path / missing).exists()
 
 
 def test_a_missing_shard_is_noticed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(cache, GOLDEN / "untied_odd_heads", without="model-00002-of-00003.safetensors")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"not all of owner/name.*hf download owner/name"):
-        model_path("owner/name")
+        open_model("owner/name")
 
 
 def failing(error: Exception) -> Callable[..., str]:
@@ -134,7 +134,7 @@ def test_each_failure_of_the_hub_is_one_error(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", failing(error))
     with pytest.raises(CheckpointError) as caught:
-        model_path("owner/name@dev")
+        open_model("owner/name@dev")
     for word in ("owner/name@dev", *words):
         assert word in str(caught.value)
 
@@ -142,20 +142,20 @@ def test_each_failure_of_the_hub_is_one_error(
 def test_offline_mode_is_respected(cache: Path, no_network: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
-        model_path("owner/name")
+        open_model("owner/name")
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'xla-engine\[hub\]'"):
-        model_path("owner/name")
+        open_model("owner/name")
 
 
 def test_only_ids_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     for name in ("name", "./owner/name", "/owner/name", "a/b/c", "../b", "owner/name.gguf", "~/b", "a/b c"):
         with pytest.raises(CheckpointError, match="no such directory"):
-            model_path(name)
+            open_model(name)
 
 
 def test_code_and_pickles_are_never_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_code_and_pickles_are_never_asked_for(cache: Path, monkeypatch: pytest.M
         return str(put(cache, GOLDEN / "gqa_tied") if len(asked) == 1 else cache)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    model_path("owner/name")
+    open_model("owner/name")
     names = ["config.json", "model-1.safetensors", "modeling.py", "pytorch_model.bin", "a/b.safetensors"]
     kept = filter_repo_objects(
         names, allow_patterns=asked[0]["allow_patterns"], ignore_patterns=asked[0]["ignore_patterns"]

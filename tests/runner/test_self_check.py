@@ -47,7 +47,7 @@ def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
         np.asarray(rows.words) for rows in (checked.runner._state.rows, checked.runner._state.idle_rows())
     )
     assert np.array_equal(now, idle)
-    assert not checked.runner._lengths.any()
+    assert not checked.runner._dispatch.lengths.any()
     assert checked.stats().prefill_calls == checked.stats().compiles_after_warmup == 0
     unchecked = make_engine(replace(TINY_ENGINE, self_check=False))
     assert unchecked.self_check is None
@@ -72,18 +72,18 @@ def first_check(engine: XlaBatchEngine) -> SelfCheck:
 # -- planted faults ---------------------------------------------------------------------------------------------
 
 
-def bucket_changes_decode(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
-    return layer, out * (1 + key_length * 1e-4)
+def bucket_changes_decode(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, call, **rest)
+    return layer, out * (1 + call.key_length * 1e-4)
 
 
-def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attend_prefill(self, layer, qkv, key_length=key_length, **rest)
-    return layer, out * (1 + key_length * 1e-4)
+def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, call, **rest)
+    return layer, out * (1 + call.key_length * 1e-4)
 
 
-def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, *, slot: Any, **rest: Any) -> Any:
-    layer, out = attend_prefill(self, layer, qkv, slot=slot, **rest)
+def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, *, slot: Any, **rest: Any) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, call, slot=slot, **rest)
     return layer, out * (1 + len(slot) * 1e-2)
 
 
@@ -130,7 +130,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
     assert flags == {name: name != flag for name in flags}
     assert not check.ok and "largest graphs only" in check.promise
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("xla_engine.runner.self_check", logging.WARNING)
+    assert (record.name, record.levelno) == ("xla_engine.self_check", logging.WARNING)
     assert check.differences[0] in record.getMessage()
     buckets = engine.config.buckets(engine.max_model_len)
     assert engine.runner.lane_choices == ((8,) if flag == "lane_invariant" else (2, 8))
@@ -157,10 +157,10 @@ def test_rows_that_differ_are_beyond_help_and_it_is_said(
     assert engine.runner.bucket_choices == engine.runner.buckets
 
 
-def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, *, key_length: int, **rest: Any) -> Any:
-    layer, out = attend_decode(self, layer, qkv, key_length=key_length, **rest)
+def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
+    layer, out = attend_decode(self, layer, qkv, call, **rest)
     is_long = (rest["length"] >= 256)[:, None]
-    return layer, jnp.where(is_long & (key_length == 512), out * 1.001, out)
+    return layer, jnp.where(is_long & (call.key_length == 512), out * 1.001, out)
 
 
 @pytest.mark.slow

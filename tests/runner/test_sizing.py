@@ -24,7 +24,7 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables, pack_rows
 from xla_engine.runner import memory
 from xla_engine.runner.backends import choose_attention
-from xla_engine.runner.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, sized
+from xla_engine.runner.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, resolve_sizes
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla"), None)
@@ -53,23 +53,23 @@ def test_auto_fills_the_budget_and_does_not_exceed_it(free: int, share: float) -
 
     if not fits(8):
         with pytest.raises(ConfigError, match="memory_utilization"):
-            sized(config, SPEC, 300, device)
+            resolve_sizes(config, SPEC, 300, device)
         return
-    slots = sized(config, SPEC, 300, device).num_slots
+    slots = resolve_sizes(config, SPEC, 300, device).num_slots
     assert slots % 8 == 0 and fits(slots)
     assert slots == MOST_ROWS_ELSEWHERE or not fits(slots + 8)
 
 
 def test_auto_is_modest_where_memory_is_unknown() -> None:
-    assert sized(AUTO, SPEC, 300, Device(None)).num_slots == 8
+    assert resolve_sizes(AUTO, SPEC, 300, Device(None)).num_slots == 8
 
 
 def test_number_that_does_not_fit_the_share_fails_with_the_arithmetic() -> None:
     config = replace(TINY_ENGINE, max_num_seqs=64)
     needed = memory.plan_memory(SPEC, config, 300, None).needed
-    assert sized(config, SPEC, 300, Device(int(needed / 0.9) + 100)) is config
+    assert resolve_sizes(config, SPEC, 300, Device(int(needed / 0.9) + 100)) is config
     with pytest.raises(ConfigError, match=r"64 slots x .*memory_utilization 0.5 of"):
-        sized(replace(config, memory_utilization=0.5), SPEC, 300, Device(needed))
+        resolve_sizes(replace(config, memory_utilization=0.5), SPEC, 300, Device(needed))
 
 
 def test_engine_runs_with_what_auto_decided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ PAGED = replace(TINY_ENGINE, block_size=16, kv_cache_memory_bytes=200_000)
 
 def test_memory_for_pages_becomes_their_number() -> None:
     """What an engine with so many pages allocates is what it was given, but for less than a page."""
-    config = sized(PAGED, SPEC, 300, Device(None))
+    config = resolve_sizes(PAGED, SPEC, 300, Device(None))
     assert config.num_blocks is not None and config.kv_cache_memory_bytes is None and config.paged
     pool = Pool(config.num_blocks, 16, 32)
     cache, rows = jax.eval_shape(
@@ -98,9 +98,9 @@ def test_memory_for_pages_becomes_their_number() -> None:
     )
     pages = memory.tree_bytes((cache, rows.history))
     assert 0 <= 200_000 - pages < pages / pool.num_blocks
-    tables = make_tables(8, TINY.vocab_size, paged=True)
+    tables = make_tables(8, TINY.vocab_size, has_blocks=True)
     plan = memory.plan_memory(SPEC, config, 300, None)
-    assert plan.pages == pages
+    assert plan.pool == pages
     assert plan.slots * plan.slot == memory.tree_bytes((rows, tables)) - memory.tree_bytes(rows.history)
 
 
@@ -109,7 +109,7 @@ def test_memory_for_pages_becomes_their_number() -> None:
 def test_pages_fill_what_slots_leave_and_no_more_than_slots_could_use(free: int, slots: Any) -> None:
     config, device = replace(PAGED, kv_cache_memory_bytes="auto", max_num_seqs=slots), Device(free)
     try:
-        got = sized(config, SPEC, 300, device)
+        got = resolve_sizes(config, SPEC, 300, device)
     except ConfigError as error:
         assert "19 blocks x" in str(error)  # those of one request
         return
@@ -126,16 +126,19 @@ def test_pages_fill_what_slots_leave_and_no_more_than_slots_could_use(free: int,
 def test_too_much_or_too_little_memory_for_pages_fails_with_the_arithmetic() -> None:
     block = block_bytes(SPEC, 16)
     with pytest.raises(ConfigError, match=rf"max_model_len 300: 19 blocks x .*Give {19 * block} or more"):
-        sized(replace(PAGED, kv_cache_memory_bytes=19 * block - 1), SPEC, 300, Device(None))
+        resolve_sizes(replace(PAGED, kv_cache_memory_bytes=19 * block - 1), SPEC, 300, Device(None))
     free = int(memory.plan_memory(SPEC, replace(TINY_ENGINE, num_blocks=30), 300, None).needed / 0.9) + 2
-    assert sized(replace(TINY_ENGINE, num_blocks=30), SPEC, 300, Device(free)).num_blocks == 30
+    assert resolve_sizes(replace(TINY_ENGINE, num_blocks=30), SPEC, 300, Device(free)).num_blocks == 30
     with pytest.raises(
         ConfigError, match=r"\+ 31 blocks x .*\(num_blocks 30\) at most, or fewer slots"
     ) as caught:
-        sized(replace(PAGED, kv_cache_memory_bytes=31 * block), SPEC, 300, Device(free))
+        resolve_sizes(replace(PAGED, kv_cache_memory_bytes=31 * block), SPEC, 300, Device(free))
     most = re.search(r"Use kv_cache_memory_bytes (\d+)", str(caught.value))
     assert most is not None
-    assert sized(replace(PAGED, kv_cache_memory_bytes=int(most[1])), SPEC, 300, Device(free)).num_blocks == 30
+    assert (
+        resolve_sizes(replace(PAGED, kv_cache_memory_bytes=int(most[1])), SPEC, 300, Device(free)).num_blocks
+        == 30
+    )
 
 
 @pytest.mark.parametrize(

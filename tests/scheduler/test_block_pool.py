@@ -1,4 +1,4 @@
-"""Pages: adversarial sequences of requests that grow, fork, share prefixes, end and come again in a small pool."""
+"""Blocks: adversarial sequences of requests that grow, fork, share prefixes, end and come again in a small pool."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Store:
         return True
 
     def grow(self, sequence: Held, token: int) -> bool:
-        """One token more, in a page of one's own; False, with nothing done, when the pool has none."""
+        """One token more, in a block of one's own; False, with nothing done, when the pool has none."""
         try:
             at, inside = divmod(len(sequence.tokens), self.pool.block_size)
             if not inside:
@@ -95,7 +95,7 @@ class Store:
 
     def check(self, sequence: Held) -> None:
         read = [token for block in sequence.table for token in self.memory[block]]
-        assert read[: len(sequence.tokens)] == sequence.tokens, "a page was overwritten, or a hit was stale"
+        assert read[: len(sequence.tokens)] == sequence.tokens, "a block was overwritten, or a hit was stale"
 
 
 def adversary(draw: random.Random, steps: int = 60) -> Store:
@@ -132,7 +132,7 @@ def check_all(seeds: range) -> None:
         for sequence in list(store.live):
             store.end(sequence)
         store.pool.check([])
-        assert store.pool.num_free == store.pool.num_blocks, "a page leaked"
+        assert store.pool.num_free == store.pool.num_blocks, "a block leaked"
         stores.append(store)
     assert sum(store.hits for store in stores) > len(stores)
     assert sum(store.copies for store in stores) > len(stores) / 4
@@ -171,7 +171,7 @@ def test_a_page_that_is_held_is_never_given_out() -> None:
 
 
 def test_sharing_adds_a_holder_and_releasing_takes_one() -> None:
-    """Sharing once set the count to one, and eviction of one owner freed the page of all."""
+    """Sharing once set the count to one, and eviction of one owner freed the block of all."""
     pool = BlockPool(2, 4)
     (block,) = pool.allocate(1)
     pool.share(block)

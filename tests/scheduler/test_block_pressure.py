@@ -1,4 +1,4 @@
-"""Pages that are shared, grow and run out: who gets what, who gives way, and for how long anybody can wait."""
+"""Blocks that are shared, grow and run out: who gets what, who gives way, and for how long anybody can wait."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 from tests.laws.test_memory_laws import adversary
 from tests.scheduler.test_policy import PolicyLoop
-from tests.support.fake_runner import PREEMPTED, Loop, expected
+from tests.support.fake_runner import Loop, expected
 from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
 from xla_engine.scheduler.kv.block_hashes import BlockHashes
-from xla_engine.scheduler.kv.block_manager import Pages
+from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.block_pool import BlockPool
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.request_state import RequestState
 
 BASE = {"chunk_size": 4, "max_num_batched_tokens": 64, "block_size": 4, "priority_aging": 4}
@@ -30,10 +31,10 @@ def request(name: str, prompt: tuple[int, ...], max_tokens: int = 4, **fields: o
 
 
 def held(driven: Loop) -> int:
-    """Pages that somebody holds."""
-    pages = driven.scheduler._room.pages
-    assert pages is not None
-    return pages.pool.num_blocks - pages.pool.num_free
+    """Blocks that somebody holds."""
+    blocks = driven.scheduler._kv.blocks
+    assert blocks is not None
+    return blocks.pool.num_blocks - blocks.pool.num_free
 
 
 def lasting(length: int, tokens: int, first: int = 0) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ STEM = lasting(10, 8, first=3)
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_samples_of_one_prompt_share_its_pages(exact: bool) -> None:
-    """Ten tokens are two pages and a half: the first sequence computes them, the others hold the two and copy the
+    """Ten tokens are two blocks and a half: the first sequence computes them, the others hold the two and copy the
     half, where a last chunk of one token is exact; elsewhere they run the chunk that holds the last token."""
     driven = loop(4, 40, cut_invariant=exact)
     for index in range(4):
@@ -74,13 +75,13 @@ def test_a_prompt_that_is_known_computes_its_last_token_in_a_copy() -> None:
     driven.submit(request("b", STEM[:8], max_tokens=1))
     plan = driven.turn()
     assert [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks] == [(7, 1)]
-    assert len(plan.copies) == 1, "the second page is written, and somebody may find it meanwhile"
+    assert len(plan.copies) == 1, "the second block is written, and somebody may find it meanwhile"
     driven.drain()
 
 
 @pytest.mark.parametrize("ends", ["in its slot", "when its slot is another's"])
 def test_what_a_request_generated_is_found_by_the_next_turn_of_a_conversation(ends: str) -> None:
-    """By a stop token it ends with its pages, by its cap after it gave them up: they have names while untouched."""
+    """By a stop token it ends with its blocks, by its cap after it gave them up: they have names while untouched."""
     sampled = [found.token_id for found in expected(request("x", STEM, 5))[0]]
     stops = frozenset({sampled[4]} if ends == "in its slot" else ())
     assert sampled.index(sampled[4]) == 4
@@ -89,7 +90,7 @@ def test_what_a_request_generated_is_found_by_the_next_turn_of_a_conversation(en
     driven.drain(lag=1)
     driven.submit(request("b", (*STEM, *sampled, 7, 7), max_tokens=1))
     (reuse,) = driven.turn().reuses
-    assert reuse.length == 12, "of 15 tokens the last has no keys, so three pages are whole"
+    assert reuse.length == 12, "of 15 tokens the last has no keys, so three blocks are whole"
     driven.drain()
 
 
@@ -122,11 +123,13 @@ def test_a_forgotten_prefix_is_computed_again_and_one_in_use_is_not_lost() -> No
 
 def test_pages_without_a_name_go_before_those_with_one_and_these_by_their_last_use() -> None:
     driven = loop(1, 8)
-    prompts = [(index, *STEM[:7]) for index in range(3)]  # two pages each, and one of tokens
+    prompts = [(index, *STEM[:7]) for index in range(3)]  # two blocks each, and one of tokens
     for at in (0, 1, 0, 2):
         driven.submit(request(f"r{len(driven.plans)}", prompts[at], max_tokens=1))
         driven.drain()
-    driven.submit(request("wide", (12,) * 13, max_tokens=1))  # takes the two blank pages and both of prompt 1
+    driven.submit(
+        request("wide", (12,) * 13, max_tokens=1)
+    )  # takes the two blank blocks and both of prompt 1
     driven.drain()
     found = []
     for at in (0, 2, 1):
@@ -140,19 +143,19 @@ def test_pages_without_a_name_go_before_those_with_one_and_these_by_their_last_u
 
 
 def test_the_last_in_line_gives_way_and_nobody_computes_for_nothing() -> None:
-    """Two requests of six pages in a pool of eight: the second is parked once, and comes back when the first ends."""
+    """Two requests of six blocks in a pool of eight: the second is parked once, and comes back when the first ends."""
     prompts = [lasting(4, 20, first) for first in (1, 5)]
     driven = loop(2, 8)
     for name, prompt in zip("ab", prompts, strict=True):
         driven.submit(request(name, prompt, max_tokens=20))
     driven.drain(lag=1)
-    lost = [each for plan in driven.plans for each in plan.decisions if each.action in PREEMPTED]
+    lost = [each for plan in driven.plans for each in plan.decisions if each.action in WAYS_TO_PREEMPT]
     assert [(each.request_id, each.action) for each in lost] == [("b", "park")]
     assert driven.runner.prefilled == 8
 
 
 def test_a_request_that_began_again_for_want_of_pages_waits_until_it_has_what_it_had() -> None:
-    """Else it would get its prompt's pages at once, run to the same position and lose them again, time after time."""
+    """Else it would get its prompt's blocks at once, run to the same position and lose them again, time after time."""
     prompts = [lasting(4, 20, first) for first in (1, 5)]
     driven = loop(2, 8, swap_tokens=0)
     for name, prompt in zip("ab", prompts, strict=True):
@@ -161,9 +164,9 @@ def test_a_request_that_began_again_for_want_of_pages_waits_until_it_has_what_it
     assert driven.preempted == {"replay": 1}
 
 
-def test_rows_in_lockstep_grow_as_well() -> None:
+def test_rows_in_host_gated_grow_as_well() -> None:
     driven = loop(2, 12)
-    driven.submit(request("a", lasting(4, 20, 1), max_tokens=20, lockstep=True))
+    driven.submit(request("a", lasting(4, 20, 1), max_tokens=20, host_gated=True))
     driven.submit(request("b", lasting(4, 20, 5), max_tokens=20))
     driven.drain(lag=2)
     assert driven.preempted.total() == 0
@@ -175,7 +178,7 @@ def test_the_next_in_line_takes_the_pages_of_a_later_one_where_it_may() -> None:
     driven.turn()
     driven.submit(request("soon", tuple(range(13)), max_tokens=2, priority=-10))
     plan = driven.turn()
-    assert plan.admitted == ("soon",) and driven.preempted.total() == 1, "six pages do not hold both"
+    assert plan.admitted == ("soon",) and driven.preempted.total() == 1, "six blocks do not hold both"
     driven.drain()
 
 
@@ -184,7 +187,7 @@ def test_the_next_in_line_takes_the_pages_of_a_later_one_where_it_may() -> None:
 
 def test_nobody_waits_longer_than_those_before_it_run() -> None:
     """Arrivals without end and a pool of little more than one request: each of k requests before one in line, and of
-    those that had pages when it came, runs from beginning to end at most once before it ends."""
+    those that had blocks when it came, runs from beginning to end at most once before it ends."""
     slots, longest = 3, 6 + 10 + 3  # chunks, tokens, lag and a step to be read
     for seed in range(25):
         draw = random.Random(seed)
@@ -217,7 +220,7 @@ def test_under_policies_of_no_fixed_order_the_oldest_keeps_its_pages(policy: str
     for turn in range(60):
         driven.submit(request(str(turn), (turn % 13, 6), max_tokens=9))
         driven.turn(1)
-        taken = [each.request_id for each in driven.plans[-1].decisions if each.action in PREEMPTED]
+        taken = [each.request_id for each in driven.plans[-1].decisions if each.action in WAYS_TO_PREEMPT]
         assert "old" not in taken
         if "old" not in driven.live:
             break
@@ -256,18 +259,18 @@ def test_a_plan_that_moves_pages_wrongly_is_caught(
 
 
 def share_as_if_alone(self: BlockPool, block: int) -> None:
-    """The count of holders was set to one: the first to end freed the page of all."""
+    """The count of holders was set to one: the first to end freed the block of all."""
     if not self._holders[block]:
         del self._kept[block]
     self._holders[block] = 1
 
 
-def evict_without_striking(self: BlockPool, block: int) -> None:
-    """A page that was given out again was still found by what it had held."""
+def evict_without_removing_keys(self: BlockPool, block: int) -> None:
+    """A block that was given out again was still found by what it had held."""
 
 
-def name_ahead(self: Pages, state: object, length: int) -> int:
-    """A page was named before all of it was written."""
+def name_ahead(self: BlockManager, state: object, length: int) -> int:
+    """A block was named before all of it was written."""
     return self.pool.blocks_for(length)
 
 
@@ -275,8 +278,8 @@ def name_ahead(self: Pages, state: object, length: int) -> int:
     ("owner", "name", "fault"),
     [
         (BlockPool, "share", share_as_if_alone),
-        (BlockPool, "_strike", evict_without_striking),
-        (Pages, "_filled", name_ahead),
+        (BlockPool, "_remove_keys", evict_without_removing_keys),
+        (BlockManager, "_filled", name_ahead),
     ],
 )
 def test_a_pool_that_forgets_or_remembers_wrongly_is_caught(

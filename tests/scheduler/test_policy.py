@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.fake_runner import PREEMPTED, VOCABULARY, Loop
+from tests.support.fake_runner import VOCABULARY, Loop
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -27,6 +27,7 @@ from xla_engine.scheduler import (
     StepResult,
     policy,
 )
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 
 class PolicyLoop(Loop):
@@ -34,14 +35,14 @@ class PolicyLoop(Loop):
 
     def plan(self) -> Plan:
         plan = self.scheduler.plan()
-        for lost in (each for each in plan.decisions if each.action in PREEMPTED):
+        for lost in (each for each in plan.decisions if each.action in WAYS_TO_PREEMPT):
             self._lost_its_slot(lost.request_id, lost.action)
         for request_id in plan.admitted:
             self.queue.pop(request_id)
         for request_id in plan.replays:
             self.live[request_id].samples.clear()  # they come again
         self.plans.append(plan)
-        self._check_lockstep(plan)
+        self._check_host_gated(plan)
         if not plan.is_empty:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
@@ -84,7 +85,7 @@ def test_every_request_gets_what_it_gets_alone_under_each_policy(name: str, seed
                     prompt_token_ids=(stem[: draw.choice((0, 4, 12))] + tail) or (1,),
                     max_tokens=draw.randint(1, 12),
                     stop_token_ids=frozenset(draw.sample(range(VOCABULARY), draw.choice((0, 0, 1)))),
-                    lockstep=draw.random() < 0.2,
+                    host_gated=draw.random() < 0.2,
                     priority=draw.choice((-1, 0, 2)),
                     deadline=draw.choice((None, None, loop.now + draw.randint(1, 9))),
                 )

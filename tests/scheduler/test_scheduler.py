@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import xla_engine
+from tests.support.fake_runner import decoded_of
 from xla_engine.scheduler import (
     NO_TOKEN,
     Decoded,
@@ -56,7 +57,7 @@ def ask(name: str, prompt: int = 3, tokens: int = 5, stops: Sequence[int] = (END
 
 def result(plan: Plan, token: int = 7) -> StepResult:
     """Every row samples `token`."""
-    decoded = Decoded.of_rows(plan.decode, [Sample(token)] * len(plan.decode))
+    decoded = decoded_of(plan.decode, [Sample(token)] * len(plan.decode))
     return StepResult(first=[Sample(token)] * len(plan.first_rows), decode=decoded)
 
 
@@ -107,7 +108,7 @@ def test_stop_wins_over_length_and_both_are_credited(
             first = [Sample(next(tokens)) for _ in oldest.first_rows]
             stopped = any(sample.token_id == END for sample in first)
             rows = [None if stopped else next(map(Sample, tokens), None) for _ in oldest.decode]
-            decoded = Decoded.of_rows(oldest.decode, rows)
+            decoded = decoded_of(oldest.decode, rows)
             events += engine.commit(oldest, StepResult(first=first, decode=decoded))
             engine.check()
     assert [event.sample.token_id for event in events] == sampled[:credited]
@@ -142,7 +143,7 @@ def test_stop_at_the_first_token_drops_the_decode_of_the_same_plan() -> None:
     engine = make()
     engine.submit(ask("a"))
     plan = engine.plan()
-    sampled = StepResult(first=[Sample(END)], decode=Decoded.of_rows(plan.decode, [Sample(7)]))
+    sampled = StepResult(first=[Sample(END)], decode=decoded_of(plan.decode, [Sample(7)]))
     assert list(engine.commit(plan, sampled)) == [TokenEvent("a", Sample(END), STOP)]
     assert not engine.has_unfinished
     assert engine.snapshot().counters.tokens_dropped == 1
@@ -392,7 +393,7 @@ def test_first_tokens_come_before_decoded_ones() -> None:
     step(engine)
     engine.submit(ask("b"))
     plan = engine.plan()
-    decoded = Decoded.of_rows(plan.decode, [Sample(2), Sample(3)])
+    decoded = decoded_of(plan.decode, [Sample(2), Sample(3)])
     sampled = StepResult(first=[Sample(1)], decode=decoded)
     events = [(event.request_id, event.sample.token_id) for event in engine.commit(plan, sampled)]
     assert events == [("b", 1), ("a", 2), ("b", 3)]
@@ -552,7 +553,7 @@ def test_a_step_has_no_more_chunks_than_a_prefill_call_has_lanes() -> None:
 
 def test_check_finds_a_broken_invariant() -> None:
     def leak_slot(engine: Scheduler) -> None:
-        engine._room.slots.acquire()
+        engine._kv.slots.acquire()
 
     def lose_request(engine: Scheduler) -> None:
         del engine._states["a"]

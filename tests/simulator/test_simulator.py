@@ -99,7 +99,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 def as_trace(rows: list[Row]) -> Iterator[Arrival]:
     time = 0.0
-    for index, (gap, prompt, new, more, deadline, lockstep, priority) in enumerate(rows):
+    for index, (gap, prompt, new, more, deadline, host_gated, priority) in enumerate(rows):
         time += gap
         yield Arrival(
             name=str(index),
@@ -108,7 +108,7 @@ def as_trace(rows: list[Row]) -> Iterator[Arrival]:
             new_tokens=new,
             max_tokens=new + more,
             deadline=deadline,
-            lockstep=lockstep,
+            host_gated=host_gated,
             priority=priority,
         )
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from xla_engine.scheduler import (
     NO_CHOICE,
+    NO_TOKEN,
     BlockTable,
     Chunk,
     Decoded,
@@ -34,9 +35,9 @@ from xla_engine.scheduler import (
     StepResult,
     Swap,
 )
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 VOCABULARY = 13
-PREEMPTED = ("park", "recompute", "replay")
 
 
 class PlanError(AssertionError):
@@ -68,6 +69,17 @@ def expected(request: Request) -> tuple[list[Sample], FinishReason]:
         if samples[-1].token_id in request.stop_token_ids:
             return samples, FinishReason.STOP
     return samples, FinishReason.LENGTH
+
+
+def decoded_of(rows: Iterable[Row], samples: Iterable[Sample | None]) -> Decoded:
+    """The columns of a step in which each of `rows` sampled so, None where the device had stopped it."""
+    found = {row.slot.index: sample for row, sample in zip(rows, samples, strict=True)}
+    column = [found.get(slot) or Sample(NO_TOKEN) for slot in range(max(found, default=-1) + 1)]
+    return Decoded(
+        tokens=[sample.token_id for sample in column],
+        logprobs=[sample.logprob for sample in column],
+        extra={slot: sample.extra for slot, sample in enumerate(column) if sample.extra is not None},
+    )
 
 
 @dataclass
@@ -137,7 +149,7 @@ class FakeRunner:
         for reuse in plan.reuses:
             self._reuse(reuse)
         first = [self._prefill(chunk) for chunk in plan.chunks]
-        decode = Decoded.of_rows(plan.decode, [self._decode(row) for row in plan.decode])
+        decode = decoded_of(plan.decode, [self._decode(row) for row in plan.decode])
         self._check_all_decode(plan)
         for row in self.rows if self.config.num_blocks is not None else ():
             if not row.over and self._in_pages(row.slot, len(row.kv)) != row.kv:
@@ -267,7 +279,7 @@ class FakeRunner:
         asked = [row.slot for row in plan.decode]
         require(len(set(asked)) == len(asked), f"a row decodes twice in {plan.decode}")
         for row in self.rows:
-            free = row.request_id is not None and not self.requests[row.request_id].lockstep
+            free = row.request_id is not None and not self.requests[row.request_id].host_gated
             stalls = free and row.token is not None and not row.over and row.slot not in asked
             require(not stalls, f"a live row was left out of step {plan.step}: {row}")
 
@@ -377,7 +389,7 @@ class Loop:
         unread = [view.request_id for view in before.waiting if view.credited < view.planned]
         oldest = min(self.live, key=lambda name: self.live[name].place, default=None)
         plan = self.scheduler.plan()
-        by_preemption = [each for each in plan.decisions if each.action in PREEMPTED]
+        by_preemption = [each for each in plan.decisions if each.action in WAYS_TO_PREEMPT]
         paged = self.scheduler.config.num_blocks is not None
         require(self.scheduler.config.preemption or paged or not by_preemption, f"preempted unasked: {plan}")
         for lost in by_preemption:
@@ -408,7 +420,7 @@ class Loop:
         stuck = not plan.chunks and any(request.status is Status.PREFILLING for request in prompts)
         require(not stuck, f"prompts in slots, but none advances: {plan}")
         self.plans.append(plan)
-        self._check_lockstep(plan)
+        self._check_host_gated(plan)
         if not plan.is_empty:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
@@ -426,11 +438,11 @@ class Loop:
             last = max(self.live[view.request_id].place for view in held)
             require(last < self.queue[waiting[0].request_id], f"{waiting[0]} waits for one behind it")
 
-    def _check_lockstep(self, plan: Plan) -> None:
-        """A row in lockstep decodes when no sample of its tenancy is in flight, and only then."""
+    def _check_host_gated(self, plan: Plan) -> None:
+        """A host-gated row decodes when no sample of its tenancy is in flight, and only then."""
         in_flight = {part.slot for old, _ in self.in_flight for part in (*old.first_rows, *old.decode)}
         in_flight |= {chunk.slot for chunk in plan.first_rows}
-        asked = {row.slot for row in plan.decode if self.runner.requests[row.request_id].lockstep}
+        asked = {row.slot for row in plan.decode if self.runner.requests[row.request_id].host_gated}
         require(not asked & in_flight, f"{asked & in_flight} decode before their last token was read")
         leaving = {swap.slot for swap in plan.parks}
         for row in self.runner.rows:
@@ -438,7 +450,7 @@ class Loop:
                 continue
             if row.slot in leaving:
                 continue
-            if self.runner.requests[row.request_id].lockstep and row.slot not in in_flight:
+            if self.runner.requests[row.request_id].host_gated and row.slot not in in_flight:
                 require(row.slot in asked, f"{row} could decode, but does not")
 
     def commit(self) -> Events:

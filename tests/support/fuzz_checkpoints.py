@@ -23,15 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.gguf_files import Kind, write_gguf
-from xla_engine.config import embedded_model_directory
+from tests.support.gguf_files import Kind, rewrite_gguf, write_gguf
+from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.errors import CheckpointWarning, XlaEngineError
+from xla_engine.inspection import inspect_model
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.config_json import _CEILINGS, _PLAIN
 from xla_engine.model_loader.families import FAMILIES
 from xla_engine.model_loader.generation_config import sampling_defaults
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.rope_scaling import _COMMON, _KNOWN
-from xla_engine.text.chat_template import ChatTemplate
 from xla_engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -39,7 +40,7 @@ SLOW_SECONDS = 10.0
 READ_BYTES = 50 << 20  # leaves are read where they take no more
 
 _NUMBERS: list[Any] = [0, 1, 2, 3, 5, 7, 8, 16, 40, 64, 199, -1, 0.5, 1.0, 1e-6, 1e4, 1e300, -0.0]
-_NUMBERS += [2**31 - 1, 2**31, 2**40, 2**63, 10**30, float("nan"), float("inf"), -(2**40)]
+_NUMBERS += [2**31 - 1, 2**31, 2**40, 2**63, 10**30, 10**400, float("nan"), float("inf"), -(2**40)]
 _WORDS: list[Any] = ["", "silu", "gelu", "gelu_pytorch_tanh", "relu", "../x", "a\0b", "é" * 50, "bfloat16"]
 _WORDS += [*_KNOWN, "full_attention", "sliding_attention", "linear_attention", *FAMILIES, "OtherForCausalLM"]
 _READ = (name for family in FAMILIES.values() for name in (*family.reads, *family.defaults))
@@ -172,6 +173,25 @@ def in_gguf(draw: random.Random, model: Path) -> None:
     file.write_bytes(spoil_bytes(draw, file.read_bytes(), first=1 << 15))
 
 
+def in_gguf_fields(draw: random.Random, model: Path) -> None:
+    """Metadata with other values, of other types, or gone."""
+    (file,) = model.glob("*.gguf")
+
+    def spoil(fields: dict[str, Any]) -> None:
+        for _ in range(draw.choice([1, 1, 2, 4])):
+            name = draw.choice([name for name in sorted(fields) if name != "general.architecture"])
+            if draw.random() < 0.15:
+                del fields[name]
+            else:
+                fields[name] = draw.choice(
+                    [*_GGUF_VALUES, [draw.choice(_GGUF_VALUES[:-3])] * draw.randrange(1, 4)]
+                )
+
+    rewrite_gguf(file, spoil)
+
+
+_GGUF_VALUES: list[Any] = [0, 1, 2, 3, 8, 28, 2**31, 2**63, -1, -(2**40), True, False, 0.0, -1.0, 1e-6, 1e30]
+_GGUF_VALUES += [float("nan"), float("inf"), "", "llama", "yarn", "none", [0], [""], ["a", "b c"]]
 _DIRECTORIES = ("gqa_tied", "untied_odd_heads", "llama3_rope")
 _WAYS: dict[str, tuple[float, Callable[[random.Random, Path], None]]] = {
     "config fields": (4, in_json("config.json", _FIELDS)),
@@ -186,6 +206,7 @@ _WAYS: dict[str, tuple[float, Callable[[random.Random, Path], None]]] = {
     "index": (1, in_index),
     "directory": (0.5, in_directory),
     "gguf bytes": (2, in_gguf),
+    "gguf fields": (2, in_gguf_fields),
 }
 
 
@@ -216,7 +237,7 @@ class Bases:
         return bases
 
     def base(self, draw: random.Random, way: str) -> Path:
-        if way == "gguf bytes":
+        if way in ("gguf bytes", "gguf fields"):
             return draw.choice(self.gguf)
         return draw.choice(self.sharded if way == "index" else [*self.plain, *self.sharded])
 
@@ -278,16 +299,17 @@ def cases(seed: int, count: int) -> Iterator[tuple[str, random.Random]]:
 
 def load(model: Path) -> tuple[str, str | None]:
     """What a start would do with a model's files: the outcome, and what is wrong with it if anything is."""
-    place = next(iter(sorted(model.glob("*.gguf"))), model)
     try:
+        files = open_model(next(iter(sorted(model.glob("*.gguf"))), model))
+        inspect_model(files, EngineConfig())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # weights may be spoiled into NaN
-            checkpoint = load_checkpoint(place)
+            checkpoint = load_checkpoint(files)
             if sum(leaf.size for leaf in _small(checkpoint)) < 0:
                 return "impossible", "sizes below zero"
-        Tokenizer.of_model(place)
-        ChatTemplate.from_directory(place)
-        sampling_defaults(place)
+        Tokenizer.of_model(files)
+        files.chat_template()
+        sampling_defaults(files)
     except XlaEngineError as error:
         return "refused", None if str(model) in str(error) else f"an error that names no file: {error}"
     except Exception as error:

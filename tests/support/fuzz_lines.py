@@ -16,8 +16,8 @@ from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.results import ResultHeader, parse_record_id
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
-from xla_engine.text.chat_template import ChatTemplate
 
 SENTINEL_EVERY = 500
 SENTINEL = {
@@ -292,7 +292,7 @@ def fuzz(
         if beat is not None:
             beat(report.lines)
 
-    header = ResultHeader(created=0, model="m", speller=engine.tokenizer)
+    header = ResultHeader(created=0, model="m", tokenizer=engine.tokenizer)
     totals = BatchRun(engine, lines(), Sink(), header=header, on_turn=on_turn).run()
     if totals.failure is not None:
         report.problems.append(f"the run stopped: {totals.failure!r}")

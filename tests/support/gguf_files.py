@@ -121,6 +121,40 @@ def write_gguf(
     return path
 
 
+def rewrite_gguf(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write `path` anew with the metadata that `change` leaves; what it changes may have any type GGUF knows."""
+    reader = gguf.GGUFReader(path)
+    own = {field.name: field for field in reader.fields.values() if not field.name.startswith("GGUF.")}
+    before = {name: field.contents() for name, field in own.items()}
+    fields = dict(before)
+    change(fields)
+    writer = gguf.GGUFWriter(str(path.with_suffix(".new")), str(fields.pop("general.architecture")))
+    for name, value in fields.items():
+        if name in before and value is before[name]:
+            types = own[name].types
+            writer.add_key_value(name, value, types[0], sub_type=types[-1] if len(types) > 1 else None)
+        else:
+            listed = isinstance(value, list)
+            kind = _type_of(value[0] if listed else value)
+            writer.add_key_value(
+                name, value, gguf.GGUFValueType.ARRAY if listed else kind, sub_type=kind if listed else None
+            )
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").replace(path)
+
+
+def _type_of(value: Any) -> gguf.GGUFValueType:
+    kinds = gguf.GGUFValueType
+    if isinstance(value, int) and not isinstance(value, bool):
+        return kinds.INT64 if value < 0 else kinds.UINT64
+    return {bool: kinds.BOOL, float: kinds.FLOAT64}.get(type(value), kinds.STRING)
+
+
 def _side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rotary pairs (i, i + half) of every head as neighbours (2i, 2i + 1)."""
     pairs = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])

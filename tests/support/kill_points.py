@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.batch.test_run import FakeEngine
 from tests.support.batch_lines import HEADER
+from tests.support.fake_engine import FakeEngine
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile

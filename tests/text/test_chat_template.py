@@ -14,7 +14,9 @@ import pytest
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ChatTemplateError, CheckpointError, InvalidRequestError
-from xla_engine.text.chat_template import _WORKER, ChatTemplate, chosen_template, render_chat
+from xla_engine.model_loader.chat_templates import ChatTemplate
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.text.chat_template import _PROCESS, chosen_template, render_chat
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -148,7 +150,7 @@ def test_text_parts_are_joined_and_json_arguments_are_objects() -> None:
 
 def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     render_chat(HELLO, PLAIN)
-    process = _WORKER._process
+    process = _PROCESS._process
     assert process is not None and process.stdout is not None
 
     def interrupted() -> str:
@@ -162,9 +164,9 @@ def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.Mo
 
 def test_a_process_killed_from_outside_is_replaced() -> None:
     render_chat(HELLO, PLAIN)
-    assert isinstance(_WORKER._process, subprocess.Popen)
-    os.kill(_WORKER._process.pid, signal.SIGKILL)
-    _WORKER._process.wait()
+    assert isinstance(_PROCESS._process, subprocess.Popen)
+    os.kill(_PROCESS._process.pid, signal.SIGKILL)
+    _PROCESS._process.wait()
     assert render_chat(HELLO, PLAIN) == "user: Hello\n>"
 
 
@@ -172,15 +174,15 @@ def test_a_process_killed_from_outside_is_replaced() -> None:
 
 
 def test_templates_of_a_directory(tmp_path: Path) -> None:
-    assert ChatTemplate.from_directory(tmp_path) is None
+    assert open_model(tmp_path).chat_template() is None
     config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": PLAIN}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    template = ChatTemplate.from_directory(tmp_path)
+    template = open_model(tmp_path).chat_template()
     assert template == ChatTemplate(sources={"default": PLAIN}, special_tokens=TOKENS)
 
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = ChatTemplate.from_directory(tmp_path)
+    template = open_model(tmp_path).chat_template()
     assert render_chat(HELLO, template) == "d"
     assert render_chat(HELLO, template, tools=[{"type": "function"}]) == "t"
 
@@ -188,23 +190,23 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("r")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<e>"}))
-    template = ChatTemplate.from_directory(tmp_path)
+    template = open_model(tmp_path).chat_template()
     assert template is not None and set(template.sources) == {"default", "rag"}
     assert render_chat(HELLO, template) == "<e>file"
 
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ChatTemplateError, match="no default chat template, only rag"):
-        render_chat(HELLO, ChatTemplate.from_directory(tmp_path))
+        render_chat(HELLO, open_model(tmp_path).chat_template())
 
 
 @pytest.mark.parametrize("value", [5, [], {"a": 1}, ["x"], [{"name": "default"}]])
 def test_broken_template_entries_are_checkpoint_errors(tmp_path: Path, value: Any) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     if value == []:
-        assert ChatTemplate.from_directory(tmp_path) is None
+        assert open_model(tmp_path).chat_template() is None
     else:
         with pytest.raises(CheckpointError, match="chat_template must be"):
-            ChatTemplate.from_directory(tmp_path)
+            open_model(tmp_path).chat_template()
 
 
 # -- through the engine ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.stop_strings import by_definition
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.sequence import LiveSequence
@@ -38,15 +39,6 @@ class Pieces(IncrementalDetokenizer):
 
     def push(self, token_id: int) -> str:
         return self.pieces[token_id]
-
-
-def by_definition(text: str, stop: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """The first end at which a stop string is complete, and the longest that is."""
-    for end in range(len(text) + 1):
-        if found := [string for string in stop if text[:end].endswith(string)]:
-            longest = max(found, key=len)
-            return text[: end if include else end - len(longest)], longest
-    return text, None
 
 
 def generate(pieces: list[str], stop: tuple[str, ...], include: bool) -> tuple[str, str | None, list[str]]:
@@ -166,8 +158,8 @@ def test_what_ends_a_request_goes_before_what_would_have(
         None,
         stop_ids=frozenset({EOS, STOP_ID}),
         eos_ids=frozenset({EOS}),
-        ledger=TokenBuffer(),
-        inbox=OutputCollector(),
+        token_buffer=TokenBuffer(),
+        collector=OutputCollector(),
         now=0.0,
     )
     assert not request.add(Sample(PLAIN), 0.0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,70 +11,12 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from tests.support.tokenizers import byte_level, metaspace_unigram, sentencepiece
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.text.detokenizer import IncrementalDetokenizer, _byte_alphabet
 from xla_engine.text.tokenizer import Tokenizer
-
-TEXTS = [
-    "def push(self, item):\n    self.items.append(item)\n",
-    "naïve café, Grüße, 世界 and 🙂👩‍👩‍👧 together",
-    "the cat sat on the mat and the hat",
-] * 5
-
-
-def trained_once(train: Callable[..., tokenizers.Tokenizer]) -> Callable[..., tokenizers.Tokenizer]:
-    """A fresh copy of one training per process: the trainers break ties differently every time."""
-    train_json = cache(lambda *options: train(*options).to_str())
-    return lambda *options: tokenizers.Tokenizer.from_str(train_json(*options))
-
-
-@trained_once
-def byte_level(added: tuple[str, ...] = ()) -> tokenizers.Tokenizer:
-    """As in Llama 3, SmolLM2 and the embedded model."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=sorted(alphabet)))
-    backend.add_special_tokens(["<|begin|>", "<|end|>"])
-    backend.add_tokens(list(added))
-    begin = backend.token_to_id("<|begin|>")
-    backend.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", begin)])
-    return backend
-
-
-@trained_once
-def sentencepiece(strip: bool = True) -> tokenizers.Tokenizer:
-    """As in Llama 2 and TinyLlama; without the strip as in Gemma."""
-    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    special = ["<unk>", "<s>", "</s>"]
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special + bytes_, limit_alphabet=24)
-    backend.train_from_iterator(TEXTS, trainer)
-    state = json.loads(backend.to_str())
-    for token in state["added_tokens"]:
-        token["special"] = token["content"] in special
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["special"]]
-    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    return backend
-
-
-@trained_once
-def metaspace_unigram() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.Unigram())
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    special = ["<unk>", "<s>"]
-    backend.train_from_iterator(
-        TEXTS, trainers.UnigramTrainer(vocab_size=80, special_tokens=special, unk_token="<unk>")
-    )
-    return backend
-
 
 ODD_TOKENS = [
     *"ab .",
@@ -301,7 +241,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
     backend.enable_padding(length=100)
     backend.save(str(tmp_path / "tokenizer.json"))
     text = "the cat sat on the mat"
-    assert Tokenizer.from_directory(tmp_path).encode(text) == made("byte_level").encode(text)
+    assert Tokenizer.from_pretrained(tmp_path).encode(text) == made("byte_level").encode(text)
 
 
 def test_vocab_size_is_above_every_id() -> None:
@@ -369,9 +309,9 @@ def test_what_is_no_id_is_an_invalid_request(bad: Any) -> None:
 def test_a_directory_without_tokenizer_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*token ids.*AutoTokenizer"):
-        Tokenizer.from_directory(tmp_path)
+        Tokenizer.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no such directory"):
-        Tokenizer.from_directory(tmp_path / "absent")
+        Tokenizer.from_pretrained(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -390,7 +330,7 @@ def test_a_directory_without_tokenizer_says_how_to_make_one(tmp_path: Path) -> N
 def test_a_broken_tokenizer_file_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a usable tokenizer"):
-        Tokenizer.from_directory(tmp_path)
+        Tokenizer.from_pretrained(tmp_path)
 
 
 @settings(max_examples=60, deadline=None)
@@ -407,7 +347,7 @@ def test_fuzzed_tokenizer_files(tmp_path_factory: pytest.TempPathFactory, edits:
         content = content[:start] + inserted + content[start + deleted :]
     (directory / "tokenizer.json").write_bytes(content)
     try:
-        tokenizer = Tokenizer.from_directory(directory)
+        tokenizer = Tokenizer.from_pretrained(directory)
         ids = tokenizer.encode("a b")
         assert stream(tokenizer.incremental(), ids) == tokenizer.decode(ids)
     except (CheckpointError, InvalidRequestError):
@@ -417,7 +357,7 @@ def test_fuzzed_tokenizer_files(tmp_path_factory: pytest.TempPathFactory, edits:
 def test_a_saved_tokenizer_is_read_back(tmp_path: Path) -> None:
     for name in ("byte_level", "sentencepiece", "metaspace_unigram"):
         STREAMING[name]().save(str(tmp_path / "tokenizer.json"))
-        tokenizer = Tokenizer.from_directory(tmp_path)
+        tokenizer = Tokenizer.from_pretrained(tmp_path)
         ids = tokenizer.encode("naïve 世界 cat")
         assert stream(tokenizer.incremental(), ids) == tokenizer.decode(ids)
         assert ids == made(name).encode("naïve 世界 cat")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests.text.test_stop_strings import by_definition
+from tests.support.stop_strings import by_definition
 from xla_engine.model_loader.gguf.tokenizer import _WORDS
 from xla_engine.text.stop_strings import GeneratedText
 from xla_engine.text.tokenizer import Tokenizer

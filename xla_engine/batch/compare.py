@@ -12,15 +12,9 @@ from typing import Any
 
 from xla_engine.batch.resume import result_lines
 from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import CompareError
 
 SHOWN_IDS = 5  # first differing ids in a report, per kind
-
-
-class CompareError(XlaEngineError, ValueError):
-    """A file is not a result file; the message names file and line."""
-
-    code = "invalid_results"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

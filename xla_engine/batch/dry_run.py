@@ -13,8 +13,8 @@ from xla_engine.batch.requests import Chat, LineError, LineRequest, explain, lin
 from xla_engine.config import EngineConfig
 from xla_engine.engine.validation import RequestValidator
 from xla_engine.model_loader.config_json import read_config, read_special_tokens
-from xla_engine.model_loader.model_files import model_path
-from xla_engine.text.chat_template import ChatTemplate, chosen_template, render_chat
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 
 
@@ -51,14 +51,14 @@ class DryRun:
     """Checks lines against one model and configuration. Raises CheckpointError and ConfigError."""
 
     def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
-        place = model_path(model_name)
-        model = read_config(place)
-        self._template = ChatTemplate.from_directory(place)
+        files = open_model(model_name)
+        model = read_config(files)
+        self._template = files.chat_template()
         self._validator = RequestValidator(
             vocab_size=model.vocab_size,
-            eos_token_ids=read_special_tokens(place, model).eos_token_ids,
+            eos_token_ids=read_special_tokens(files, model).eos_token_ids,
             max_model_len=config.context_length(model.max_position_embeddings),
-            tokenizer=Tokenizer.of_model(place),
+            tokenizer=Tokenizer.of_model(files),
         )
 
     def run(

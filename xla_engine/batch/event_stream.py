@@ -22,31 +22,21 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from xla_engine.batch.event_writer import EventWriter
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
-from xla_engine.batch.submit import Submits, submit_prompt, whole_request
+from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
+from xla_engine.engine.protocol import Engine
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.scheduler import Snapshot
 from xla_engine.utils.json_line import dump_line
 
 MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
 MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
 _IDLE_SECONDS = 0.2  # between looks at the signals while nothing is under way
-
-
-class StreamEngine(Submits, Protocol):
-    """What a stream needs of `XlaBatchEngine`."""
-
-    @property
-    def has_unfinished(self) -> bool: ...
-    def step(self) -> list[RequestOutput]: ...
-    def abort(self, request_id: str) -> bool: ...
-    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass(slots=True)
@@ -69,7 +59,7 @@ class EventStream:
 
     def __init__(
         self,
-        engine: StreamEngine,
+        engine: Engine,
         source: BinaryIO,
         sink: BinaryIO,
         *,

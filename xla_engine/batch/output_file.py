@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from xla_engine.batch.resume import FileSystem, FinishedLines, Sink, is_packed, sink_of
-from xla_engine.errors import XlaEngineError
-
-
-class OutputError(XlaEngineError, ValueError):
-    """A file cannot be the output of a run; the message says what to do."""
-
-    code = "cannot_write"
+from xla_engine.errors import OutputError
 
 
 class Mode(Enum):

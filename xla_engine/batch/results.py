@@ -46,7 +46,7 @@ def parse_record_id(value: object) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2], 16))
 
 
-class Speller(Protocol):
+class TokenText(Protocol):
     """What the text of single tokens is asked of: the tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -61,14 +61,14 @@ class ResultHeader:
     model: the name of the loaded model, for lines that named none.
     system_fingerprint: digest of the engine's identity.
     hashes: bodies also say it in `xla_engine`, with hashes of tokens and logprob bits.
-    speller: the tokenizer, for the text of tokens beside their logprobs; None writes `token_id:<id>`.
+    tokenizer: for the text of tokens beside their logprobs; None writes `token_id:<id>`.
     """
 
     created: int
     model: str
     system_fingerprint: str | None = None
     hashes: bool = False
-    speller: Speller | None = None
+    tokenizer: TokenText | None = None
 
 
 def output_error(request: LineRequest, output: RequestOutput) -> LineError | None:
@@ -103,7 +103,7 @@ def result_line(
         "system_fingerprint": header.system_fingerprint,
         "choices": [
             {"index": number // per_prompt * per_prompt + completion.index}
-            | _choice(request, completion, header.speller)
+            | _choice(request, completion, header.tokenizer)
             for number, completion in enumerate(completions)
         ],
         "usage": {
@@ -129,21 +129,23 @@ def error_line(error: LineError, name: str) -> bytes:
     return dump_line({"id": name, "custom_id": error.custom_id, "response": None, "error": detail})
 
 
-def _choice(request: LineRequest, completion: CompletionOutput, speller: Speller | None) -> dict[str, Any]:
+def _choice(
+    request: LineRequest, completion: CompletionOutput, tokenizer: TokenText | None
+) -> dict[str, Any]:
     """One choice without its index; `stop_reason` is vLLM's."""
     content: dict[str, Any]
     if request.is_chat:
         content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        block = _chat_logprobs(completion, request.params, speller)
+        block = _chat_logprobs(completion, request.params, tokenizer)
     else:
         content = {"text": completion.text}
-        block = _text_logprobs(completion, request.params, speller)
+        block = _text_logprobs(completion, request.params, tokenizer)
     end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     return {**content, **end, "logprobs": block}
 
 
 def _text_logprobs(
-    completion: CompletionOutput, params: SamplingParams, speller: Speller | None
+    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
 ) -> dict[str, Any] | None:
     """The completions API's block of parallel lists, and `token_ids` beside them.
 
@@ -154,20 +156,20 @@ def _text_logprobs(
     top = None
     if completion.top_logprobs is not None:
         top = [
-            {_spell(token_id, speller): value for token_id, value in reversed(_likeliest(found))}
+            {_token_text(token_id, tokenizer): value for token_id, value in reversed(_likeliest(found))}
             for found in completion.top_logprobs
         ]
     return {
-        "tokens": [_spell(token_id, speller) for token_id in completion.token_ids],
+        "tokens": [_token_text(token_id, tokenizer) for token_id in completion.token_ids],
         "token_logprobs": [_finite(value) for value in completion.logprobs],
         "top_logprobs": top,
-        "text_offset": _offsets(completion.token_ids, params, speller),
+        "text_offset": _offsets(completion.token_ids, params, tokenizer),
         "token_ids": list(completion.token_ids),
     }
 
 
 def _chat_logprobs(
-    completion: CompletionOutput, params: SamplingParams, speller: Speller | None
+    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
 ) -> dict[str, Any] | None:
     """The chat API's block of one record per token, and `token_ids` beside it."""
     if completion.logprobs is None:
@@ -175,8 +177,8 @@ def _chat_logprobs(
     tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
     content = [
         {
-            **_token(token_id, _finite(value), speller),
-            "top_logprobs": [_token(*other, speller) for other in _likeliest(top, params.logprobs or 0)],
+            **_token(token_id, _finite(value), tokenizer),
+            "top_logprobs": [_token(*other, tokenizer) for other in _likeliest(top, params.logprobs or 0)],
         }
         for token_id, value, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
     ]
@@ -205,27 +207,29 @@ def _likeliest(found: Mapping[int, Logprob], lowest_rank: float = math.inf) -> l
     ]
 
 
-def _token(token_id: int, logprob: float | None, speller: Speller | None) -> dict[str, Any]:
-    raw = None if speller is None else list(speller.token_bytes(token_id))
-    return {"token": _spell(token_id, speller), "logprob": logprob, "bytes": raw}
+def _token(token_id: int, logprob: float | None, tokenizer: TokenText | None) -> dict[str, Any]:
+    raw = None if tokenizer is None else list(tokenizer.token_bytes(token_id))
+    return {"token": _token_text(token_id, tokenizer), "logprob": logprob, "bytes": raw}
 
 
-def _spell(token_id: int, speller: Speller | None) -> str:
+def _token_text(token_id: int, tokenizer: TokenText | None) -> str:
     """A token's text, or its bytes where they are only part of a character, as OpenAI writes them."""
-    if speller is None:
+    if tokenizer is None:
         return f"token_id:{token_id}"
-    raw = speller.token_bytes(token_id)
+    raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _offsets(token_ids: Sequence[int], params: SamplingParams, speller: Speller | None) -> list[int] | None:
+def _offsets(
+    token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenText | None
+) -> list[int] | None:
     """Characters of text before each token; a token that only begins a character stands where that will."""
-    if speller is None:
+    if tokenizer is None:
         return None
-    text, length, offsets = speller.incremental(params.skip_special_tokens), 0, []
+    text, length, offsets = tokenizer.incremental(params.skip_special_tokens), 0, []
     for token_id in token_ids:
         offsets.append(length)
         length += len(text.push(token_id))

@@ -19,17 +19,11 @@ from typing import Any, BinaryIO, Protocol
 
 from xla_engine.batch.line_index import LineIndex
 from xla_engine.batch.results import parse_record_id
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import ResumeError
 
 MEMBER_BYTES = 1 << 16  # of lines in a gzip member: what a killed run may have to do again
 _BLOCK = 1 << 20
 _BEGINNING = b'{"id": "batch_req_'  # of every result line
-
-
-class ResumeError(XlaEngineError, ValueError):
-    """An output file is not what this run would have left behind."""
-
-    code = "cannot_resume"
 
 
 class FileSystem:

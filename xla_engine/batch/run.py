@@ -24,26 +24,16 @@ from xla_engine.batch.results import (
     record_id,
     result_line,
 )
-from xla_engine.batch.resume import FinishedLines, ResumeError
-from xla_engine.batch.submit import Submits, submit_prompt, whole_request
+from xla_engine.batch.resume import FinishedLines
+from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
-from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.engine.protocol import Engine
+from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
 from xla_engine.utils.json_line import dump_line
 
 SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
 ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
-
-
-class Engine(Submits, Protocol):
-    """What a batch run needs of `XlaBatchEngine`."""
-
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def has_unfinished(self) -> bool: ...
-    def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
-    def abort(self, request_id: str) -> bool: ...
 
 
 class Writer(Protocol):

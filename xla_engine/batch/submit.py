@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
 from xla_engine.batch.requests import Chat, LineRequest, Prompt
-from xla_engine.sampling_params import SamplingParams
+from xla_engine.engine.protocol import Engine
 
 
-class Submits(Protocol):
-    """Takes requests, as `XlaBatchEngine` does."""
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
-    ) -> str: ...
-
-
-def submit_prompt(engine: Submits, request: LineRequest, prompt: Prompt, request_id: str) -> None:
+def submit_prompt(engine: Engine, request: LineRequest, prompt: Prompt, request_id: str) -> None:
     """Queue one prompt of a line. Raises whatever keeps the engine from taking it."""
     is_chat = isinstance(prompt, Chat)
     if isinstance(prompt, Chat):

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.loop import Loop
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.output_collector import OutputCollector, Readable
+from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.seeds import request_seed
-from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.sequence_group import SequenceGroup
 from xla_engine.engine.stats import EngineStats
 from xla_engine.engine.validation import RequestValidator
-from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.graphs.inventory import GraphReport
+from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.generation_config import sampling_defaults
-from xla_engine.model_loader.model_files import model_path
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check import SelfCheck, run_self_check
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import QueueFullError, Request, Scheduler, Snapshot
-from xla_engine.text.chat_template import ChatTemplate, Message, chosen_template, render_chat
+from xla_engine.scheduler import Request, Scheduler, Snapshot
+from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 
 
 class XlaBatchEngine(Loop):
-    """Continuous batching over one model: the loop, and what people ask of it.
+    """Continuous batching over one model: the loop, and the requests, results and counters of its callers.
 
     Runnable example::
 
@@ -41,6 +44,8 @@ class XlaBatchEngine(Loop):
             print(output.outputs[0].text)
         engine.close()
     """
+
+    runner: Runner
 
     def __init__(
         self,
@@ -72,14 +77,16 @@ class XlaBatchEngine(Loop):
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.default_params = SamplingParams()  # of requests that bring none
-        self.admission = RequestValidator(
+        self.default_params = SamplingParams()  # of requests that are submitted without parameters
+        self.validator = RequestValidator(
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
             max_model_len=runner.context_length,
             tokenizer=tokenizer,
+            max_waiting=config.max_waiting,
+            never_fits=lambda prompt_tokens, max_tokens: self.scheduler.never_fits(prompt_tokens, max_tokens),
         )
-        self._inbox = OutputCollector()  # of requests that were submitted without one; `step` reads it
+        self._collector = OutputCollector()  # of requests that were submitted without one; `step` reads it
 
     @classmethod
     def from_pretrained(
@@ -95,20 +102,18 @@ class XlaBatchEngine(Loop):
         Raises CheckpointError. The callbacks are those of the constructor.
         """
         config = config or EngineConfig()
-        place = model_path(embedded_model_directory() if model is None else model)
+        files = open_model(embedded_model_directory() if model is None else model)
         engine = cls(
-            load_checkpoint(place, dtype=config.dtype),
-            Tokenizer.of_model(place),
+            load_checkpoint(files, dtype=config.dtype),
+            Tokenizer.of_model(files),
             config,
-            chat_template=ChatTemplate.from_directory(place),
+            chat_template=files.chat_template(),
             progress=progress,
             load_progress=load_progress,
         )
         if config.generation_config == "model":
-            engine.default_params = SamplingParams.from_mapping(sampling_defaults(place))
+            engine.default_params = SamplingParams.from_mapping(sampling_defaults(files))
         return engine
-
-    # -- requests ---------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -117,54 +122,44 @@ class XlaBatchEngine(Loop):
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: str = "",
-        inbox: OutputCollector | None = None,
+        collector: OutputCollector | None = None,
+        **options: Unpack[RequestOptions],
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
+        request_id: None counts up. It names the request in outputs and, without a seed of its own, keys its noise.
         add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
-        priority: -10 (soonest) to 10, for a place in the queue; `scheduler.policy.place` states the rule and how long
-            anybody can be kept waiting by it.
-        deadline_s: after so many seconds the request ends with reason "deadline" and what it has.
-        queue_timeout_s: if it has no slot after so many seconds it ends with reason "queue_timeout".
-        cache_salt: its prefix is shared with requests of the same salt only, so that nobody can tell by the time of a
-            first token what others have asked.
-        inbox: who reads its outputs; without one `step` returns them. Times are looked at once a turn.
+        collector: takes the request's news; without one `step` returns them.
+        options: when it runs and what it shares; see `RequestOptions`.
 
-        Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit) and changes nothing then;
-        QueueFullError when the queue is bounded and full; EngineClosedError when the engine is gone.
+        Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit), QueueFullError when the
+        queue is bounded and full, and EngineClosedError when the engine is gone; then nothing is changed.
         """
         self._settle()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         params = params or self.default_params
-        request_id = str(self._book.submitted) if request_id is None else request_id
-        self._book.check_free(request_id, params.n)
-        self.admission.check_options(priority, deadline_s, queue_timeout_s, cache_salt)
-        token_ids = self.admission.token_ids(prompt, params, add_special_tokens=add_special_tokens)
-        if (why := self.scheduler.never_fits(len(token_ids), params.max_tokens)) is not None:
-            raise TokenLimitError(
-                f"prompt and max_tokens never fit: {why}; ask for less or give more num_blocks"
-            )
-        stop_ids = self.admission.stop_token_ids(params)
-        masks = [self.admission.token_mask(params, stop_ids) for _ in range(params.n)]
-        self._check_room(params.n)
+        request_id = str(self._table.submitted) if request_id is None else request_id
+        self._table.check_free(request_id, params.n)
+        self.validator.check_options(**options)
+        token_ids = self.validator.token_ids(prompt, params, add_special_tokens=add_special_tokens)
+        stop_ids = self.validator.stop_token_ids(params)
+        masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
+        self.validator.check_queue(params.n, self.num_waiting)
         now = self.clock()
-        sequences = self._book.open(
+        sequences = self._table.open(
             request_id,
             prompt,
             token_ids,
             params,
             masks=masks,
             stop_ids=stop_ids,
-            eos_ids=self.admission.eos_token_ids,
+            eos_ids=self.validator.eos_token_ids,
             seed=self.seed_of(request_id, params),
-            inbox=self._inbox if inbox is None else inbox,
+            collector=self._collector if collector is None else collector,
             now=now,
         )
+        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
         self.queue(
             request_id,
             (
@@ -173,26 +168,17 @@ class XlaBatchEngine(Loop):
                     prompt_token_ids=token_ids,
                     max_tokens=params.max_tokens,
                     stop_token_ids=frozenset(stop_ids),
-                    lockstep=masks[0] is not None and masks[0].lockstep,
-                    cache_salt=cache_salt,
-                    reads_prefix_cache=self._book.settings[name].params.prompt_logprobs is None,
-                    priority=priority,
-                    deadline=None if deadline_s is None else now + deadline_s,
-                    queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
+                    host_gated=masks[0] is not None and masks[0].host_gated,
+                    cache_salt=options.get("cache_salt", ""),
+                    reads_prefix_cache=self._table.settings[name].params.prompt_logprobs is None,
+                    priority=options.get("priority", 0),
+                    deadline=None if deadline is None else now + deadline,
+                    queue_deadline=None if queue_timeout is None else now + queue_timeout,
                 )
                 for name in sequences
             ),
         )
         return request_id
-
-    def _check_room(self, n: int) -> None:
-        """All sequences of a request are taken, or none."""
-        limit = self.config.max_waiting
-        if n > 1 and limit is not None and self.num_waiting + n > limit:
-            raise QueueFullError(
-                f"{n} sequences were not taken: {self.num_waiting} wait and max_waiting is {limit}; submit them again "
-                "after a step, lower n, or raise the bound"
-            )
 
     def render_chat(
         self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any
@@ -204,56 +190,56 @@ class XlaBatchEngine(Loop):
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
-        """Take a request's slot away: it goes on later, and its stream is the same; False where it holds no slot.
+        """Take a request's slot away: it goes on later, and its stream is the same; false where it holds no slot.
 
         how: "park" (its state waits on the host), "recompute" (prompt and tokens are prefilled again, where that gives
             the same bits), "replay" (it runs again from its beginning); None takes what is cheapest.
-        to_back: in line behind everybody of its priority, else at the place it had.
+        to_back: it waits behind all others of its priority, else at the place it had.
 
-        Raises InvalidRequestError for a way that this engine has not got.
+        Raises InvalidRequestError for a way that this engine does not offer.
         """
         self._settle()
         if how not in (None, *self.ways_to_preempt):
             raise InvalidRequestError(
                 f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
             )
-        names = self._book.sequences(request_id)
+        names = self._table.sequences(request_id)
         return any([self._take_away(name, how=how, to_back=to_back) for name in names])
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
-        """What `preempt` can do here."""
+        """The values of `how` that `preempt` takes on this engine."""
         parks = ("park",) if self.config.parks else ()
         return (*parks, *(("recompute",) if self.scheduler.config.keeps_tokens else ()), "replay")
 
-    # -- results ----------------------------------------------------------------------------------------------
-
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        """One turn. Returns the cumulative output of every request that has news, unless another inbox has them.
+        """Run one turn; returns the cumulative output of every request with news and no collector of its own.
 
-        `only_finished` leaves out the running ones, whose outputs cost a copy of all their tokens each turn; nobody
-        looks at their tokens one by one then, unless stop strings or grammars ask for it.
+        `only_finished` leaves out the running requests, whose outputs cost a copy of all their tokens each turn; their
+        tokens are then taken many at a time, unless stop strings or grammars need each.
         """
-        self._inbox.every_token = not only_finished
-        if self._closed is None or not self._inbox:
+        self._collector.every_token = not only_finished
+        if self._closed is None or not self._collector:
             self.advance()
-        return [request.output() for request in self._inbox.take() if request.finished or not only_finished]
+        return [
+            request.output() for request in self._collector.take() if request.finished or not only_finished
+        ]
 
     def drain(self) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion."""
-        ended: list[LiveSequence | SequenceGroup] = []
-        self._inbox.every_token = False
+        ended: list[Readable] = []
+        self._collector.every_token = False
         try:
             while self.has_unfinished:
-                if self._closed is None or not self._inbox:
+                if self._closed is None or not self._collector:
                     self.advance()
-                ended += (request for request in self._inbox.take() if request.finished)
+                ended += (request for request in self._collector.take() if request.finished)
         except BaseException:
-            for request in ended:  # what was not delivered is still there
-                self._inbox.put(request)
+            for request in ended:  # not delivered yet, so `step` or `drain` must find them again
+                self._collector.put(request)
             raise
         finally:
-            self._inbox.every_token = True
+            self._collector.every_token = True
         return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:
@@ -261,12 +247,10 @@ class XlaBatchEngine(Loop):
         while self.has_unfinished:
             yield from self.step()
 
-    # -- state ------------------------------------------------------------------------------------------------
-
     @property
     def has_unfinished(self) -> bool:
         """Whether a turn still has something to do or to deliver."""
-        return self.has_work or bool(self._inbox)
+        return self.has_work or bool(self._collector)
 
     @property
     def max_num_seqs(self) -> int:
@@ -287,8 +271,8 @@ class XlaBatchEngine(Loop):
             steps=work.steps,
             prefill_calls=self.runner.prefill_calls,
             prompt_tokens=work.prompt_tokens,
-            generation_tokens=self._book.ledger.num_tokens,
-            finished={str(reason): count for reason, count in self._book.finished.items()},
+            generation_tokens=self._table.token_buffer.num_tokens,
+            finished={str(reason): count for reason, count in self._table.finished.items()},
             recoveries=self._faults.count,
             cached_tokens=counters.cached_tokens,
             preemptions=counters.preemptions,
@@ -300,17 +284,26 @@ class XlaBatchEngine(Loop):
             compile_seconds=self.runner.compile_seconds,
         )
 
+    def identity(self) -> EngineIdentity:
+        """Everything the bits of a result may depend on beside the request."""
+        return EngineIdentity(
+            model=self.checkpoint.fingerprint,
+            dtype=self.checkpoint.dtype,
+            config=json.loads(json.dumps(asdict(self.config))),
+            platform=self.runner.platform,
+        )
+
     @property
     def last_fault(self) -> str | None:
-        """The latest step that failed, in words."""
+        """The latest failed step, in words; None where none has failed."""
         return self._faults.last
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the slots hold: prompts are computed whole again until they have been seen anew."""
+        """Forget the cached prefixes: a prompt is computed whole until its beginning has been seen again."""
         self.scheduler.reset_prefix_cache()
 
     def blank(self) -> None:
-        """Cache, row state and all that is known of them as at start-up: what runs next repeats to the bit.
+        """Put cache, row state and prefix cache back to their state at start-up, so that a run repeats to the bit.
 
         The engine must be idle.
         """
@@ -318,13 +311,13 @@ class XlaBatchEngine(Loop):
         self.runner.blank()
 
     def inventory_report(self) -> list[GraphReport]:
-        """One line per executable."""
+        """Return one report per executable."""
         return self.runner.reports
 
     def close(self) -> None:
         """Abort what is live and free device memory.
 
-        Terminal outputs that nobody has read yet can still be had, by `step`, `drain` or their inboxes.
+        Terminal outputs that were not read yet can still be read, by `step`, `drain` or their collectors.
         """
         if self._closed is None:
             self.abort_all()
@@ -339,5 +332,5 @@ class XlaBatchEngine(Loop):
         self.close()
 
     def seed_of(self, request_id: str, params: SamplingParams) -> int:
-        """A request's 64-bit noise key: its own seed, else one drawn from the engine's seed and the request's id."""
+        """Return a request's 64-bit noise key: its own seed, else one made from the engine's seed and its id."""
         return request_seed(self.config.seed, request_id) if params.seed is None else params.seed % 2**64

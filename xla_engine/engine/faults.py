@@ -1,4 +1,4 @@
-"""Counting the steps that failed: who was in them, who may run again, and when the device is given up."""
+"""Counting failed steps: which requests were in them, which may run again, and when the device is given up."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Faults:
         self._in_a_row = 0
 
     def step_was_good(self) -> None:
-        """What was asked of the device was answered."""
+        """Note that the device has answered."""
         self.plan, self._in_a_row = None, 0
 
-    def strike(self, cause: str) -> bool:
-        """A step failed; whether there is a point in going on."""
+    def record(self, cause: str) -> bool:
+        """Note a failed step; true if it makes sense to go on."""
         self.last = cause
         self.count += 1
         self._in_a_row += 1
         return self._in_a_row < FAULTS_IN_A_ROW
 
-    def condemned(self, live: Iterable[LiveSequence]) -> list[LiveSequence]:
-        """Of the live requests those that were in the step that failed, and in more failed ones than they may."""
+    def exhausted(self, live: Iterable[LiveSequence]) -> list[LiveSequence]:
+        """Return the live requests that were in the failed step, and have been in more failed ones than they may."""
         concerned = None
         if self.plan is not None:
             parts: tuple[Chunk | Row, ...] = (*self.plan.chunks, *self.plan.decode)

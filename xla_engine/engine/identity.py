@@ -1,7 +1,4 @@
-"""Short hashes that make two runs comparable later: of the engine, of a request's tokens, of its logprob bits.
-
-`compare_files` reads two result files of `xla-engine run` and says where they differ. No jax here.
-"""
+"""Short hashes that make two runs comparable later: of the engine, of a request's tokens, of its logprob bits."""
 
 from __future__ import annotations
 
@@ -10,10 +7,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from xla_engine.engine.batch_engine import XlaBatchEngine
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +22,6 @@ class EngineIdentity:
     dtype: str
     config: Mapping[str, Any]
     platform: Mapping[str, str]
-
-    @classmethod
-    def of(cls, engine: XlaBatchEngine) -> EngineIdentity:
-        """The identity of a running engine."""
-        config: dict[str, Any] = json.loads(json.dumps(asdict(engine.config)))
-        checkpoint = engine.checkpoint
-        return cls(
-            model=checkpoint.fingerprint,
-            dtype=checkpoint.dtype,
-            config=config,
-            platform=engine.runner.platform,
-        )
 
     def digest(self) -> str:
         """Sixteen hex digits; equal where `differences` finds nothing."""
@@ -92,6 +74,3 @@ def result_fingerprint(
         "tokens_sha256": tokens_sha256(token_ids),
         "logprob_bits_sha256": logprob_bits_sha256(logprobs),
     }
-
-
-# -- comparing two result files ---------------------------------------------------------------------------------

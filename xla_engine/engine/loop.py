@@ -1,24 +1,25 @@
 """The loop: requests go through scheduler and device, turn by turn.
 
-One turn is `plan -> start -> wait(previous) -> commit -> deliver`. The lag between starting a step and reading it
-is a value, the queue of steps in flight; there are no threads. A loop belongs to one thread.
+One turn is `plan -> start -> wait(previous) -> commit -> deliver`: `begin_turn` plans and starts, its caller waits,
+and `end_turn` commits and delivers. The lag between starting a step and reading it is a value, the queue of steps in
+flight; there are no threads. A loop belongs to one thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.stats import Work
+from xla_engine.engine.stats import WorkCounters
 from xla_engine.errors import EngineClosedError
-from xla_engine.runner.in_flight import InFlight
-from xla_engine.runner.runner import Runner
+from xla_engine.runner.in_flight import InFlight, PromptScores
+from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import (
     NO_CHOICE,
     Chunk,
@@ -30,21 +31,31 @@ from xla_engine.scheduler import (
     StepResult,
     Swap,
 )
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
-PREEMPTED = ("park", "recompute", "replay")  # decisions that take a slot away
 NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
+class StepRunner(Protocol):
+    """What a loop asks of the device side; `Runner` documents it."""
+
+    def start(self, plan: Plan, settings: Mapping[str, RowSettings]) -> InFlight: ...
+    def wait(self, step: InFlight) -> StepResult: ...
+    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores]: ...
+    def discard(self, request_id: str) -> None: ...
+    def rebuild(self) -> None: ...
+
+
 class Loop:
-    """Drives a scheduler and a runner; what requests have so far is in a book.
+    """Drives a scheduler and a runner; a table holds what requests have so far.
 
     lag: started steps that may be left unread; may be changed between turns.
     clock: seconds, for deadlines and the times of tokens.
-    on_step: sees each plan as it is started (events None) and each step as it is read. on_submit, on_end: see each
-        sequence as it is queued, and as it ends. For records and tests.
+    on_step: called with each plan as it is started (events None) and each step as it is read.
+    on_submit, on_end: called for each sequence as it is queued, and as it ends.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, book: RequestTable, *, lag: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, table: RequestTable, *, lag: int) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.lag = lag
@@ -52,18 +63,18 @@ class Loop:
         self.on_step: Callable[[Plan, Events | None], None] | None = None
         self.on_submit: Callable[[Request], None] | None = None
         self.on_end: Callable[[str, FinishReason], None] | None = None
-        self._book = book
+        self._table = table
         self._faults = Faults()
         self._in_flight: deque[InFlight] = deque()
-        self._turning = False  # inside a turn, perhaps while somebody else waits for its step
-        self._unsettled = False  # a turn did not come to its end
-        self._work = Work()
+        self._turning = False  # between the beginning and the end of a turn
+        self._unsettled = False  # a turn was begun and has not come to its end
+        self._work = WorkCounters()
         self._closed: str | None = None
 
     # -- requests ---------------------------------------------------------------------------------------------
 
     def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
-        """Queue all sequences of a request that the book has, or none: then the book has it no more.
+        """Queue all sequences of a request of the table, or none: then the request leaves the table.
 
         Raises what `Scheduler.submit` does.
         """
@@ -77,53 +88,51 @@ class Loop:
         except BaseException:
             for name in queued:
                 self.scheduler.abort(name)
-            self._book.take_back(request_id)
+            self._table.take_back(request_id)
             raise
 
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over."""
         self._settle()
-        ended = [name for name in self._book.sequences(request_id) if self.scheduler.abort(name)]
+        ended = [name for name in self._table.sequences(request_id) if self.scheduler.abort(name)]
         for name in ended:
             self._end(name, FinishReason.ABORT)
         return bool(ended)
 
     def abort_all(self) -> None:
         """End every live request now."""
-        for name in self._book:
+        for name in self._table:
             self.abort(name)
 
     def _take_away(self, name: str, *, how: str | None, to_back: bool) -> bool:
-        """Preempt a sequence; whether it held a slot."""
+        """Preempt a sequence; true if it held a slot."""
         if self.scheduler.preempt(name, how=how, to_back=to_back) is None:
             return False
-        self._book.ledger.bound(self._book[name], self.scheduler.counters().steps_planned)
+        self._table.token_buffer.bound(self._table[name], self.scheduler.counters().steps_planned)
         return True
 
     # -- turns ------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """One turn, whose news are left in the inboxes. Raises EngineClosedError."""
-        turn = self.turn()
-        resume: Callable[[Any], Callable[[], StepResult]] = turn.send
-        answer: Any = None
+        """One turn, whose news are left in the collectors. Raises EngineClosedError."""
+        step = self.begin_turn()
+        if step is None:
+            return
         try:
-            while True:
-                fetch = resume(answer)
-                try:
-                    resume, answer = turn.send, fetch()
-                except Exception as error:
-                    resume, answer = turn.throw, error
-        except StopIteration:
-            pass
+            answer: StepResult | BaseException
+            try:
+                answer = self.runner.wait(step)
+            except BaseException as error:
+                answer = error
+            self.end_turn(step, answer)
         finally:
-            turn.close()
+            self._turning = False  # also when an interrupt came between the two
 
-    def turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
-        """One turn for a driver that has something else to do while the device works.
+    def begin_turn(self) -> InFlight | None:
+        """Expire, plan and start; the step to read now, None where the turn is over.
 
-        Yields functions that block until a step is done; the driver calls them, in any thread, and sends back what
-        they return or throws in what they raise. It may submit and abort meanwhile. Raises EngineClosedError.
+        A step is to be read with `runner.wait`, in any thread, and handed to `end_turn`. Requests may be submitted and
+        aborted meanwhile. Raises EngineClosedError.
         """
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
@@ -131,84 +140,96 @@ class Loop:
             raise RuntimeError("two callers drive this engine at once; let one of them run it")
         self._settle()
         if self._closed is not None:
-            return  # everybody has been told
+            return None  # every reader has been told
         self._turning = self._unsettled = True
+        step: InFlight | None = None
         try:
-            yield from self._turn()
+            for request_id, reason in self.scheduler.expire(self.clock()):
+                self._end(request_id, reason)
+            # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
+            started = len(self._in_flight) <= self.lag and self._start_next()
+            if len(self._in_flight) > (self.lag if started else 0):
+                step = self._in_flight.popleft()
+                self._faults.plan = step.plan
+            else:
+                self._unsettled = False
+        except Exception as error:
+            self._recover(f"{type(error).__name__}: {error}")
+        finally:
+            self._turning = step is not None
+        return step
+
+    def end_turn(self, step: InFlight, answer: StepResult | BaseException) -> None:
+        """Commit and deliver the result of a step, or recover from the error that came in its place.
+
+        An interrupt (a BaseException that is no Exception) is raised again; the next call then starts afresh.
+        """
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            for part in self.runner.prompt_scores(step):
+                if self._table.settings.get(part.request_id) is part.settings:
+                    self._table[part.request_id].add_prompt_logprobs(part.start, part.scores)
+            events = self.scheduler.commit(step.plan, answer)
+            self._faults.step_was_good()
+            if self.on_step is not None:
+                self.on_step(step.plan, events)
+            self._deliver(step.plan, answer, events)
             self._unsettled = False
         except Exception as error:
             self._recover(f"{type(error).__name__}: {error}")
         finally:
             self._turning = False
 
-    def _turn(self) -> Generator[Callable[[], StepResult], StepResult, None]:
-        for request_id, reason in self.scheduler.expire(self.clock()):
-            self._end(request_id, reason)
-        started = self._start_next()
-        while len(self._in_flight) > (self.lag if started else 0):
-            step = self._in_flight.popleft()
-            self._faults.plan = step.plan
-            result = yield partial(self.runner.wait, step)
-            self._take_prompt_logprobs(step)
-            events = self.scheduler.commit(step.plan, result)
-            self._faults.step_was_good()
-            if self.on_step is not None:
-                self.on_step(step.plan, events)
-            self._deliver(step.plan, result, events)
-            started = True  # with nothing to start, read one step and plan again
-
     def _start_next(self) -> bool:
-        """Plan and dispatch one step; False when there is nothing to dispatch."""
+        """Plan and dispatch one step; false when there is nothing to dispatch."""
         plan = self.scheduler.plan()
         if plan.is_empty:
-            if self._book and not self._in_flight:
+            if self._table and not self._in_flight:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._faults.plan = plan
-        for request_id in plan.replays:  # first: one that is in a slot again has the mask of its first token
-            self._book[request_id].rewind()
+        for (
+            request_id
+        ) in plan.replays:  # before the start, which reads the mask of a replayed request's first token
+            self._table[request_id].rewind()
         for decision in plan.decisions:
-            if decision.action in PREEMPTED:
-                self._book.ledger.bound(self._book[decision.request_id], plan.step)
-        self._in_flight.append(self.runner.start(plan, self._book.settings))
+            if decision.action in WAYS_TO_PREEMPT:
+                self._table.token_buffer.bound(self._table[decision.request_id], plan.step)
+        self._in_flight.append(self.runner.start(plan, self._table.settings))
         self._faults.plan = None
         if self.on_step is not None:
             self.on_step(plan, None)
         for reuse in plan.reuses:
-            self._book[reuse.request_id].reuse(reuse.length)
+            self._table[reuse.request_id].reuse(reuse.length)
         now = self.clock()
         for request_id in plan.admitted:
-            self._book[request_id].admit(now)
+            self._table[request_id].admit(now)
         self._begin_decoding(plan)
         self._work.started(plan)
         return True
 
     def _begin_decoding(self, plan: Plan) -> None:
-        """Tell the ledger in which slots requests decode from this step on."""
-        book, step = self._book, plan.step
+        """Tell the token buffer in which slots requests decode from this step on."""
+        table, step = self._table, plan.step
         parts: tuple[Chunk | Swap, ...] = (*plan.first_rows, *plan.resumes)
         for part in parts:
-            request = book[part.request_id]
-            if not request.lockstep:
-                self._give(request, request.take, None)  # of the slot it had before
+            request = table[part.request_id]
+            if not request.host_gated:
+                self._give(request, request.take, None)  # tokens of the slot it had before
                 if not request.finished:
-                    book.ledger.begin(request, part.slot.index, step)
-        for row in reversed(plan.decode):  # those in lockstep come last, and may not decode in the next step
-            one = book.get(row.request_id)
-            if one is None or not one.lockstep:
+                    table.token_buffer.begin(request, part.slot.index, step)
+        for row in reversed(plan.decode):  # host_gated rows come last, and may not decode in the next step
+            one = table.get(row.request_id)
+            if one is None or not one.host_gated:
                 break
-            book.ledger.begin(one, row.slot.index, step, step + 1)
-
-    def _take_prompt_logprobs(self, step: InFlight) -> None:
-        for part in self.runner.prompt_scores(step):
-            if self._book.settings.get(part.request_id) is part.settings:
-                self._book[part.request_id].add_prompt_logprobs(part.start, part.scores)
+            table.token_buffer.begin(one, row.slot.index, step, step + 1)
 
     def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
-        """Give requests their tokens: the first one, and those that each has to look at. Others find them later."""
-        now, ledger = self.clock(), self._book.ledger
+        """Give requests their first token, and eager requests their next one; lazy requests take theirs later."""
+        now, token_buffer = self.clock(), self._table.token_buffer
         for event in events.first:
-            request = self._book[event.request_id]
+            request = self._table[event.request_id]
             if event.sample.token_id == NO_CHOICE:
                 self._end(event.request_id, FinishReason.ERROR, NO_NUMBERS)
             else:
@@ -217,37 +238,37 @@ class Loop:
         for name in [name for name, reason in ends.items() if reason is FinishReason.ERROR]:
             del ends[name]
             self._end(name, FinishReason.ERROR, NO_NUMBERS)
-        ledger.append(plan.step, result.decode, now)
-        for request in ledger.attentive():
+        token_buffer.append(plan.step, result.decode, now)
+        for request in token_buffer.eager():
             self._give(request, request.take, ends.pop(request.request_id, None))
-            if not (request.finished or request.attentive):
-                ledger.calm_down(request)
+            if not (request.finished or request.eager):
+                token_buffer.make_lazy(request)
         for name, reason in ends.items():
-            if reason is not None and self._book.get(name) is not None:  # no stop string has ended it before
+            if reason is not None and self._table.get(name) is not None:  # no stop string has ended it before
                 self._end(name, reason)
-        for request in ledger.followed():
-            request.inbox.put(request.reader)
-        for request in ledger.due():
+        for request in token_buffer.streamed():
+            request.collector.put(request.reader)
+        for request in token_buffer.next_to_flush():
             self._give(request, request.take, None)
 
     def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
-        """Let a request take what is there, and end it if it is to: for this reason, a stop string or a failure."""
+        """Let a request take its tokens, and end it for `reason`, for a stop string or for a failure of its text."""
         error, by_scheduler, tokens = None, reason is not None, request.num_tokens
         try:
             if take():
                 reason = FinishReason.STOP
-        except Exception as failure:  # its text cannot be made; nobody else is concerned
+        except Exception as failure:  # its text cannot be made; no other request is concerned
             reason, error = FinishReason.ERROR, str(failure)
         if reason is not None:
             if not by_scheduler:
                 self.scheduler.finish(request.request_id, reason)
             self._end(request.request_id, reason, error)
-        elif request.num_tokens > tokens and request.inbox.every_token:
-            request.inbox.put(request.reader)
+        elif request.num_tokens > tokens and request.collector.every_token:
+            request.collector.put(request.reader)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """The terminal result of a request that the scheduler has ended."""
-        reason = self._book.end(request_id, reason, self.clock(), error)
+        """Deliver the terminal result of a sequence that the scheduler has ended."""
+        reason = self._table.end(request_id, reason, self.clock(), error)
         self.runner.discard(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)
@@ -255,18 +276,18 @@ class Loop:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def _recover(self, cause: str) -> None:
-        """A turn failed. Requests in the step concerned run again, or end with `error` if they did so before."""
-        if not self._faults.strike(cause):
+        """After a failed turn run all live requests again; those in its step that failed before end with `error`."""
+        if not self._faults.record(cause):
             self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
             return
         self._restart()
-        for request in self._faults.condemned(self._book[name] for name in self._book):
+        for request in self._faults.exhausted(self._table[name] for name in self._table):
             self.scheduler.finish(request.request_id, FinishReason.ERROR)
             message = f"a step failed again with this request in it: {cause}"
             self._end(request.request_id, FinishReason.ERROR, message)
 
     def _settle(self) -> None:
-        """After an interrupt in the middle of a turn nobody knows what was done: begin again."""
+        """Start afresh after an interrupt in the middle of a turn, which leaves unknown what was done."""
         if self._unsettled and not self._turning and self._closed is None:
             self._faults.plan = None
             self._restart()
@@ -274,13 +295,14 @@ class Loop:
     def _restart(self) -> None:
         """Run every live request again from its beginning, with state made anew on the device.
 
-        Law 1 makes this exact: each gets the tokens it has, which are not delivered again, and goes on.
+        Law 1 makes this exact: a request gets the tokens it already has once more, which are not delivered again, and
+        goes on.
         """
         self._in_flight.clear()
         self.scheduler = self.scheduler.restarted()
-        for name in self._book:
-            self._book[name].rewind()
-        self._book.ledger.clear()
+        for name in self._table:
+            self._table[name].rewind()
+        self._table.token_buffer.clear()
         try:
             self.runner.rebuild()
         except Exception as error:
@@ -288,17 +310,17 @@ class Loop:
         self._unsettled = False
 
     def fail(self, cause: str) -> None:
-        """Nothing can run any more: every request ends with reason `error`, later submits fail at once."""
+        """Close the engine for a cause: every request ends with reason `error`, and later submits fail at once."""
         self._closed = cause
         self._in_flight.clear()
-        for name in self._book:
+        for name in self._table:
             self.scheduler.finish(name, FinishReason.ERROR)
             self._end(name, FinishReason.ERROR, cause)
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn has something to do, whoever reads it."""
-        return bool(self._book or self._in_flight)
+        """Whether a turn has something to do."""
+        return bool(self._table or self._in_flight)
 
     @property
     def num_waiting(self) -> int:

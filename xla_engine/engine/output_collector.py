@@ -1,42 +1,49 @@
-"""Where a reader finds the requests that have news for it."""
+"""Where a caller finds the requests that have news for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from xla_engine.engine.sequence import LiveSequence
-    from xla_engine.engine.sequence_group import SequenceGroup
+from xla_engine.outputs import RequestOutput
+
+
+class Readable(Protocol):
+    """A request as its reader sees it."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def finished(self) -> bool: ...
+    def output(self) -> RequestOutput: ...
 
 
 class OutputCollector:
     """Requests with unread news, each once and in the order in which their news began.
 
     News merge: however late a reader comes, a request is here once and holds all its tokens. So a slow reader loses
-    nothing, delays nobody, and costs the engine one entry per request.
+    nothing, delays no other, and costs the engine one entry per request.
 
-    on_news: called when the inbox gets something while it was empty.
+    on_news: called when something is put into an empty collector.
     every_token: whether each token is news, else only an end is. May be changed at any time.
     """
 
     def __init__(self, on_news: Callable[[], None] | None = None, *, every_token: bool = True) -> None:
         self.every_token = every_token
-        self._requests: dict[
-            LiveSequence | SequenceGroup, None
-        ] = {}  # by identity: an id may come again before it was read
+        self._requests: dict[Readable, None] = {}  # by identity: an id may come again before it was read
         self._on_news = on_news
 
     def __bool__(self) -> bool:
         return bool(self._requests)
 
-    def put(self, request: LiveSequence | SequenceGroup) -> None:
+    def put(self, request: Readable) -> None:
+        """A request has news."""
         was_empty = not self._requests
         self._requests[request] = None
         if was_empty and self._on_news is not None:
             self._on_news()
 
-    def take(self) -> list[LiveSequence | SequenceGroup]:
-        """Everything there is, which is read now."""
+    def take(self) -> list[Readable]:
+        """All requests with news, which are read now."""
         taken, self._requests = self._requests, {}
         return list(taken)

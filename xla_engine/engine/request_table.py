@@ -21,41 +21,41 @@ from xla_engine.text.tokenizer import Tokenizer
 class RequestTable:
     """Sequences by id, which is the request's own id where n is 1. Each is opened once and ended once.
 
-    settings: by sequence, for the runner. ledger: where sequences take their tokens from.
-    submitted, finished: since the start, in requests and in sequences.
+    settings: by sequence, for the runner. token_buffer: where sequences take their tokens from.
+    submitted: requests since the start. finished: sequences since the start, by reason.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.settings: dict[str, RowSettings] = {}
-        self.ledger = TokenBuffer()
+        self.token_buffer: TokenBuffer[LiveSequence] = TokenBuffer()
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self._tokenizer = tokenizer
         self._live: dict[str, LiveSequence] = {}
-        self._fanouts: dict[str, SequenceGroup] = {}  # the requests that are more than one sequence
+        self._groups: dict[str, SequenceGroup] = {}  # the requests that are more than one sequence
 
     def __len__(self) -> int:
         return len(self._live)
 
     def __iter__(self) -> Iterator[str]:
-        """The ids of the live sequences, oldest first; it may change meanwhile."""
+        """The ids of the live sequences, oldest first; sequences may come and go meanwhile."""
         return iter(list(self._live))
 
     def __getitem__(self, name: str) -> LiveSequence:
         return self._live[name]
 
     def get(self, name: str) -> LiveSequence | None:
-        """A live sequence, None when there is none of this id."""
+        """A live sequence; None when there is none of this id."""
         return self._live.get(name)
 
     def sequences(self, request_id: str) -> list[str]:
         """The ids of a request's sequences, some of which may be over."""
-        fanout = self._fanouts.get(request_id)
-        return [request_id] if fanout is None else [part.request_id for part in fanout.parts]
+        group = self._groups.get(request_id)
+        return [request_id] if group is None else [part.request_id for part in group.parts]
 
     def check_free(self, request_id: str, n: int) -> None:
         """Raise InvalidRequestError unless a request of n sequences can have this id."""
-        if taken := {request_id, *sequence_ids(request_id, n)} & (self._live.keys() | self._fanouts.keys()):
+        if taken := {request_id, *sequence_ids(request_id, n)} & (self._live.keys() | self._groups.keys()):
             raise InvalidRequestError(
                 f"request id {min(taken)!r} is in use by a live request; choose another"
             )
@@ -71,7 +71,7 @@ class RequestTable:
         stop_ids: tuple[int, ...],
         eos_ids: tuple[int, ...],
         seed: int,
-        inbox: OutputCollector,
+        collector: OutputCollector,
         now: float,
     ) -> list[str]:
         """Take a request of `params.n` sequences, with a mask for each; returns their ids. The id must be free."""
@@ -96,33 +96,33 @@ class RequestTable:
                 mask,
                 stop_ids=frozenset(stop_ids),
                 eos_ids=frozenset(eos_ids),
-                ledger=self.ledger,
-                inbox=inbox,
+                token_buffer=self.token_buffer,
+                collector=collector,
                 now=now,
             )
             parts.append(self._live[name])
         if params.n > 1:
-            self._fanouts[request_id] = SequenceGroup(request_id, tuple(parts))
+            self._groups[request_id] = SequenceGroup(request_id, tuple(parts))
         self.submitted += 1
         return names
 
     def take_back(self, request_id: str) -> None:
-        """Undo `open`: nobody is told of this request."""
+        """Undo `open`, without a word to the request's reader."""
         for name in self.sequences(request_id):
             del self._live[name], self.settings[name]
-        self._fanouts.pop(request_id, None)
+        self._groups.pop(request_id, None)
         self.submitted -= 1
 
     def end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
-        """The terminal result of a sequence; its reader is told, and the id is free.
+        """Give a sequence its terminal result and tell its reader; the id is free then.
 
         Returns the reason that stands: "error" where its text cannot be made.
         """
         request = self._live.pop(name)
         del self.settings[name]
         reason = request.finish(reason, now, error)
-        request.inbox.put(request.reader)
+        request.collector.put(request.reader)
         self.finished[reason] += 1
         if isinstance(request.reader, SequenceGroup) and request.reader.finished:
-            del self._fanouts[request.reader.request_id]
+            del self._groups[request.reader.request_id]
         return reason

@@ -1,14 +1,13 @@
-"""Host side of one running request: its tokens, text and times."""
+"""The host's side of one sequence: its tokens, text and times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.output_collector import OutputCollector, Readable
 from xla_engine.engine.token_buffer import Taken, TokenBuffer
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -17,20 +16,11 @@ from xla_engine.text.stop_strings import GeneratedText
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from xla_engine.engine.sequence_group import SequenceGroup
-
-
-class ReplayError(XlaEngineError, RuntimeError):
-    """A request that ran again after a fault got another token than the first time."""
-
-    code = "replay_error"
-
 
 class LiveSequence:
-    """Accumulates what the device sampled for one request until it ends.
+    """Accumulates what the device samples for one sequence until it ends.
 
-    inbox: who is told of news. reader: what it is told of, the request itself or the one it is a sequence of.
+    collector: takes its news. reader: what is put there, the sequence itself or the group it is part of.
     faults: failed steps it was in.
     """
 
@@ -45,15 +35,15 @@ class LiveSequence:
         *,
         stop_ids: frozenset[int],
         eos_ids: frozenset[int],
-        ledger: TokenBuffer,
-        inbox: OutputCollector,
+        token_buffer: TokenBuffer[LiveSequence],
+        collector: OutputCollector,
         now: float,
     ) -> None:
         self.request_id = request_id
-        self.inbox = inbox
-        self.reader: LiveSequence | SequenceGroup = self  # what a reader finds in the inbox
+        self.collector = collector
+        self.reader: Readable = self
         self.faults = 0
-        self._ledger = ledger
+        self._token_buffer = token_buffer
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None
         self._prompt = prompt
@@ -79,7 +69,7 @@ class LiveSequence:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._token_times: list[float] = []
         self._stop_string: str | None = None
-        self._failure: Exception | None = None  # its text cannot be made any more
+        self._failure: Exception | None = None  # why its text cannot be made any more
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
 
@@ -102,42 +92,42 @@ class LiveSequence:
         return self._received < len(self._token_ids)
 
     @property
-    def lockstep(self) -> bool:
+    def host_gated(self) -> bool:
         """Whether each token decides what the next one may be."""
-        return self._mask is not None and self._mask.lockstep
+        return self._mask is not None and self._mask.host_gated
 
     @property
-    def attentive(self) -> bool:
-        """Whether each token has to be looked at as it comes. The others can be taken many at a time."""
-        return self.lockstep or self.is_repeating or (self._text is not None and bool(self._params.stop))
+    def eager(self) -> bool:
+        """Whether each token has to be looked at as it comes; else they can be taken many at a time."""
+        return self.host_gated or self.is_repeating or (self._text is not None and bool(self._params.stop))
 
     def admit(self, now: float) -> None:
         """It got a slot, for the first time or again."""
         self._admitted_time = self._admitted_time or now
 
     def reuse(self, tokens: int) -> None:
-        """So many tokens were found in the prefix cache. Not news of a request that goes on after a preemption."""
+        """So many tokens were found in the prefix cache; not counted where it goes on after a preemption."""
         if not self._token_ids:
             self._num_cached_tokens = tokens
 
     def rewind(self) -> None:
-        """The request runs again from its beginning; what it has stays, and must come again."""
-        if not self.attentive:
-            with suppress(Exception):  # it is told when the request goes on
+        """Run again from the beginning; the tokens there are stay, and must come again."""
+        if not self.eager:
+            with suppress(Exception):  # kept in `_failure`, and raised when the sequence goes on
                 self.take()
-        self._ledger.end(self)
+        self._token_buffer.end(self)
         self._received = 0
         if self._mask is not None:
             self._mask.reset()
 
     def take(self) -> bool:
-        """Take the tokens of the steps read so far; whether one completes a stop string. Raises what `add` does."""
+        """Take the tokens of the steps read so far; true if one completes a stop string. Raises what `add` does."""
         if self._failure is not None:
             raise self._failure
-        taken = self._ledger.take(self)
+        taken = self._token_buffer.take(self)
         if taken is None:
             return False
-        if self.attentive:
+        if self.eager:
             pairs = zip(taken.steps, taken.times, strict=True)
             return any(self.add(step.sample(taken.slot), now) for step, now in pairs)
         try:
@@ -152,7 +142,7 @@ class LiveSequence:
         slot, steps, times = taken
         tokens = [step.tokens[slot] for step in steps]
         self._received += len(tokens)
-        self._ledger.added += len(tokens)
+        self._token_buffer.added += len(tokens)
         self._token_ids += tokens
         self._token_times += times
         if self._params.logprobs is not None:
@@ -165,7 +155,7 @@ class LiveSequence:
             self._text.extend(tokens[:-1] if hidden else tokens)
 
     def add(self, sample: Sample, now: float) -> bool:
-        """Take one sampled token; whether it completes a stop string, and so ends the request.
+        """Take one sampled token; true if it completes a stop string, which ends the request.
 
         A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError, and
         InvalidRequestError where no token may follow.
@@ -176,7 +166,7 @@ class LiveSequence:
             self._repeat(sample)
             return False
         self._received += 1
-        self._ledger.added += 1
+        self._token_buffer.added += 1
         self._token_ids.append(sample.token_id)
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
@@ -234,7 +224,7 @@ class LiveSequence:
                 self._text.end()
         except Exception as failure:
             reason, error = FinishReason.ERROR, error or str(failure)
-        self._ledger.end(self)
+        self._token_buffer.end(self)
         self._finish_reason = reason
         self._finished_time = now
         self._error = error
@@ -242,8 +232,8 @@ class LiveSequence:
 
     def output(self) -> RequestOutput:
         """The request as it stands, cumulative."""
-        if not self.attentive:
-            with suppress(Exception):  # it ends the request, in the engine's turn
+        if not self.eager:
+            with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
                 self.take()
         wants_logprobs = self._params.logprobs is not None
         last = self._token_ids[-1] if self._token_ids else None

@@ -9,7 +9,7 @@ from xla_engine.outputs import RequestMetrics, RequestOutput
 
 
 class SequenceGroup:
-    """The sequences of a request with n above 1, in order; it stands in their reader's inbox in their place."""
+    """The sequences of a request with n above 1, in order; their collector holds the group in their place."""
 
     def __init__(self, request_id: str, parts: tuple[LiveSequence, ...]) -> None:
         self.request_id = request_id

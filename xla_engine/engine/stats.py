@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from xla_engine.scheduler import Plan
+from xla_engine.utils.html import table
 
 
 @dataclass(slots=True)
-class Work:
-    """What a loop has started, counted. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
+class WorkCounters:
+    """Counts of what a loop has started. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -30,14 +31,20 @@ class Work:
 class EngineStats:
     """Counters since the engine started.
 
-    steps: turns that dispatched device work.   prefill_calls: prefill programs run.
-    prompt_tokens, generation_tokens: tokens prefilled and tokens credited to requests.
-    finished: terminal results by finish reason.   recoveries: faults after which the live requests were run again.
-    cached_tokens: tokens that were not prefilled, as a slot held them.   preemptions: slots taken away.
-    slot_steps_busy, slot_steps_total: rows scheduled in decode steps, and rows there were.
-    compiles_warmup, compiles_after_warmup: XLA compilations of the whole process before and since the engine was
-        ready; the engine itself cannot compile once it is.
-    load_seconds, compile_seconds: wall time of start-up's two parts.
+    steps: turns that dispatched device work.
+    prefill_calls: prefill programs run.
+    prompt_tokens: prompt tokens that were prefilled.
+    generation_tokens: sampled tokens that were credited to requests.
+    finished: terminal results by finish reason.
+    recoveries: faults after which the live requests were run again.
+    cached_tokens: prompt tokens that were not prefilled, as a slot held them.
+    preemptions: slots taken away.
+    slot_steps_busy: rows scheduled in decode steps.
+    slot_steps_total: rows there were in decode steps.
+    compiles_warmup: XLA compilations of the whole process before the engine was ready.
+    compiles_after_warmup: XLA compilations of the whole process since; the engine itself makes none.
+    load_seconds: wall time of loading the weights.
+    compile_seconds: wall time of compiling and warming up.
     """
 
     steps: int = 0
@@ -59,6 +66,11 @@ class EngineStats:
     def occupancy(self) -> float:
         """Share of decode row-steps that were scheduled."""
         return self.slot_steps_busy / self.slot_steps_total if self.slot_steps_total else 0.0
+
+    def _repr_html_(self) -> str:
+        """All counters as a table for notebooks."""
+        rows: list[tuple[str, object]] = [(part.name, getattr(self, part.name)) for part in fields(self)]
+        return table(("counter", "value"), [*rows, ("occupancy", f"{self.occupancy:.1%}")])
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

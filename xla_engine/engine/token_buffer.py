@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.scheduler import Decoded
 
-if TYPE_CHECKING:
-    from xla_engine.engine.output_collector import OutputCollector
-    from xla_engine.engine.sequence import LiveSequence
+FLUSH_STEPS = 192  # steps in which every lazy request has taken its tokens once
 
-FLUSH_STEPS = 192  # steps in which everybody has taken what there was
+
+class Taker(Protocol):
+    """A request that takes its tokens from the buffer.
+
+    eager: it has to look at each token as it comes. collector: where its reader finds its news.
+    """
+
+    @property
+    def eager(self) -> bool: ...
+    @property
+    def collector(self) -> OutputCollector: ...
+
+
+T = TypeVar("T", bound=Taker)
 
 
 class Taken(NamedTuple):
-    """Steps in which a request decoded in `slot`, and when they were read."""
+    """Steps in which a request decoded in `slot`, and the times at which they were read."""
 
     slot: int
     steps: Sequence[Decoded]
@@ -25,27 +37,27 @@ class Taken(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Span:
-    """A request decodes in `slot` in the steps from `step` on, which it has not taken, to before `until`."""
+class _Occupancy:
+    """A request decodes in `slot` from `step` on, the first step it has not taken, until before `until`."""
 
     slot: int
     step: int
     until: int | None
 
     def waiting(self, next_step: int) -> int:
-        """Tokens that the steps before `next_step` have for it."""
+        """Tokens that the steps before `next_step` hold for the request."""
         return max((next_step if self.until is None else min(next_step, self.until)) - self.step, 0)
 
     def covers(self, step: int) -> bool:
         return self.step <= step and (self.until is None or step < self.until)
 
 
-class TokenBuffer:
+class TokenBuffer(Generic[T]):
     """What steps decoded and when they were read, and in which of them each request has tokens.
 
-    A request that is attentive takes each token as it comes. The others take what has gathered when they end or are
-    read, and a few of them in every step, so that no step does the work of many and steps that nobody needs any more
-    can be forgotten: about two laps of them are there, however long a request is.
+    An eager request takes each token as it comes. A lazy one takes what has gathered when it ends or is read; besides,
+    a few lazy requests take theirs in every step, so that no step does the work of many and old steps can be
+    forgotten: however long a request is, about two times `FLUSH_STEPS` are kept.
 
     added: tokens that requests were given, and have taken from here.
     """
@@ -55,9 +67,9 @@ class TokenBuffer:
         self._first = 0  # the step of the oldest column
         self._columns: list[Decoded] = []
         self._times: list[float] = []
-        self._spans: dict[LiveSequence, _Span] = {}  # who took longest ago first
-        self._attentive: dict[LiveSequence, None] = {}  # of these
-        self._quiet: dict[OutputCollector, dict[LiveSequence, _Span]] = {}  # the others, by who reads them
+        self._occupancies: dict[T, _Occupancy] = {}  # the request that took longest ago comes first
+        self._eager: dict[T, None] = {}  # of these
+        self._lazy: dict[OutputCollector, dict[T, _Occupancy]] = {}  # the others, by collector
 
     @property
     def next_step(self) -> int:
@@ -65,8 +77,8 @@ class TokenBuffer:
         return self._first + len(self._columns)
 
     def append(self, step: int, decoded: Decoded, now: float) -> None:
-        """A step was read. They come in order."""
-        if not self._spans:
+        """Add a step that was read; steps come in order."""
+        if not self._occupancies:
             return
         if not self._columns:
             self._first = step
@@ -74,91 +86,90 @@ class TokenBuffer:
         self._columns.append(decoded)
         self._times.append(now)
         if len(self._columns) % FLUSH_STEPS == 0:
-            stale = min((span.step for span in self._spans.values()), default=step + 1) - self._first
+            oldest = min(occupancy.step for occupancy in self._occupancies.values())
+            stale = oldest - self._first
             del self._columns[:stale], self._times[:stale]
             self._first += stale
 
     def clear(self) -> None:
-        """Forget everything that was not taken. The next step may be any."""
-        for part in (self._columns, self._times, self._spans, self._attentive, self._quiet):
+        """Forget all tokens that were not taken; the next step may have any number."""
+        for part in (self._columns, self._times, self._occupancies, self._eager, self._lazy):
             part.clear()
         self._first = 0
 
-    # -- who decodes ------------------------------------------------------------------------------------------
-
-    def begin(self, request: LiveSequence, slot: int, step: int, until: int | None = None) -> None:
-        """A request decodes in a slot from `step` on; what it had in another it has taken."""
+    def begin(self, request: T, slot: int, step: int, until: int | None = None) -> None:
+        """Note that a request decodes in a slot from `step` on; its tokens of another slot it has taken."""
         self.end(request)
-        self._spans[request] = span = _Span(slot, step, until)
-        if request.attentive:
-            self._attentive[request] = None
+        self._occupancies[request] = occupancy = _Occupancy(slot, step, until)
+        if request.eager:
+            self._eager[request] = None
         else:
-            self._quiet.setdefault(request.inbox, {})[request] = span
+            self._lazy.setdefault(request.collector, {})[request] = occupancy
 
-    def bound(self, request: LiveSequence, step: int) -> None:
-        """A request does not decode from `step` on."""
-        if (span := self._spans.get(request)) is not None:
-            span.until = step if span.until is None else min(span.until, step)
-            if span.step >= span.until:
+    def bound(self, request: T, step: int) -> None:
+        """Note that a request does not decode from `step` on."""
+        if (occupancy := self._occupancies.get(request)) is not None:
+            occupancy.until = step if occupancy.until is None else min(occupancy.until, step)
+            if occupancy.step >= occupancy.until:
                 self.end(request)
 
-    def end(self, request: LiveSequence) -> None:
-        """Nothing more of a request is to be taken."""
-        if self._spans.pop(request, None) is None:
+    def end(self, request: T) -> None:
+        """Forget a request, whose tokens left here are not wanted."""
+        if self._occupancies.pop(request, None) is None:
             return
-        if request in self._attentive:
-            del self._attentive[request]
+        if request in self._eager:
+            del self._eager[request]
         else:
-            quiet = self._quiet[request.inbox]
-            del quiet[request]
-            if not quiet:
-                del self._quiet[request.inbox]
-        if not self._spans:
+            lazy = self._lazy[request.collector]
+            del lazy[request]
+            if not lazy:
+                del self._lazy[request.collector]
+        if not self._occupancies:
             self.clear()
 
-    def take(self, request: LiveSequence) -> Taken | None:
-        """What there is for a request and it has not taken."""
-        span = self._spans.pop(request, None)
-        if span is None:
+    def take(self, request: T) -> Taken | None:
+        """Return the tokens that a request has here and has not taken; None where there are none."""
+        occupancy = self._occupancies.pop(request, None)
+        if occupancy is None:
             return None
-        self._spans[request] = span  # now the last
-        begin, count = span.step - self._first, span.waiting(self.next_step)
+        self._occupancies[request] = occupancy  # now it is the last
+        begin, count = occupancy.step - self._first, occupancy.waiting(self.next_step)
         if not count:
             return None
         assert begin >= 0, "a step was forgotten before it was taken"
         there = slice(begin, begin + count)
-        taken = Taken(span.slot, self._columns[there], self._times[there])
-        span.step += count
-        if span.step == span.until:
+        taken = Taken(occupancy.slot, self._columns[there], self._times[there])
+        occupancy.step += count
+        if occupancy.step == occupancy.until:
             self.end(request)
         return taken
 
-    # -- whose turn it is -------------------------------------------------------------------------------------
+    def eager(self) -> list[T]:
+        """Return the requests that take each token as it comes."""
+        return list(self._eager)
 
-    def attentive(self) -> list[LiveSequence]:
-        """Those that take each token as it comes."""
-        return list(self._attentive)
+    def make_lazy(self, request: T) -> None:
+        """Let an eager request take its tokens many at a time from now on."""
+        if request in self._eager:
+            del self._eager[request]
+            self._lazy.setdefault(request.collector, {})[request] = self._occupancies[request]
 
-    def calm_down(self, request: LiveSequence) -> None:
-        """An attentive request need not be any more."""
-        if request in self._attentive:
-            del self._attentive[request]
-            self._quiet.setdefault(request.inbox, {})[request] = self._spans[request]
+    def next_to_flush(self) -> list[T]:
+        """Return the few requests whose turn it is in this step to take what has gathered."""
+        oldest = islice(self._occupancies.items(), -(-len(self._occupancies) // FLUSH_STEPS))
+        return [
+            request for request, occupancy in oldest if occupancy.waiting(self.next_step) >= FLUSH_STEPS // 2
+        ]
 
-    def due(self) -> list[LiveSequence]:
-        """Those whose turn it is to take what has gathered: few in every step."""
-        foremost = islice(self._spans.items(), -(-len(self._spans) // FLUSH_STEPS))
-        return [request for request, span in foremost if span.waiting(self.next_step) >= FLUSH_STEPS // 2]
-
-    def followed(self) -> Iterator[LiveSequence]:
-        """The quiet ones that have a token in the latest step and a reader who wants to hear of each."""
+    def streamed(self) -> Iterator[T]:
+        """Yield the lazy requests with a token in the latest step whose reader wants to hear of each token."""
         step = self.next_step - 1
-        for inbox, requests in self._quiet.items():
-            if inbox.every_token:
-                yield from (request for request, span in requests.items() if span.covers(step))
+        for collector, requests in self._lazy.items():
+            if collector.every_token:
+                yield from (request for request, occupancy in requests.items() if occupancy.covers(step))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests so far, whether they have been taken or not."""
-        spans = (span for requests in self._quiet.values() for span in requests.values())
-        return self.added + sum(span.waiting(self.next_step) for span in spans)
+        """Tokens of all requests so far, taken or not."""
+        occupancies = (occupancy for requests in self._lazy.values() for occupancy in requests.values())
+        return self.added + sum(occupancy.waiting(self.next_step) for occupancy in occupancies)

@@ -1,16 +1,16 @@
-"""Whether a model can run a request at all: every limit of model and engine, checked without the device.
+"""Every limit of model and engine that a request must keep, checked without the device.
 
-The engine asks before it queues a request, and a dry run asks without having an engine.
+An engine asks before it queues a request; a dry run asks without having an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from xla_engine.scheduler import PRIORITIES
+from xla_engine.scheduler import PRIORITIES, QueueFullError
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
@@ -23,20 +23,25 @@ _NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than thi
 class RequestValidator:
     """The limits of one model in one engine.
 
-    vocab_size, eos_token_ids: the model's. max_model_len: tokens of a request at most, prompt and generated.
+    vocab_size, eos_token_ids: the model's.
+    max_model_len: tokens of a request at most, prompt and generated.
     tokenizer: None where prompts can only be token ids.
+    max_waiting: sequences that may wait at most; None is unbounded.
+    never_fits: says why a request of so many prompt and new tokens can never have enough memory; None if it can.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     tokenizer: Tokenizer | None
+    max_waiting: int | None = None
+    never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
     _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
     def token_ids(
         self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """The prompt's token ids. Raises InvalidRequestError, or TokenLimitError where it does not fit."""
+        """Return the prompt's token ids. Raises InvalidRequestError, or TokenLimitError where it does not fit."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
@@ -58,7 +63,22 @@ class RequestValidator:
                     "the model's vocabulary"
                 )
         self._check_length(len(token_ids), params)
+        if (why := self.never_fits(len(token_ids), params.max_tokens)) is not None:
+            raise TokenLimitError(
+                f"prompt and max_tokens never fit: {why}; ask for less or give more num_blocks"
+            )
         return token_ids
+
+    def check_queue(self, n: int, waiting: int) -> None:
+        """Raise QueueFullError unless all n sequences of a request fit behind those that wait.
+
+        For a request of one sequence the scheduler checks this itself.
+        """
+        if n > 1 and self.max_waiting is not None and waiting + n > self.max_waiting:
+            raise QueueFullError(
+                f"{n} sequences were not taken: {waiting} wait and max_waiting is {self.max_waiting}; submit them "
+                "again after a step, lower n, or raise the bound"
+            )
 
     def check_options(
         self,
@@ -67,7 +87,7 @@ class RequestValidator:
         queue_timeout_s: float | None = None,
         cache_salt: object = "",
     ) -> None:
-        """Raise InvalidRequestError for what is no priority, no time in seconds or no salt."""
+        """Raise InvalidRequestError unless the values of `RequestOptions` are valid."""
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be a string, not {cache_salt!r}")
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
@@ -85,7 +105,7 @@ class RequestValidator:
                 )
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Every id that ends the request, the model's eos ids first. Raises InvalidRequestError."""
+        """Return every id that ends the request, the model's eos ids first. Raises InvalidRequestError."""
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 "the model has no tokenizer.json, so stop strings cannot be seen; use stop_token_ids"
@@ -103,7 +123,7 @@ class RequestValidator:
         return stop_ids
 
     def token_mask(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> TokenMask | None:
-        """The tokens a sequence may sample, None for all. Raises InvalidRequestError, also for bias ids."""
+        """Return the tokens a sequence may sample, None for all. Raises InvalidRequestError, also for bias ids."""
         for name, ids in (
             ("logit_bias", params.logit_bias or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -132,7 +152,7 @@ class RequestValidator:
         return self._compiler[0]
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Each word's tokens as it stands after a space, and as it stands alone."""
+        """Return each word's tokens as it stands after a space, and as it stands alone."""
         if not words:
             return []
         if self.tokenizer is None:

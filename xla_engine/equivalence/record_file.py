@@ -14,9 +14,10 @@ from typing import Any
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import Record, RecordError, Step, Trace
-from xla_engine.equivalence.schedule import PREEMPTS, Action, Schedule
+from xla_engine.equivalence.schedule import Action, Schedule
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.tracing.step_log import delta
 
 FORMAT, VERSION = "xla-engine record", 1
@@ -155,8 +156,8 @@ def _actions(rows: Any, names: Sequence[str]) -> tuple[Action, ...]:
     submitted = set()
     for turn, kind, index in _kind(rows, list, "actions"):
         name = names[_number(index)]
-        if kind not in ("submit", "abort", *PREEMPTS):
-            raise ValueError(f"an action is submit, abort, {', '.join(PREEMPTS)}, not {kind!r}")
+        if kind not in ("submit", "abort", *WAYS_TO_PREEMPT):
+            raise ValueError(f"an action is submit, abort, {', '.join(WAYS_TO_PREEMPT)}, not {kind!r}")
         if kind == "submit" and name in submitted:
             raise ValueError(f"{name} is submitted twice")
         if kind == "submit":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from xla_engine.config import embedded_model_directory
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import EngineIdentity, logprob_bits
+from xla_engine.engine.identity import logprob_bits
 from xla_engine.equivalence.record import Record, Step, trace
 from xla_engine.equivalence.schedule import Action, Schedule, run_schedule
 from xla_engine.errors import InvalidRequestError
@@ -137,7 +137,7 @@ def record_schedule(
     results = recorder.run(on_action=on_action)
     directory = engine.checkpoint.path
     record = Record(
-        identity=EngineIdentity.of(engine),
+        identity=engine.identity(),
         model_path=None if directory == embedded_model_directory() else str(directory),
         fresh=blank,
         schedule=schedule,

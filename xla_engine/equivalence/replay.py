@@ -9,21 +9,15 @@ from typing import Any
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import EngineIdentity, logprob_of
+from xla_engine.engine.identity import logprob_of
 from xla_engine.equivalence.record import Record, Step, Trace, trace
 from xla_engine.equivalence.recorder import Credit, Recorder
-from xla_engine.errors import EngineFaultError, XlaEngineError
+from xla_engine.errors import EngineFaultError, RecordMismatchError
 from xla_engine.outputs import CompletionOutput
 
 _CHEAP_BYTES = 2 * 2**30  # of weights: the reference holds a second copy of them
 
 Sampled = tuple[int, int | None]  # token id and logprob bits
-
-
-class RecordMismatchError(XlaEngineError, ValueError):
-    """The record was made by another model, configuration or version; the message says what differs."""
-
-    code = "record_mismatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +122,7 @@ def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
 
 def check_identity(engine: XlaBatchEngine, record: Record) -> None:
     """Raise RecordMismatchError unless the engine is the record's: model, configuration, versions, device."""
-    differences = record.identity.differences(EngineIdentity.of(engine))
+    differences = record.identity.differences(engine.identity())
     if differences:
         raise RecordMismatchError(_refusal(differences))
 

@@ -9,23 +9,15 @@ from dataclasses import dataclass, replace
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
-from xla_engine.errors import InvalidRequestError, XlaEngineError
+from xla_engine.errors import InvalidRequestError, ScheduleError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import QueueFullError
-
-
-class ScheduleError(XlaEngineError, ValueError):
-    """The engine cannot run a schedule that was not drawn for it; the message names request and limit."""
-
-    code = "invalid_schedule"
-
-
-PREEMPTS = ("park", "recompute", "replay")
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What the caller does before a turn: "submit" or "abort" `request_id`, or take its slot away (`PREEMPTS`)."""
+    """What the caller does before a turn: "submit" or "abort" `request_id`, or one of `WAYS_TO_PREEMPT`."""
 
     turn: int
     kind: str
@@ -136,7 +128,7 @@ def _act(engine: XlaBatchEngine, action: Action, requests: Mapping[str, Case]) -
     """Whether the action took effect. Raises ScheduleError."""
     if action.kind == "abort":
         return engine.abort(action.request_id)
-    if action.kind in PREEMPTS:
+    if action.kind in WAYS_TO_PREEMPT:
         if action.kind not in engine.ways_to_preempt:
             raise ScheduleError(f"this engine cannot {action.kind} {action.request_id} in turn {action.turn}")
         return engine.preempt(action.request_id, how=action.kind)

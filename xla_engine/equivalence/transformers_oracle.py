@@ -14,7 +14,6 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.reference import Reference, logit_gap
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
-from xla_engine.model_loader.gguf.file import is_gguf
 from xla_engine.sampling_params import SamplingParams
 
 ORACLE_TOKENS = 48  # greedy tokens compared per prompt
@@ -27,7 +26,7 @@ def against_transformers(
 
     Raises ConfigError when the worker cannot run.
     """
-    if is_gguf(engine.checkpoint.path):
+    if engine.checkpoint.path.is_file():
         raise ConfigError(
             f"{engine.checkpoint.path}: transformers is compared on a Hugging Face directory; name the model's"
         )

@@ -17,8 +17,9 @@ import numpy as np
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.recorder import RecordKeeper
-from xla_engine.equivalence.schedule import PREEMPTS, Action, draw_schedule, run_alone, run_schedule
+from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, run_schedule
 from xla_engine.outputs import CompletionOutput
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def verify(
     def count(action: Action, took_effect: bool) -> None:
         report.admitted_mid_stream += action.kind == "submit" and engine.num_running > 0
         report.aborted_neighbours += action.kind == "abort" and took_effect
-        report.preempted += action.kind in PREEMPTS and took_effect
+        report.preempted += action.kind in WAYS_TO_PREEMPT and took_effect
 
     alone = {}
     for case in cases:

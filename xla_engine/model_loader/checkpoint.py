@@ -19,14 +19,11 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.model_loader.config_json import read_config, read_model, read_special_tokens
 from xla_engine.model_loader.families import tensor_sources
-from xla_engine.model_loader.gguf.config import tensor_names
-from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
-from xla_engine.model_loader.model_files import model_path
-from xla_engine.model_loader.safetensors_files import open_weight_files
+from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 from xla_engine.model_loader.weights import DTYPES, Sources, StoredWeights
 
-__all__ = ["Checkpoint", "load_checkpoint", "random_weights", "read_config"]
+__all__ = ["Checkpoint", "load_checkpoint", "random_checkpoint", "random_weights", "read_config"]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _BYTES = ("U8",)  # MXFP4
@@ -58,8 +55,8 @@ class Checkpoint:
     fingerprint: str
 
 
-def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
-    """Load the model directory, hub id or GGUF file `path` (`model_path`), of one of
+def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Checkpoint:
+    """Load a model directory, an id of the Hugging Face hub or a GGUF file (`open_model`), of one of
     `xla_engine.model_loader.families`.
 
     dtype: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so, otherwise
@@ -71,22 +68,47 @@ def load_checkpoint(path: Path | str, *, dtype: str = "auto") -> Checkpoint:
     the embedding, or else config and weights contradict. Raises CheckpointError naming file, tensor and remedy.
     """
     wanted = _dtype_word(dtype)
-    place = model_path(path)
-    config, family = read_model(place)
-    special = read_special_tokens(place, config)
+    brought = open_model(model)
+    config, family = read_model(brought)
+    special = read_special_tokens(brought, config)
     sources = tensor_sources(config, family)
-    files = _weight_files(place, sources, config)
+    files = brought.tensors(source.name for stacked in sources.values() for source in stacked)
     _check_tensors(files, sources, config, family.ignores)
     target = _stored_dtype(files, sources) if wanted == "auto" else wanted
     identity = repr((asdict(config), asdict(special), files.fingerprint()))
     return Checkpoint(
-        path=place,
+        path=brought.path,
         config=config,
         weights=StoredWeights(files, sources, config, target),
         eos_token_ids=special.eos_token_ids,
         bos_token_id=special.bos_token_id,
         dtype=target,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+    )
+
+
+def random_checkpoint(
+    config: ModelConfig,
+    *,
+    dtype: str = "auto",
+    seed: int = 0,
+    scale: float = 0.02,
+    eos_token_ids: tuple[int, ...] = (),
+    weights: Mapping[str, Array] | None = None,
+) -> Checkpoint:
+    """A model of `config`'s shape without files, for tests and benchmarks, with `random_weights` unless others are
+    given. dtype as in `load_checkpoint`, auto: bfloat16."""
+    target = _dtype_word("bfloat16" if dtype == "auto" else dtype)
+    if weights is None:
+        weights = random_weights(config, dtype=target, seed=seed, scale=scale)
+    return Checkpoint(
+        path=Path("random"),
+        config=config,
+        weights=weights,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=None,
+        dtype=target,
+        fingerprint="random",
     )
 
 
@@ -114,14 +136,6 @@ def _dtype_word(dtype: str) -> str:
     if dtype not in _DTYPE_WORDS:
         raise ConfigError(f"dtype {dtype!r} is not supported. Use one of: {', '.join(_DTYPE_WORDS)}")
     return _DTYPE_WORDS[dtype]
-
-
-def _weight_files(path: Path, sources: Sources, config: ModelConfig) -> TensorFiles:
-    if not is_gguf(path):
-        return open_weight_files(path)
-    file = open_gguf(path)
-    wanted = [source.name for stacked in sources.values() for source in stacked]
-    return file.weight_files(tensor_names(file, wanted, config.num_hidden_layers))
 
 
 def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ignores: str) -> None:

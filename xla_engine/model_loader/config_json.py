@@ -12,10 +12,8 @@ from pathlib import Path
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.families import FAMILIES, Family
-from xla_engine.model_loader.gguf import config as gguf_config
-from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
 from xla_engine.model_loader.json_fields import Fields
-from xla_engine.model_loader.model_files import model_path
+from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.rope_scaling import read_rope
 
 # Ceilings far above any real model: with them products of sizes stay below 2**63 and every table is small.
@@ -23,7 +21,7 @@ _CEILINGS = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
-    "num_hidden_layers": 2**12,
+    "num_hidden_layers": 2**9,  # each takes milliseconds before the first tensor is looked for
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
@@ -64,20 +62,19 @@ class SpecialTokens:
     bos_token_id: int | None
 
 
-def read_config(path: Path | str) -> ModelConfig:
-    """The ModelConfig of the model directory or GGUF file `path`; weights and tokenizer need not be there.
+def read_config(model: ModelFiles | Path | str) -> ModelConfig:
+    """The ModelConfig of a model (`open_model`); weights and tokenizer need not be there.
 
     Fields that real files leave out take transformers' defaults: head_dim, num_key_value_heads, rms_norm_eps,
     max_position_embeddings, tie_word_embeddings, and those of the family. The others are required.
     Raises CheckpointError naming file, field and remedy.
     """
-    return read_model(path)[0]
+    return read_model(open_model(model))[0]
 
 
-def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
+def read_model(files: ModelFiles) -> tuple[ModelConfig, Family]:
     """`read_config`, and the family that names the tensors."""
-    place = model_path(path)
-    fields = config_fields(place)
+    fields = files.config_fields()
     family = _family(fields)
     fields = _text_fields(fields, family) if family.text_type else fields
     fields = fields.with_defaults(family.defaults)
@@ -116,31 +113,23 @@ def read_model(path: Path | str) -> tuple[ModelConfig, Family]:
         )
     except ValueError as error:
         raise CheckpointError(f"{fields.file}: {error}. Correct the file or download it again") from error
-    return gguf_config.as_stored(open_gguf(place), config, family) if is_gguf(place) else (config, family)
+    return files.as_stored(config, family)
 
 
-def read_special_tokens(path: Path | str, config: ModelConfig) -> SpecialTokens:
+def read_special_tokens(files: ModelFiles, config: ModelConfig) -> SpecialTokens:
     """Ids that end and begin a text: generation_config.json where it names them, else config.json."""
-    place = model_path(path)
-    generation = place / "generation_config.json"
     eos: tuple[int, ...] = ()
     bos: tuple[int, ...] = ()
-    config_json = config_fields(place)
-    files = [Fields.of_file(generation)] if generation.exists() else []
-    text = config_json.within("text_config")  # of a model that also sees
-    for fields in (*files, config_json, *([] if text is None else [text])):
+    config_json = files.config_fields()
+    text = config_json.within("text_config")  # of a model that also takes pictures
+    for fields in (files.generation_config(), config_json, text):
+        if fields is None:
+            continue
         eos = eos or fields.token_ids("eos_token_id", config.vocab_size)
         bos = bos or fields.token_ids("bos_token_id", config.vocab_size)
         if len(bos) > 1:
             fields.fail("bos_token_id", "more than one id. Keep the one that begins a text")
     return SpecialTokens(eos_token_ids=eos, bos_token_id=bos[0] if bos else None)
-
-
-def config_fields(path: Path) -> Fields:
-    """config.json of a directory, or what the metadata of a GGUF file say in its words."""
-    return (
-        gguf_config.config_fields(open_gguf(path)) if is_gguf(path) else Fields.of_file(path / "config.json")
-    )
 
 
 def _size(fields: Fields, name: str, default: int | None = None) -> int:
@@ -166,7 +155,7 @@ def _family(fields: Fields) -> Family:
 
 
 def _text_fields(fields: Fields, family: Family) -> Fields:
-    """What describes the decoder of a model that also sees. Quantisation is said beside it."""
+    """What describes the decoder of a model that also takes pictures. Quantisation is said beside it."""
     text = fields.within("text_config")
     if text is None:
         fields.fail(

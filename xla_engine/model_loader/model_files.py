@@ -1,36 +1,78 @@
-"""Where a model is: a directory, a GGUF file, or an id of the Hugging Face hub. What is local is never looked for."""
+"""What a model brings, from whatever files it is in: a Hugging Face directory, a snapshot of its hub, a GGUF file."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
+
+import tokenizers
 
 from xla_engine.errors import CheckpointError
-from xla_engine.model_loader.gguf.file import is_gguf
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.chat_templates import ChatTemplate
+from xla_engine.model_loader.families import Family
+from xla_engine.model_loader.gguf.file import SUFFIX, GgufFile
 from xla_engine.model_loader.hub import snapshot
+from xla_engine.model_loader.huggingface import HuggingFaceDirectory
+from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.tensor_files import TensorFiles
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 
 
-def model_path(model: Path | str) -> Path:
-    """The directory or GGUF file that `model` names.
+class ModelFiles(Protocol):
+    """The files of one model. Each method reads what it gives, and raises CheckpointError naming file and remedy."""
 
-    "OWNER/NAME", with "@REVISION" if need be, is an id of the Hugging Face hub unless there is such a path; its
-    snapshot is taken from the local cache, or else downloaded. Raises CheckpointError.
+    @property
+    def path(self) -> Path:
+        """The directory or file."""
+
+    def config_fields(self) -> Fields:
+        """What describes the model, in the words of transformers' config.json."""
+
+    def generation_config(self) -> Fields | None:
+        """generation_config.json; None where there is none."""
+
+    def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
+        """The weight files, mapped. Tensors that transformers calls by one of `names` bear that name in them, if the
+        model has them; others may bear the file's own."""
+
+    def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
+        """The configuration and the family with what differs in how these files store the weights."""
+
+    def tokenizer(self) -> tokenizers.Tokenizer | None:
+        """The tokenizer; None where there is none."""
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat templates; None where there are none."""
+
+
+def open_model(model: ModelFiles | Path | str) -> ModelFiles:
+    """The files of the model that `model` names; files that are open already are given back.
+
+    A path is a model directory or a .gguf file. "OWNER/NAME", with "@REVISION" if need be, is an id of the Hugging
+    Face hub unless there is such a path; its snapshot is taken from the local cache, or else downloaded. Raises
+    CheckpointError.
     """
+    if not isinstance(model, Path | str):
+        return model
     try:
         path = Path(model).expanduser()
-        if path.is_dir() or (is_gguf(path) and path.is_file()):
-            return path
-        found = path.exists()
+        if path.is_dir():
+            return HuggingFaceDirectory(path)
+        found, gguf = path.exists(), path.suffix.lower() == SUFFIX
+        if gguf and path.is_file():
+            return GgufFile(path)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{model!r} is not a usable path ({error}). Name a model directory") from error
     if found:
         raise CheckpointError(
             f"{path}: not a directory. Name the directory that holds config.json, or a .gguf file"
         )
-    if not is_gguf(path) and _HUB_ID.fullmatch(str(model)):
-        return snapshot(str(model))
+    if not gguf and _HUB_ID.fullmatch(str(model)):
+        return HuggingFaceDirectory(snapshot(str(model)))
     raise CheckpointError(
         f"{path}: no such directory. Name a local model directory, a .gguf file, or an id of the Hugging Face hub "
         "(OWNER/NAME)"

@@ -166,8 +166,10 @@ def _original(kind: str, rope: Fields, config: Fields) -> int:
     if kind in ("linear", "dynamic") and inside is None:
         return config.integer("max_position_embeddings", high=_LARGEST, default=2048)
     if kind == "longrope" and inside is None:
-        return config.integer(_ORIGINAL, high=_LARGEST)
-    return rope.integer(_ORIGINAL, high=_LARGEST)
+        return config.integer(_ORIGINAL, low=2, high=_LARGEST)
+    return rope.integer(
+        _ORIGINAL, low=2 if kind == "longrope" else 1, high=_LARGEST
+    )  # longrope divides by its log
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:

@@ -1,14 +1,13 @@
-"""What the device keeps from call to call besides the weights: cache, row state and tables. A part of the runner."""
+"""What the device keeps from call to call besides the weights: cache, row state and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import numpy as np
 
-from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
+from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, Rows, RowState, Tables, make_rows, pack_rows
@@ -19,7 +18,8 @@ from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 class DeviceState:
     """Owner of the arrays that programs read and give back.
 
-    cache, rows: donated to a program and replaced by what it returns. tables: read only; `host` is where they change.
+    cache, rows: donated to a program and replaced by what it returns.
+    tables: read by programs; `host` holds them on the host, where they change.
     """
 
     cache: KVCache
@@ -29,7 +29,7 @@ class DeviceState:
     def __init__(
         self, spec: ModelSpec, slots: int, positions: int, context_length: int, pool: Pool | None
     ) -> None:
-        """`positions` of a slot, whole blocks; requests use `context_length` of them. pool: slots have pages of it."""
+        """positions: of a slot, whole spans. context_length: those in use. pool: slots borrow blocks of it."""
         self._spec, self._slots, self._pool = spec, slots, pool
         self._positions, self._context_length = positions, context_length
         self.cache = self._empty_cache()
@@ -40,7 +40,7 @@ class DeviceState:
 
     @property
     def held(self) -> tuple[KVCache, RowState]:
-        """What programs are given for good."""
+        """What programs are given for good, and return anew."""
         return self.cache, self.rows
 
     @held.setter
@@ -74,19 +74,6 @@ class DeviceState:
         for leaf in jax.tree.leaves((self.cache, self.rows, self.tables)):
             leaf.delete()
         self.cache = []
-
-    def read_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See `graphs.kv_cache.cache.to_host`."""
-        return to_host(self._spec, self.cache)
-
-    def edit_cache(self, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
-        """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`, and the inputs and
-        memory of linear layers likewise."""
-        edited = []
-        for index, (first, second) in enumerate(self.read_cache()):
-            names = ("inputs", "memory") if self._spec.config.is_linear(index) else ("keys", "values")
-            edited.append((edit(index, names[0], first), edit(index, names[1], second)))
-        self.cache = from_host(self._spec, edited)
 
     def make_rows(self) -> Rows:
         """All rows inactive, unpacked."""

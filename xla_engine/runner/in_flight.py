@@ -1,4 +1,4 @@
-"""Steps that were started and not read yet: what is on its way from the device, and reading it."""
+"""Steps that were started and not read yet, and fetching their samples."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FirstSamples:
     """Device results of one prefill call.
 
     samples: packed. lanes: those that completed a prompt. wanted: most likely tokens each of these wants.
-    top: these tokens, None where nobody wants any. prompt: log-probabilities of the chunks' tokens, and which chunks
-    of whom asked for them.
+    top: these tokens, None where no lane wants any.
+    prompt: log-probabilities of the chunks' tokens, with lane, chunk and settings of those that asked for them.
     """
 
     samples: jax.Array
@@ -111,7 +111,7 @@ def _top_by_slot(samples: DecodeSamples, plan: Plan) -> dict[int, TopLogprobs]:
 def _top_logprobs(
     top: jax.Array | None, columns: Sequence[int], wanted: Sequence[int]
 ) -> Sequence[TopLogprobs | None]:
-    """The most likely tokens of each of `columns`, as many as each wants; None where it wants none."""
+    """The most likely tokens of each of `columns`, as many as it wants; None where it wants none."""
     if top is None:
         return [None] * len(columns)
     packed = np.asarray(top)

@@ -1,4 +1,4 @@
-"""The runner's moves of what slots hold: from slot to slot, from page to page, to the host, and back."""
+"""Moves of what slots hold: from slot to slot, from block to block, to the host, and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.kv_cache.block_io import pages_per_call
-from xla_engine.graphs.kv_cache.slot_io import num_blocks
+from xla_engine.graphs.kv_cache.block_io import blocks_per_call
+from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.row_state.rows import RowState
-from xla_engine.runner.programs import COPY, COPY_PAGES, READ, READ_PAGES, WRITE, WRITE_PAGES
+from xla_engine.runner.programs import COPY, COPY_BLOCKS, READ, READ_BLOCKS, WRITE, WRITE_BLOCKS
 from xla_engine.scheduler import BlockCopy, Reuse, Swap
 
 State = tuple[KVCache, RowState]
@@ -23,9 +23,12 @@ State = tuple[KVCache, RowState]
 
 @dataclass(slots=True)
 class ParkedState:
-    """Blocks of a request, first to last, and its row state; device arrays until `settle`."""
+    """What a request held, piece by piece from its beginning, and its row state; device arrays until `settle`.
 
-    blocks: list[Any]
+    A piece is one call's: a span of a slot, or a group of blocks.
+    """
+
+    pieces: list[Any]
     row: Any
 
 
@@ -38,73 +41,75 @@ class Parked:
     def __len__(self) -> int:
         return len(self._states)
 
-    def put(self, request_id: str, blocks: list[Any], row: Any) -> None:
+    def put(self, request_id: str, pieces: list[Any], row: Any) -> None:
         """Keep what was read; the copies are on their way when this returns."""
-        for leaf in jax.tree.leaves((blocks, row)):
+        for leaf in jax.tree.leaves((pieces, row)):
             leaf.copy_to_host_async()
-        self._states[request_id] = ParkedState(blocks, row)
+        self._states[request_id] = ParkedState(pieces, row)
 
     def settle(self, request_id: str) -> None:
         """Let go of the device's copy of a parked request, unless it is back or gone."""
         if (parked := self._states.get(request_id)) is not None:
-            parked.blocks, parked.row = jax.tree.map(np.asarray, (parked.blocks, parked.row))
+            parked.pieces, parked.row = jax.tree.map(np.asarray, (parked.pieces, parked.row))
 
     def take(self, request_id: str) -> ParkedState:
-        """What a request was parked with; it is not here any more."""
+        """Remove and return the state of a parked request."""
         return self._states.pop(request_id)
 
     def discard(self, request_id: str) -> None:
-        """Forget a request, if it is here."""
+        """Forget a request, if it is parked."""
         self._states.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Forget all requests."""
         self._states.clear()
 
 
 class SlotMoves:
-    """Moves of slots of their own, block by block, so that a move costs what it moves. The cache and row state are
-    donated and returned.
+    """Moves where each slot has memory of its own, span by span, so that a move costs what it moves.
 
-    blocks: of a slot. stale_is_harmless: the attention never reads what lies behind a row's own keys; elsewhere the
-        rest of a slot is cleared when its owner changes.
+    The cache and row state are donated and returned.
+
+    spans: of a slot.
+    stale_is_harmless: the attention never reads what lies behind a row's own keys; elsewhere the rest of a slot is
+        cleared when its owner changes.
     """
 
-    def __init__(self, inventory: Inventory, parked: Parked, blocks: int, *, stale_is_harmless: bool) -> None:
+    def __init__(self, inventory: Inventory, parked: Parked, spans: int, *, stale_is_harmless: bool) -> None:
         self._inventory = inventory
         self._parked = parked
-        self._blocks = blocks
+        self._spans = spans
         self._stale_is_harmless = stale_is_harmless
 
     def reuse(self, state: State, reuse: Reuse) -> State:
-        """Bring the first positions of another slot; of the request's own slot nothing moves."""
+        """Copy the first positions of another slot; where the source is the request's own slot, nothing moves."""
         target, length = reuse.slot.index, reuse.length
         first = length // KEY_SPAN if target == reuse.source else 0
-        for block in range(first, self._last(length, moves=target != reuse.source)):
-            state = self._inventory(COPY, *state, *_scalars(reuse.source, target, block, length))
+        for span in range(first, self._last(length, moves=target != reuse.source)):
+            state = self._inventory(COPY, *state, *_scalars(reuse.source, target, span, length))
         return state
 
     def park(self, state: State, swap: Swap) -> None:
         """Read a slot and its row."""
-        blocks, row = [], None
-        for block in range(num_blocks(swap.length)):
-            moved, row = self._inventory(READ, *state, *_scalars(swap.slot.index, block))
-            blocks.append(moved)
-        self._parked.put(swap.request_id, blocks, row)
+        spans, row = [], None
+        for span in range(num_spans(swap.length)):
+            moved, row = self._inventory(READ, *state, *_scalars(swap.slot.index, span))
+            spans.append(moved)
+        self._parked.put(swap.request_id, spans, row)
 
     def resume(self, state: State, swap: Swap) -> State:
         """Write a parked request into a slot."""
         parked = self._parked.take(swap.request_id)
         row = jax.device_put(parked.row)
-        for block in range(self._last(swap.length, moves=True)):
-            moved = jax.device_put(parked.blocks[min(block, len(parked.blocks) - 1)])
-            scalars = _scalars(swap.slot.index, block, swap.length)
+        for span in range(self._last(swap.length, moves=True)):
+            moved = jax.device_put(parked.pieces[min(span, len(parked.pieces) - 1)])
+            scalars = _scalars(swap.slot.index, span, swap.length)
             state = self._inventory(WRITE, *state, *scalars, moved, row)
         return state
 
     def warm_up(self, state: State, *, copies: bool, swaps: bool) -> State:
         """Run every program once so that no byte changes."""
-        whole = self._blocks * KEY_SPAN
+        whole = self._spans * KEY_SPAN
         if copies:
             state = self._inventory(COPY, *state, *_scalars(0, 0, 0, whole))
         if swaps:
@@ -113,70 +118,72 @@ class SlotMoves:
         return state
 
     def _last(self, length: int, *, moves: bool) -> int:
-        """Where the blocks end that are to be written."""
+        """The end of the spans that are to be written."""
         if self._stale_is_harmless:
-            return num_blocks(length) if moves else 0
-        return self._blocks
+            return num_spans(length) if moves else 0
+        return self._spans
 
 
 class BlockMoves:
-    """Moves of pages, as many a call as a key block has. The cache and row state are donated and returned."""
+    """Moves of blocks, as many in a call as a span has. The cache and row state are donated and returned."""
 
     def __init__(self, inventory: Inventory, parked: Parked, block_size: int) -> None:
         self._inventory = inventory
         self._parked = parked
-        self._many = pages_per_call(block_size)
+        self._many = blocks_per_call(block_size)
 
     def copy(self, state: State, copies: Sequence[BlockCopy]) -> State:
-        """Copy pages in order."""
+        """Copy blocks in order."""
         for start in range(0, len(copies), self._many):
             few = copies[start : start + self._many]
             source, target = (
                 self._padded([each.source for each in few]),
                 self._padded([each.target for each in few]),
             )
-            state = self._inventory(COPY_PAGES, *state, source, target, *_scalars(len(few)))
+            state = self._inventory(COPY_BLOCKS, *state, source, target, *_scalars(len(few)))
         return state
 
     def park(self, state: State, swap: Swap) -> None:
-        """Read a request's pages and its row."""
+        """Read a request's blocks and its row."""
         groups, row = [], None
-        for pages in self._groups(swap):
-            moved, row = self._inventory(READ_PAGES, *state, *_scalars(swap.slot.index), self._padded(pages))
+        for blocks in self._groups(swap):
+            moved, row = self._inventory(
+                READ_BLOCKS, *state, *_scalars(swap.slot.index), self._padded(blocks)
+            )
             groups.append(moved)
         self._parked.put(swap.request_id, groups, row)
 
     def resume(self, state: State, swap: Swap) -> State:
-        """Write a parked request's row into a slot and, but for those that are shared, its pages."""
+        """Write a parked request's row into a slot and, but for those that are shared, its blocks."""
         parked = self._parked.take(swap.request_id)
         row = jax.device_put(parked.row)
-        last = len(parked.blocks) - 1
-        for index, (pages, group) in enumerate(zip(self._groups(swap), parked.blocks, strict=True)):
-            shared = sum(page < 0 for page in pages)
-            if shared == len(pages) and index < last:
+        last = len(parked.pieces) - 1
+        for index, (blocks, group) in enumerate(zip(self._groups(swap), parked.pieces, strict=True)):
+            shared = sum(block < 0 for block in blocks)
+            if shared == len(blocks) and index < last:
                 continue
-            slot, first, end = _scalars(swap.slot.index, shared, len(pages))
+            slot, first, end = _scalars(swap.slot.index, shared, len(blocks))
             state = self._inventory(
-                WRITE_PAGES, *state, slot, self._padded(pages), first, end, jax.device_put(group), row
+                WRITE_BLOCKS, *state, slot, self._padded(blocks), first, end, jax.device_put(group), row
             )
         return state
 
     def warm_up(self, state: State, *, swaps: bool) -> State:
         """Run every program once so that no byte changes."""
-        pages = self._padded([])
-        state = self._inventory(COPY_PAGES, *state, pages, pages, *_scalars(0))
+        blocks = self._padded([])
+        state = self._inventory(COPY_BLOCKS, *state, blocks, blocks, *_scalars(0))
         if swaps:
             slot, none = _scalars(0, 0)
-            moved, row = self._inventory(READ_PAGES, *state, slot, pages)
-            state = self._inventory(WRITE_PAGES, *state, slot, pages, none, none, moved, row)
+            moved, row = self._inventory(READ_BLOCKS, *state, slot, blocks)
+            state = self._inventory(WRITE_BLOCKS, *state, slot, blocks, none, none, moved, row)
         return state
 
     def _groups(self, swap: Swap) -> list[Sequence[int]]:
         return [swap.blocks[start : start + self._many] for start in range(0, len(swap.blocks), self._many)]
 
-    def _padded(self, pages: Sequence[int]) -> jax.Array:
+    def _padded(self, blocks: Sequence[int]) -> jax.Array:
         padded = np.zeros(self._many, np.int32)
-        padded[: len(pages)] = pages
+        padded[: len(blocks)] = blocks
         return jax.device_put(padded)
 
 

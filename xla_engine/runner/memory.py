@@ -18,7 +18,7 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
-_LONGEST = 1 << 24  # positions, whole blocks and above every window
+_LONGEST = 1 << 24  # positions, whole spans and above every window
 _GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the part of the use that is clean file cache
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -42,13 +42,13 @@ def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
     return cache_bytes(spec, 1, max_model_len) + rows + _table_bytes(spec)
 
 
-def paged_slot_bytes(spec: ModelSpec, max_model_len: int, block_size: int) -> int:
-    """One slot that borrows pages: the same without the cache, but with a block table and its changes."""
+def borrowing_slot_bytes(spec: ModelSpec, max_model_len: int, block_size: int) -> int:
+    """One slot that borrows blocks: the same without the cache, but with a block table and its changes."""
     return rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len, block_size) + _table_bytes(spec) + 12
 
 
 def blocks_within(spec: ModelSpec, size_bytes: int, block_size: int) -> int:
-    """Pages that take so much memory at most, possibly none."""
+    """Blocks that take so much memory at most, possibly none."""
     return size_bytes // block_bytes(spec, block_size)
 
 
@@ -96,8 +96,14 @@ def available_bytes(device: Any) -> int | None:
 class MemoryPlan:
     """What an engine takes.
 
-    blocks: pages, where slots borrow them, of `block` each. slot: state of one slot. scratch: of its row in a step.
-    workspace: of the largest prefill graph. available: None if unknown.
+    weights: of the model.
+    blocks: number of blocks, where slots borrow them.
+    block: of one block.
+    slot: state of one slot.
+    scratch: of a slot's row in a step.
+    slots: number of slots.
+    workspace: of the largest prefill graph.
+    available: None if unknown.
     """
 
     weights: int
@@ -111,11 +117,11 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        return self.weights + self.pages + self.slots * (self.slot + self.scratch) + self.workspace
+        return self.weights + self.pool + self.slots * (self.slot + self.scratch) + self.workspace
 
     @property
-    def pages(self) -> int:
-        """All of them."""
+    def pool(self) -> int:
+        """All blocks together."""
         return self.blocks * self.block
 
     @property
@@ -124,23 +130,23 @@ class MemoryPlan:
 
     @property
     def most_slots(self) -> int | None:
-        """Slots that fit, possibly none; None if nobody knows."""
+        """Slots that fit, possibly none; None if the memory is unknown."""
         if self.available is None:
             return None
         return max(
-            0, (self.available - self.weights - self.pages - self.workspace) // (self.slot + self.scratch)
+            0, (self.available - self.weights - self.pool - self.workspace) // (self.slot + self.scratch)
         )
 
     @property
-    def most_pages(self) -> int | None:
-        """Bytes of pages that fit beside all else, possibly none; None if nobody knows."""
-        return None if self.available is None else max(0, self.available - self.needed + self.pages)
+    def most_pool(self) -> int | None:
+        """Bytes of blocks that fit beside all else, possibly none; None if the memory is unknown."""
+        return None if self.available is None else max(0, self.available - self.needed + self.pool)
 
     def arithmetic(self) -> str:
         """The sum, as in `weights 2.5 GB + 16 slots x (67 MB + 3 MB scratch) + workspace 31 MB = 3.6 GB`."""
-        pages = f" + {self.blocks} blocks x {size(self.block)}" if self.blocks else ""
+        pool = f" + {self.blocks} blocks x {size(self.block)}" if self.blocks else ""
         total = (
-            f"weights {size(self.weights)}{pages} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} "
+            f"weights {size(self.weights)}{pool} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} "
             f"scratch) + workspace {size(self.workspace)} = {size(self.needed)}"
         )
         return total if self.available is None else f"{total} of {size(self.available)} available"
@@ -152,7 +158,7 @@ def plan_memory(
     """The account of an engine with these options on a device with `available` bytes."""
     blocks, block = config.num_blocks or 0, 0
     if blocks:
-        slot = paged_slot_bytes(spec, max_model_len, config.block_size)
+        slot = borrowing_slot_bytes(spec, max_model_len, config.block_size)
         block = block_bytes(spec, config.block_size)
     else:
         slot = slot_bytes(spec, max_model_len)
@@ -173,10 +179,8 @@ def check_memory(plan: MemoryPlan) -> None:
     if plan.fits:
         return
     most = plan.most_slots or 0
-    if plan.blocks and (pages := plan.most_pages or 0) >= plan.block:
-        remedy = (
-            f"Use kv_cache_memory_bytes {pages} (num_blocks {pages // plan.block}) at most, or fewer slots"
-        )
+    if plan.blocks and (pool := plan.most_pool or 0) >= plan.block:
+        remedy = f"Use kv_cache_memory_bytes {pool} (num_blocks {pool // plan.block}) at most, or fewer slots"
     elif most >= SMALLEST_BATCH:
         remedy = f"Use max_num_seqs {most} at most, or a smaller max_model_len"
     elif plan.available is not None and plan.weights + plan.workspace < plan.available:

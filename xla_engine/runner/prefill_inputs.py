@@ -1,4 +1,4 @@
-"""One prefill call, as the arrays that go up."""
+"""The arrays that one prefill call sends to the device."""
 
 from __future__ import annotations
 

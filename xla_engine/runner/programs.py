@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.kv_cache.block_io import copy_blocks, pages_per_call, read_blocks, write_blocks
+from xla_engine.graphs.kv_cache.block_io import blocks_per_call, copy_blocks, read_blocks, write_blocks
 from xla_engine.graphs.kv_cache.slot_io import copy_span, read_span, write_span
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
@@ -23,7 +23,7 @@ from xla_engine.graphs.steps.prompt_logprobs import prompt_logprobs
 from xla_engine.runner.prefill_inputs import make_lanes
 
 COPY, READ, WRITE = "copy_block", "read_block", "write_block"
-COPY_PAGES, READ_PAGES, WRITE_PAGES = "copy_pages", "read_pages", "write_pages"
+COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_pages", "read_pages", "write_pages"
 
 
 def make_programs(
@@ -37,7 +37,7 @@ def make_programs(
     rows: Rows,
     tables: Tables,
 ) -> list[Program]:
-    """Everything one engine runs. `buckets` are the key lengths; the arrays are looked at for their shapes only.
+    """All programs of one engine. `buckets` are the key lengths; of the arrays only the shapes matter.
 
     Row state and lanes are packed (`graphs.row_state.packing`) outside of the programs.
     """
@@ -88,7 +88,7 @@ def make_programs(
 
 
 def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list[Program]:
-    """What moves the content of slots, or of their pages. `held`: abstract cache and row state."""
+    """Programs that move the content of slots, or of their blocks. `held`: abstract cache and row state."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     write: Callable[..., Any]
     if config.num_blocks is None:
@@ -96,10 +96,10 @@ def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list
         read = _move(READ, read_span, spec, (*held, *[scalar] * 2), donate=())
         name, write, place, copies = WRITE, write_span, [scalar] * 3, config.reuses_slots
     else:
-        pages = jax.ShapeDtypeStruct((pages_per_call(config.block_size),), jnp.int32)
-        copy = _move(COPY_PAGES, copy_blocks, spec, (*held, pages, pages, scalar))
-        read = _move(READ_PAGES, read_blocks, spec, (*held, scalar, pages), donate=())
-        name, write, place, copies = WRITE_PAGES, write_blocks, [scalar, pages, scalar, scalar], True
+        blocks = jax.ShapeDtypeStruct((blocks_per_call(config.block_size),), jnp.int32)
+        copy = _move(COPY_BLOCKS, copy_blocks, spec, (*held, blocks, blocks, scalar))
+        read = _move(READ_BLOCKS, read_blocks, spec, (*held, scalar, blocks), donate=())
+        name, write, place, copies = WRITE_BLOCKS, write_blocks, [scalar, blocks, scalar, scalar], True
     moves = [copy] if copies else []
     if config.parks:
         moved = jax.eval_shape(read.function, *read.arguments)

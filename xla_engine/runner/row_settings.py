@@ -1,4 +1,4 @@
-"""From requests to the records the device is given: one home for what each sampling field becomes."""
+"""What a row is told of its request: one home for what each sampling field becomes on the device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RowSettings:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before stop ids are let through, for the device; a mask in lockstep sees to it itself."""
-        return 0 if self.mask is not None and self.mask.lockstep else self.params.min_tokens
+        """Tokens before stop ids may be sampled, for the device; a mask in host_gated forbids them itself."""
+        return 0 if self.mask is not None and self.mask.host_gated else self.params.min_tokens
 
     @property
     def top_logprobs(self) -> int:
@@ -61,14 +61,14 @@ def sampling_rows(count: int, rows: Mapping[int, RowSettings]) -> SamplingRows:
 
 
 class HostTables:
-    """`Tables` on the host, and which of its arrays the device has not seen yet."""
+    """`Tables` on the host, and which of its arrays have changed since the device got them."""
 
     def __init__(self, count: int, vocabulary: int, max_blocks: int | None = None) -> None:
         self._vocabulary = vocabulary
-        self._arrays: Any = make_tables(count, vocabulary, paged=max_blocks is not None)
+        self._arrays: Any = make_tables(count, vocabulary, has_blocks=max_blocks is not None)
         self._stale = {"bias_ids", "bias", "mask"} | ({"block_changes"} if max_blocks else set())
         self._block_tables = np.zeros((count, max_blocks or 0), np.int32)
-        self._changes: dict[tuple[int, int], int] = {}  # slot and index to page
+        self._changes: dict[tuple[int, int], int] = {}  # slot and index to block
 
     def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
         """Give a slot its logit bias."""
@@ -83,9 +83,9 @@ class HostTables:
         self._stale.add("mask")
 
     def set_blocks(self, slot: int, start: int, blocks: Sequence[int]) -> None:
-        """Give a slot pages from the `start`-th on; what lies behind its last one is not read."""
+        """Give a slot blocks from the `start`-th on; what lies behind its last one is not read."""
         self._block_tables[slot, start : start + len(blocks)] = blocks
-        self._changes.update({(slot, start + index): page for index, page in enumerate(blocks)})
+        self._changes.update({(slot, start + index): block for index, block in enumerate(blocks)})
         self._stale.add("block_changes")
 
     def take_block_tables(self) -> np.ndarray | None:
@@ -96,12 +96,12 @@ class HostTables:
         return self._block_tables.copy()
 
     def take_stale(self) -> dict[str, np.ndarray]:
-        """Copies of the arrays the device should have anew, by name; from now on it has them."""
+        """Copies of the arrays that changed since the last call, by name, for the device."""
         stale, self._stale = self._stale, set()
         if "block_changes" in stale:
             changes, self._changes = self._changes, {}
             count = len(self._block_tables)
             self._arrays.block_changes[:] = count  # no slot
-            for at, ((slot, index), page) in enumerate(changes.items()):
-                self._arrays.block_changes[:, at] = slot, index, page
+            for at, ((slot, index), block) in enumerate(changes.items()):
+                self._arrays.block_changes[:, at] = slot, index, block
         return {name: getattr(self._arrays, name).copy() for name in sorted(stale)}

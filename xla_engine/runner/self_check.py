@@ -149,7 +149,7 @@ def _compare(probes: Sequence[_Probe], lane_choices: tuple[int, ...]) -> Iterato
     buckets: list[str] = []
     for probe in (longest, *shorter):
         size, crowd = probe.bucket, probe.crowd(most)
-        samples = probe.among(crowd, most, size)
+        samples = probe.for_rows(crowd, most, size)
         where, expected = ("alone", alone) if probe is longest else ("there", samples[0])
         rows += [
             f"slot {slot} among neighbours, {size} keys, against slot 0 {where}: {difference}"
@@ -160,7 +160,7 @@ def _compare(probes: Sequence[_Probe], lane_choices: tuple[int, ...]) -> Iterato
             buckets += [
                 f"slot {slot} with {size} keys against {longest.bucket}: {difference}"
                 for slot, found, same in zip(
-                    probe.slots, samples, probe.among(crowd, most, longest.bucket), strict=True
+                    probe.slots, samples, probe.for_rows(crowd, most, longest.bucket), strict=True
                 )
                 for difference in _difference(found, same)
             ]
@@ -227,7 +227,7 @@ class _Probe:
         first, *rest = (self._neighbour(slot, kind) for kind, slot in enumerate(drawn))
         return [first, *probes, *rest]
 
-    def among(self, crowd: Sequence[_Prompt], lanes: int, keys: int) -> list[list[Sample]]:
+    def for_rows(self, crowd: Sequence[_Prompt], lanes: int, keys: int) -> list[list[Sample]]:
         """The samples of each of its slots among a crowd."""
         return self._run(lanes, keys, crowd)[1 : 1 + len(self.slots)]
 

@@ -1,4 +1,4 @@
-"""How many slots and pages an engine gets: what its memory budget holds, up to what pays off."""
+"""How many slots and blocks an engine gets: what its memory budget holds, up to what pays off."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MOST_ROWS = {"cpu": 64}
 MOST_ROWS_ELSEWHERE = 256
 
 
-def sized(config: EngineConfig, spec: ModelSpec, max_model_len: int, device: Any) -> EngineConfig:
-    """The options with `max_num_seqs` as a number that fits on `device` (a jax device), and `num_blocks` as one where
-    slots borrow pages.
+def resolve_sizes(config: EngineConfig, spec: ModelSpec, max_model_len: int, device: Any) -> EngineConfig:
+    """Return the options with `max_num_seqs` as a number that fits on `device` (a jax device), and `num_blocks` as
+    one where slots borrow blocks.
 
     max_num_seqs "auto" is the largest multiple of 8 whose weights, slots and workspace stay within
     `memory_utilization` of what the device has available, at most `MOST_ROWS`; where the system does not say, 8.
-    kv_cache_memory_bytes becomes as many pages as it holds; "auto" is what the slots leave, at most what they would
+    kv_cache_memory_bytes becomes as many blocks as it holds; "auto" is what the slots leave, at most what they would
     take with `max_model_len` each. Raises ConfigError, with the arithmetic, where a number was asked for that does not
-    fit, or nothing does, or the pages would not hold one request of `max_model_len`.
+    fit, or nothing does, or the blocks would not hold one request of `max_model_len`.
     """
     available = memory.available_bytes(device)
     budget = None if available is None else int(available * config.memory_utilization)
@@ -48,7 +48,7 @@ def sized(config: EngineConfig, spec: ModelSpec, max_model_len: int, device: Any
         slots = choices[bisect_left(choices, True, key=lambda slots: not plan(slots).fits) - 1]
         config = replace(config, max_num_seqs=slots)
     if fills_memory:
-        whole, left = slots * _blocks_for(config, max_model_len), plan(slots).most_pages
+        whole, left = slots * _blocks_for(config, max_model_len), plan(slots).most_pool
         fitting = whole if left is None else memory.blocks_within(spec, left, config.block_size)
         config = replace(config, num_blocks=min(whole, fitting))
     return config

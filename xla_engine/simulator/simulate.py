@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from xla_engine.scheduler import Events, FinishReason, Plan, Request, Row, Scheduler, SchedulerConfig
+from xla_engine.scheduler.fast_forward import next_deadline, skip, steady_steps
+from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import DeviceWork, HostWork, Machine
 from xla_engine.simulator.report import REFUSED, Report
@@ -19,8 +21,6 @@ from xla_engine.simulator.stops import STOPS, StopTokens
 from xla_engine.simulator.trace import Arrival, distinct
 from xla_engine.tracing.step_log import Moment
 from xla_engine.tracing.step_log_writer import StepLogWriter
-
-PREEMPTED = ("park", "recompute", "replay")
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Simulation:
             prompt_token_ids=prompt,
             max_tokens=arrival.max_tokens,
             stop_token_ids=STOPS,
-            lockstep=arrival.lockstep,
+            host_gated=arrival.host_gated,
             reads_prefix_cache=arrival.reads_prefix_cache,
             priority=arrival.priority,
             deadline=None if arrival.deadline is None else came + arrival.deadline,
@@ -135,7 +135,7 @@ class Simulation:
         self._scheduler.submit(request)
         self._live[arrival.name] = _Live(arrival, came)
         self._stops.submit(self.report.requests, arrival)
-        self._irregular += arrival.lockstep
+        self._irregular += arrival.host_gated
         if arrival.gives_up is not None:
             heapq.heappush(self._gives_up, (arrival.gives_up[0], arrival.name, arrival.gives_up[1]))
         if self._log is not None:
@@ -165,7 +165,7 @@ class Simulation:
     def _start(self, plan: Plan) -> None:
         report, clock = self.report, self._clock
         for decision in plan.decisions:
-            if decision.action in PREEMPTED:
+            if decision.action in WAYS_TO_PREEMPT:
                 self._lose_slot(decision.request_id, plan.step)
         for name in plan.admitted:
             if not self._live[name].away:
@@ -253,7 +253,7 @@ class Simulation:
                 elif live.away and (live.back is None or plan.step < live.back):
                     live.last_token = now  # it was in flight when the slot was lost
                     continue
-                elif live.away or name in fresh or live.arrival.lockstep:
+                elif live.away or name in fresh or live.arrival.host_gated:
                     report.inter_token.add(now - live.last_token)
                     self._irregular -= live.away
                     live.away = False
@@ -278,8 +278,8 @@ class Simulation:
             return False
         if any(plan.chunks or plan.resumes or plan.decode is not rows for plan in self._in_flight):
             return False
-        steps = self._scheduler.steady_steps(rows)
-        until = self._scheduler.next_deadline
+        steps = steady_steps(self._scheduler, rows)
+        until = next_deadline(self._scheduler)
         if (stop := self._stops.next_step) is not None:
             steps = min(steps, stop - (step - self._lag))
         if self._gives_up:
@@ -305,7 +305,7 @@ class Simulation:
             self.report.inter_token.add(now - self._last_read, len(rows))
             self._last_read = now
         taken, report = len(reads), self.report
-        self._scheduler.skip(taken)
+        skip(self._scheduler, taken)
         self._next_step += taken
         self._in_flight = deque(replace(plan, step=plan.step + taken) for plan in self._in_flight)
         self._tokens = len(rows)
@@ -318,7 +318,7 @@ class Simulation:
     def _end(self, name: str, reason: FinishReason) -> None:
         live = self._live.pop(name)
         self._stops.end(name)
-        self._irregular -= live.arrival.lockstep + live.away
+        self._irregular -= live.arrival.host_gated + live.away
         self._base.pop(name, None)
         self.report.finished[str(reason)] = self.report.finished.get(str(reason), 0) + 1
         self._ended += 1

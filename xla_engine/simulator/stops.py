@@ -19,7 +19,7 @@ class _Request:
 
     step: the one that samples its stop token, None while it does not decode.
 
-    In lockstep: the step from which it decodes, and the tokens it has sampled.
+    Of a host-gated request: the step from which it decodes, and the tokens it has sampled.
     """
 
     number: int
@@ -38,7 +38,7 @@ class StopTokens:
         self._own: dict[str, Sample] | None = {} if apart else None  # what each live request samples
         self._no_stop = Decoded(tokens=[TOKEN.token_id] * slots)
         self._requests: dict[str, _Request] = {}  # live ones that get fewer tokens than they ask for
-        self._lockstep = 0  # of these
+        self._host_gated = 0  # of these
         self._heap: list[tuple[int, int, str]] = []  # (step, number, request), stale ones among them
 
     @property
@@ -52,12 +52,12 @@ class StopTokens:
             self._own[arrival.name] = Sample(number + 2)
         if arrival.new_tokens < arrival.max_tokens or arrival.fails:
             self._requests[arrival.name] = _Request(number, arrival)
-            self._lockstep += arrival.lockstep
+            self._host_gated += arrival.host_gated
 
     def begin(self, name: str, step: int, sampled: int) -> None:
         """Let a request decode from `step` on; it has `sampled` tokens before."""
         request = self._requests.get(name)
-        if request is not None and request.arrival.lockstep:
+        if request is not None and request.arrival.host_gated:
             request.step, request.tokens = step, sampled
         elif request is not None:
             request.step = step + max(request.arrival.new_tokens - sampled - 1, 0)
@@ -66,7 +66,7 @@ class StopTokens:
     def lose_slot(self, name: str, step: int) -> None:
         """Take a request's slot: it does not decode from `step` on. What it sampled before still comes."""
         request = self._requests.get(name)
-        if request is not None and not request.arrival.lockstep and (request.step or 0) >= step:
+        if request is not None and not request.arrival.host_gated and (request.step or 0) >= step:
             request.step = None
 
     def end(self, name: str) -> None:
@@ -74,7 +74,7 @@ class StopTokens:
         if self._own is not None:
             del self._own[name]
         if (request := self._requests.pop(name, None)) is not None:
-            self._lockstep -= request.arrival.lockstep
+            self._host_gated -= request.arrival.host_gated
 
     def result(self, plan: Plan) -> StepResult:
         """What a step samples."""
@@ -102,23 +102,23 @@ class StopTokens:
             request = self._requests.get(name)
             if request is not None and (request.number, request.step) == (number, step):
                 stopping.add(name)
-        if self._lockstep:
-            stopping.update(self._lockstep_stops(plan))
+        if self._host_gated:
+            stopping.update(self._host_gated_stops(plan))
         return stopping
 
-    def _lockstep_stops(self, plan: Plan) -> Iterator[str]:
-        """Requests in lockstep, which do not decode in every step: their tokens are counted."""
+    def _host_gated_stops(self, plan: Plan) -> Iterator[str]:
+        """Host-gated requests, which do not decode in every step: their tokens are counted."""
         for chunk in plan.first_rows:
             request = self._requests.get(chunk.request_id)
             if (
                 request is not None
-                and request.arrival.lockstep
+                and request.arrival.host_gated
                 and request.arrival.new_tokens == chunk.generated + 1
             ):
                 yield chunk.request_id
         for row in plan.decode:
             request = self._requests.get(row.request_id)
-            if request is not None and request.arrival.lockstep and plan.step >= (request.step or 0):
+            if request is not None and request.arrival.host_gated and plan.step >= (request.step or 0):
                 request.tokens += 1
                 if request.tokens == request.arrival.new_tokens:
                     yield row.request_id

@@ -34,7 +34,7 @@ class Arrival:
     prompt_tokens: length of its prompt.
     new_tokens: how many tokens it gets.
     max_tokens: how many it asks for, at least `new_tokens`.
-    priority, lockstep, reads_prefix_cache: as in `Request`.
+    priority, host_gated, reads_prefix_cache: as in `Request`.
     moment: when it comes, in steps of the loop, in place of the time; None in traces that do not say.
     gives_up: when its caller, its time or its text ends it, and the reason; None where a token does.
     fails: whether the device cannot choose its last token.
@@ -48,7 +48,7 @@ class Arrival:
     new_tokens: int
     max_tokens: int
     priority: int = 0
-    lockstep: bool = False
+    host_gated: bool = False
     reads_prefix_cache: bool = True
     moment: Moment | None = None
     gives_up: tuple[Moment, str] | None = None
@@ -82,7 +82,7 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             new_tokens=each.tokens if stopped else each.max_tokens,
             max_tokens=each.max_tokens,
             priority=each.priority,
-            lockstep=each.lockstep,
+            host_gated=each.host_gated,
             reads_prefix_cache=each.reads_prefix_cache,
             moment=None if by_time else each.came,
             gives_up=gives_up,

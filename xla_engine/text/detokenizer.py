@@ -9,14 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import tokenizers
 
-from xla_engine.errors import InvalidRequestError, XlaEngineError
+from xla_engine.errors import InvalidRequestError
+from xla_engine.model_loader.tokenizer_json import raising
 
 VisibleToken = Callable[[int], str | None]  # the token `decode` sees for an id; None if it skips the id
 Decode = Callable[[list[int]], str]
@@ -238,16 +238,3 @@ def _bytes_of(token: str) -> bytes:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:
         return token.encode()
-
-
-@contextmanager
-def raising(error_type: type[XlaEngineError], message: str) -> Iterator[None]:
-    """Turn any failure of the library into `error_type`; its panics are BaseExceptions, but no Exceptions."""
-    try:
-        yield
-    except XlaEngineError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise error_type(f"{message} ({error})") from error

@@ -15,7 +15,7 @@ class TokenMask:
 
     words: u32 `[ceil(V / 32)]`, as in `graphs.row_state.rows.Tables`; replaced, never written to, when a token is
     pushed.
-    lockstep: whether the words depend on the tokens so far, so that each step needs the token before.
+    host_gated: whether the words depend on the tokens so far, so that each step needs the token before.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class TokenMask:
         self._vocab_size = vocab_size
         self._tokens: list[int] = []
         self._matcher = matcher
-        self.lockstep = bool(self._sequences) or matcher is not None
+        self.host_gated = bool(self._sequences) or matcher is not None
         first = self._next()
-        # Without lockstep the device forbids the stop ids itself, for as long as it should.
-        self.words = first if self.lockstep else self._constant
+        # Where rows are not host-gated, the device forbids the stop ids itself, for as long as it should.
+        self.words = first if self.host_gated else self._constant
         if not first.any():
             raise InvalidRequestError(
                 "allowed_token_ids, bad_words, structured_outputs and min_tokens together leave no token to sample; "
@@ -54,7 +54,7 @@ class TokenMask:
 
     def push(self, token_id: int) -> None:
         """Take the sampled token. Raises InvalidRequestError where none may follow it."""
-        if not self.lockstep:
+        if not self.host_gated:
             return
         self._tokens.append(token_id)
         if self._matcher is not None:
@@ -68,7 +68,7 @@ class TokenMask:
 
     def reset(self) -> None:
         """Forget the tokens pushed."""
-        if self.lockstep:
+        if self.host_gated:
             self._tokens.clear()
             if self._matcher is not None:
                 self._matcher.reset()

@@ -9,10 +9,9 @@ from pathlib import Path
 import tokenizers
 
 from xla_engine.errors import CheckpointError, InvalidRequestError
-from xla_engine.model_loader.gguf.file import is_gguf, open_gguf
-from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
-from xla_engine.model_loader.model_files import model_path
-from xla_engine.text.detokenizer import DecodingRules, IncrementalDetokenizer, TokenBytes, raising
+from xla_engine.model_loader.model_files import ModelFiles, open_model
+from xla_engine.model_loader.tokenizer_json import raising
+from xla_engine.text.detokenizer import DecodingRules, IncrementalDetokenizer, TokenBytes
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
@@ -40,35 +39,25 @@ class Tokenizer:
         }  # by whether special tokens are skipped
 
     @classmethod
-    def of_model(cls, path: Path | str) -> Tokenizer | None:
-        """The tokenizer of a model directory or GGUF file, None where it has none.
-
-        That of a GGUF file is a tokenizer.json beside it, if there is one, else what its metadata holds. Raises
-        CheckpointError for a broken one, and for metadata that do not make an exact tokenizer.
-        """
-        place = model_path(path)
-        directory = place.parent if is_gguf(place) else place
-        if (directory / "tokenizer.json").exists():
-            return cls.from_directory(directory)
-        if directory is place:
-            return None
-        with raising(CheckpointError, f"{place}: not a usable tokenizer. Download the file again"):
-            backend = tokenizer_of(open_gguf(place))
+    def of_model(cls, files: ModelFiles) -> Tokenizer | None:
+        """The tokenizer of a model, None where it has none. Raises CheckpointError for a broken one, and for
+        metadata of a GGUF file that do not make an exact tokenizer."""
+        backend = files.tokenizer()
+        with raising(CheckpointError, f"{files.path}: not a usable tokenizer. Download its files again"):
             return None if backend is None else cls(backend)
 
     @classmethod
-    def from_directory(cls, path: Path | str) -> Tokenizer:
-        """The tokenizer of the model directory `path`; CheckpointError if the file is absent or broken."""
-        directory = model_path(path)
-        file = directory / "tokenizer.json"
-        if not file.is_file():
+    def from_pretrained(cls, model: Path | str) -> Tokenizer:
+        """The tokenizer of the model that `model` names (`open_model`); CheckpointError where it has none."""
+        files = open_model(model)
+        found = cls.of_model(files)
+        if found is None:
             raise CheckpointError(
-                f"{file}: no such file, so text cannot be tokenised. Pass token ids, or make the file once, "
-                f"where transformers is installed: AutoTokenizer.from_pretrained({str(directory)!r})"
-                ".save_pretrained(NEW_PATH)"
+                f"{files.path / 'tokenizer.json'}: no such file, so text cannot be tokenised. Pass token ids, or make "
+                f"the file once, where transformers is installed: "
+                f"AutoTokenizer.from_pretrained({str(files.path)!r}).save_pretrained(NEW_PATH)"
             )
-        with raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
+        return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the begin and end tokens that tokenizer.json adds unless told otherwise.

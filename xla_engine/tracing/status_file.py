@@ -11,20 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from xla_engine.engine.stats import EngineStats
-from xla_engine.scheduler import Snapshot
+from xla_engine.engine.protocol import Engine
 
 INTERVAL = 1.0  # seconds between writes
 SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
-
-
-class Inspected(Protocol):
-    """What a status file asks an engine."""
-
-    def snapshot(self) -> Snapshot: ...
-    def stats(self) -> EngineStats: ...
 
 
 class StatusFile:
@@ -38,7 +30,7 @@ class StatusFile:
     def __init__(
         self,
         path: Path | str,
-        engine: Inspected,
+        engine: Engine,
         *,
         names: Callable[[str], str | None],
         run: Callable[[], Mapping[str, Any]],

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from xla_engine.errors import RecordError
+from xla_engine.utils.html import Bar, picture
 
 FORMAT, VERSION = "xla-engine step log", 1
+COLOURS = {"prefill": "#e8833a", "decode": "#4c78c8"}  # as in a timeline
 
 
 class Moment(NamedTuple):
@@ -32,7 +34,7 @@ class LoggedRequest:
 
     name: the engine's id.
     prompt_tokens: length of its prompt.
-    max_tokens, priority, lockstep, reads_prefix_cache: as in `Request`.
+    max_tokens, priority, host_gated, reads_prefix_cache: as in `Request`.
     submitted: when it was submitted. came: the same in steps.
     like: an earlier request, and how many tokens both prompts begin with; None if none is known. What prompts have in
         common with answers is not known.
@@ -47,7 +49,7 @@ class LoggedRequest:
     prompt_tokens: int
     max_tokens: int
     priority: int
-    lockstep: bool
+    host_gated: bool
     reads_prefix_cache: bool
     submitted: float
     came: Moment
@@ -100,6 +102,14 @@ class StepLog:
     requests: list[LoggedRequest] = field(default_factory=list)
     steps: list[LoggedStep] = field(default_factory=list)
 
+    def _repr_html_(self) -> str:
+        """Slots by steps as a picture for notebooks; `xla-engine timeline` draws a larger one."""
+        slots = int(self.scheduler["max_num_seqs"])
+        caption = (
+            f"{len(self.requests)} requests, {len(self.steps)} steps of {slots} slots: prefill, then decode"
+        )
+        return picture(_bars(self), lanes=slots, steps=len(self.steps), caption=caption)
+
 
 def read_step_log(path: Path | str) -> StepLog:
     """Read a log; a last line that was cut off is left out. Raises RecordError and OSError."""
@@ -144,7 +154,7 @@ def _read(file: TextIO) -> StepLog:
                     prompt_tokens=int(prompt_tokens),
                     max_tokens=int(max_tokens),
                     priority=int(line.get("priority", 0)),
-                    lockstep=bool(line.get("lockstep", False)),
+                    host_gated=bool(line.get("lockstep", False)),
                     reads_prefix_cache=bool(line.get("reads_prefix_cache", True)),
                     submitted=at,
                     came=Moment(len(log.steps), reads, ends),
@@ -217,6 +227,28 @@ def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: Step
         reuses=reuses,
         copies=copies,
     )
+
+
+def _bars(log: StepLog) -> list[Bar]:
+    """What each slot did; neighbouring steps of one kind are one bar."""
+    holders: dict[int, int] = {}
+    latest: dict[int, Bar] = {}
+    done: list[Bar] = []
+    for number, step in enumerate(log.steps):
+        chunks = {slot: request for request, slot, *_ in step.chunks}
+        holders |= {slot: request for request, slot, _ in step.resumes} | chunks
+        for slot, kind in (dict.fromkeys(step.decode, "decode") | dict.fromkeys(chunks, "prefill")).items():
+            request = log.requests[holders[slot]]
+            about = (
+                f"{request.name}: {kind}, {request.prompt_tokens} prompt tokens, {request.end or 'not ended'}"
+            )
+            bar = latest.get(slot)
+            if bar is not None and (bar.last, bar.about) == (number - 1, about):
+                latest[slot] = bar._replace(last=number)
+            else:
+                done += [] if bar is None else [bar]
+                latest[slot] = Bar(slot, number, number, COLOURS[kind], request.name, about)
+    return [*done, *latest.values()]
 
 
 def delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -105,7 +105,7 @@ class StepLogWriter:
             line["custom_id"] = custom_id
         if request.priority:
             line["priority"] = request.priority
-        if request.lockstep:
+        if request.host_gated:
             line["lockstep"] = True
         if not request.reads_prefix_cache:
             line["reads_prefix_cache"] = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from xla_engine.batch.lines import count_lines, read_lines
-from xla_engine.batch.output_file import Mode, OutputError, OutputFile, same_file
+from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
@@ -24,8 +24,7 @@ from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.cli import _common
 from xla_engine.cli._run.files import open_input, silence_stdout
 from xla_engine.cli._run.signals import interrupts
-from xla_engine.engine.identity import EngineIdentity
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.tracing.status_file import StatusFile
 from xla_engine.tracing.step_log_writer import logging_steps
 from xla_engine.utils.progress import Progress
@@ -138,7 +137,7 @@ def _header(
     engine: XlaBatchEngine, settings: Settings, done: FinishedLines, model: str | None
 ) -> ResultHeader:
     """The header of all results. A resumed run takes over what the first run wrote."""
-    digest = EngineIdentity.of(engine).digest()
+    digest = engine.identity().digest()
     if done.system_fingerprint not in (None, digest):
         raise OutputError(
             f"the output was made with engine {done.system_fingerprint}, this one is {digest}: another model, "
@@ -150,7 +149,7 @@ def _header(
         model="embedded" if model is None else Path(model).resolve().name,
         system_fingerprint=digest,
         hashes=settings.fingerprint,
-        speller=engine.tokenizer,
+        tokenizer=engine.tokenizer,
     )
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.families import Family
-from xla_engine.model_loader.gguf.file import GgufFile, library
+from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.json_fields import Fields
+from xla_engine.utils.shown import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +116,9 @@ _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def architecture(file: GgufFile) -> _Architecture:
+def architecture(file: GgufReader) -> _Architecture:
     """The architecture of a file; CheckpointError for those that have no counterpart here."""
-    name, experts = file.get("general.architecture"), bool(file.get("{arch}.expert_count"))
+    name, experts = str(file.get("general.architecture")), bool(file.get("{arch}.expert_count"))
     for known in ((name, experts), (name, False)):
         if known in _ARCHITECTURES:
             return _ARCHITECTURES[known]
@@ -127,7 +128,7 @@ def architecture(file: GgufFile) -> _Architecture:
     )
 
 
-def config_fields(file: GgufFile) -> Fields:
+def config_fields(file: GgufReader) -> Fields:
     """The metadata as config.json would say it. Raises CheckpointError naming the key that is not supported."""
     kind = architecture(file)
     prefix = f"{file.get('general.architecture')}."
@@ -146,7 +147,7 @@ def config_fields(file: GgufFile) -> Fields:
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     for key, word in words.items():
-        value = _uniform(file, key)
+        value = _number(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
     ends = [
@@ -166,16 +167,17 @@ def config_fields(file: GgufFile) -> Fields:
     return Fields(file.path, values)
 
 
-def as_stored(file: GgufFile, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
+def as_stored(file: GgufReader, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
     """What differs in how a GGUF file stores the model: rotary pairs may be neighbours, norms have their offset."""
     interleaved = architecture(file).interleaved or config.rope_interleaved
     return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
 
 
-def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str, tuple[str, int | None]]:
+def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str, int | None]]:
     """The `wanted` names of transformers to the file's; of an expert's tensor, to that of all and its place there."""
     gguf = library(file.path)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = _number(file, "{arch}.block_count")
     names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
     found = {}
     for name in wanted:
@@ -190,26 +192,28 @@ def tensor_names(file: GgufFile, wanted: Iterable[str], layers: int) -> dict[str
     return found
 
 
-def _vocabulary(file: GgufFile) -> int | None:
+def _vocabulary(file: GgufReader) -> int | None:
     embedding = file.tensors.get("token_embd.weight")
     return embedding.shape[0] if embedding is not None else file.get("{arch}.vocab_size")
 
 
-def _uniform(file: GgufFile, key: str) -> Any:
-    """A value; where layers have values of their own, the one they share."""
+def _number(file: GgufReader, key: str) -> Any:
+    """A number, None where there is none; where layers have numbers of their own, the one they share."""
     value = file.get(key)
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise CheckpointError(
-                f"{file.path}: {key} = {value}: layers that differ in it are not supported. Use another model"
-            )
-        return value[0]
-    return value
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, int | float):
+            raise CheckpointError(f"{file.path}: {key} = {shown(value)}: no number. Download the file again")
+    if isinstance(value, list) and len(set(values)) != 1:
+        raise CheckpointError(
+            f"{file.path}: {key} = {shown(value)}: layers that differ in it are not supported. Use another model"
+        )
+    return values[0] if values else None
 
 
-def _read_widths(file: GgufFile, values: dict[str, Any]) -> None:
+def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
     """Value heads must be as wide as key heads; the rotary part may be narrower."""
-    if not isinstance(values.get("hidden_size"), int) or not values.get("num_attention_heads"):
+    if not values.get("hidden_size") or not values.get("num_attention_heads"):
         return  # told by the reader of the fields
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     valued = file.get("{arch}.attention.value_length")
@@ -218,8 +222,8 @@ def _read_widths(file: GgufFile, values: dict[str, Any]) -> None:
             f"{file.path}: attention.value_length = {valued}: not supported beside key heads of {width}. Use another "
             "model"
         )
-    rotated = file.get("{arch}.rope.dimension_count")
-    if isinstance(rotated, int) and 0 < rotated < width:
+    rotated = _number(file, "{arch}.rope.dimension_count")
+    if rotated is not None and 0 < rotated < width:
         values["partial_rotary_factor"] = rotated / width
     elif rotated not in (None, width):
         raise CheckpointError(
@@ -230,12 +234,12 @@ def _read_widths(file: GgufFile, values: dict[str, Any]) -> None:
 def _gemma_scale(values: Mapping[str, Any]) -> Any:
     """The metadata has no scale of scores: llama.cpp takes that of the largest model by its number of layers."""
     largest = {"gemma2": 46, "gemma3_text": 62}[values["model_type"]]
-    if values.get("num_hidden_layers") == largest:
-        return values["hidden_size"] // values["num_attention_heads"]
+    if values.get("num_hidden_layers") == largest and values.get("num_attention_heads"):
+        return values.get("hidden_size", 0) // values["num_attention_heads"]
     return values.get("head_dim")
 
 
-def _rope_scaling(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         return _from_divisors(file, values)
     kind = file.get(_ROPE + "type")
@@ -269,16 +273,18 @@ def _rope_scaling(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any] |
     return scaling
 
 
-def _from_divisors(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any]:
+def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]:
     """llama.cpp stores what Llama 3's scaling makes of each frequency. Where Llama 3's usual numbers give the same
     divisors these numbers are taken, so that the table has the bits of the original; else the divisors themselves."""
     divisors = np.array(_vector(file, "rope_freqs.weight"))
     scaling = {"factor": float(divisors.max(initial=0)), **_LLAMA3}
     base, count = float(values.get("rope_theta") or 10000.0), max(1, len(divisors))
-    turns = scaling["original_max_position_embeddings"] / (2 * np.pi * base ** (np.arange(count) / count))
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    if np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4):
+    with np.errstate(all="ignore"):  # whatever the file says; what is not finite is close to nothing
+        wavelengths = 2 * np.pi * base ** (np.arange(count) / count)
+        kept = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+        usual = np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4)
+    if usual:
         return {"rope_type": "llama3", **scaling}
     context = values.get("max_position_embeddings")
     factors = divisors.tolist()
@@ -292,6 +298,6 @@ def _from_divisors(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _vector(file: GgufFile, name: str) -> list[float]:
-    vector: list[float] = file.weight_files({}).read(name).astype(np.float64).reshape(-1).tolist()
+def _vector(file: GgufReader, name: str) -> list[float]:
+    vector: list[float] = file.weights({}).read(name).astype(np.float64).reshape(-1).tolist()
     return vector

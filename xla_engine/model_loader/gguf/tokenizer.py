@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from xla_engine.errors import CheckpointError
-from xla_engine.model_loader.gguf.file import GgufFile
+from xla_engine.model_loader.gguf.reader import GgufReader
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # ggml's token types
 _SPACE = "▁"
@@ -39,7 +39,7 @@ _WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a word that is a token is one, w
 _BEGINS = ("llama-bpe", "tekken")  # byte-level files that begin texts with a token without saying so
 
 
-def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer | None:
+def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
     """The file's tokenizer; None where it has none. Raises CheckpointError for one that cannot be rebuilt exactly."""
     if (whole := file.get("tokenizer.huggingface.json")) is not None:
         return tokenizers.Tokenizer.from_str(whole)
@@ -59,7 +59,7 @@ def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer | None:
 class _Vocabulary:
     """Tokens by id, with what is said of each."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufReader) -> None:
         self.tokens: list[str] = self._list(file, "tokens", str, None)
         count = len(self.tokens)
         self.types: list[int] = self._list(file, "token_type", int, [_NORMAL] * count)
@@ -76,10 +76,10 @@ class _Vocabulary:
         )
         self.has_bytes = _BYTE in self.types
 
-    def scores(self, file: GgufFile) -> list[float]:
+    def scores(self, file: GgufReader) -> list[float]:
         return self._list(file, "scores", float, None)
 
-    def _list(self, file: GgufFile, name: str, kind: type, default: list[Any] | None) -> list[Any]:
+    def _list(self, file: GgufReader, name: str, kind: type, default: list[Any] | None) -> list[Any]:
         values = file.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
             raise _inexact(file, f"its tokenizer.ggml.{name} is no list of {kind.__name__}")
@@ -88,7 +88,7 @@ class _Vocabulary:
         return values
 
 
-def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     name = file.get("tokenizer.ggml.pre")
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges") or []]
     if any(len(merge) != 2 for merge in merges):
@@ -117,7 +117,7 @@ def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer
     return backend
 
 
-def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     merges = _merges(vocabulary, vocabulary.scores(file))
     backend = _built(
         file,
@@ -155,7 +155,7 @@ def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str,
     return merges
 
 
-def _unigram(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _unigram(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     if file.get("tokenizer.ggml.precompiled_charsmap") or file.get("tokenizer.ggml.remove_extra_whitespaces"):
         raise _inexact(file, "its tokenizer normalises text by a table")
     pieces = list(zip(vocabulary.tokens, vocabulary.scores(file), strict=True))
@@ -175,7 +175,7 @@ def _text_decoder(prefix: bool) -> Any:
 
 
 def _add_ends(
-    file: GgufFile, vocabulary: _Vocabulary, backend: tokenizers.Tokenizer, *, begins: bool
+    file: GgufReader, vocabulary: _Vocabulary, backend: tokenizers.Tokenizer, *, begins: bool
 ) -> None:
     """Tokens that every text gets at its beginning and end."""
     asked = {
@@ -197,7 +197,7 @@ def _add_ends(
     )
 
 
-def _built(file: GgufFile, build: Any) -> tokenizers.Tokenizer:
+def _built(file: GgufReader, build: Any) -> tokenizers.Tokenizer:
     try:
         backend: tokenizers.Tokenizer = build()
     except Exception as error:  # the library raises bare Exceptions
@@ -205,7 +205,7 @@ def _built(file: GgufFile, build: Any) -> tokenizers.Tokenizer:
     return backend
 
 
-def _inexact(file: GgufFile, reason: str) -> CheckpointError:
+def _inexact(file: GgufReader, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{file.path}: {reason}, so text cannot be tokenised exactly. Put the model's tokenizer.json beside the file"
     )

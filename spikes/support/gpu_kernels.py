@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.gpu_scale import Scale, milliseconds, read_gigabytes_per_second, timed
+from spikes.support.gpu_scale import Scale, milliseconds, read_gigabytes_per_second, timed
 from xla_engine.graphs.attention import gpu_kernels as kernels
-from xla_engine.graphs.attention.backend import KEY_SPAN, AttentionWeights, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT
 from xla_engine.graphs.ops.rope import rope_tables
@@ -57,11 +57,10 @@ def attention(scale: Scale) -> list[Table]:
         angles = jnp.asarray(rope_tables(config, positions)[0])[length]
 
         def attend(layer: LayerCache, qkv: jax.Array) -> tuple[LayerCache, jax.Array]:
-            return backend.attend_decode(
-                layer, qkv, form=config.attention(0), weights=AttentionWeights(), rope=angles,
-                length=jnp.asarray(length), live=jnp.ones(rows, bool),
-                key_length=positions, compute_dtype=jnp.dtype(jnp.bfloat16),
-            )  # fmt: skip
+            own = config.attention(0), AttentionWeights()
+            call = AttentionCall(*own, angles, positions, jnp.dtype(jnp.bfloat16))
+            live = jnp.ones(rows, bool)
+            return backend.attend_decode(layer, qkv, call, length=jnp.asarray(length), live=live)
 
         compiled = jax.jit(attend, donate_argnums=0).lower(layer, qkv).compile()
         state = [layer]

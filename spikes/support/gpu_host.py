@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from spikes.gpu_kernels import Table
-from spikes.gpu_scale import Scale, milliseconds
+from spikes.support.gpu_kernels import Table
+from spikes.support.gpu_scale import Scale, milliseconds
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
-from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.runner.programs import decode_name
 from xla_engine.sampling_params import SamplingParams
 
@@ -55,16 +54,7 @@ def _busy_engine(scale: Scale, model: ModelConfig, rows: int) -> XlaBatchEngine:
         compile_cache=False,
         self_check=False,
     )
-    checkpoint = Checkpoint(
-        path=Path(),
-        config=model,
-        weights=_weights(model),
-        eos_token_ids=(),
-        bos_token_id=None,
-        dtype="bfloat16",
-        fingerprint="random",
-    )
-    engine = XlaBatchEngine(checkpoint, None, config)
+    engine = XlaBatchEngine(random_checkpoint(model, weights=_weights(model)), None, config)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=engine.max_model_len - PROMPT)
     draw = np.random.default_rng(0)
     for _ in range(rows):
@@ -113,10 +103,10 @@ def _turns(engine: XlaBatchEngine, lag: int, turns: int) -> tuple[float, float, 
 def _bare(scale: Scale, engine: XlaBatchEngine) -> float:
     """The engine's own decode program, of which nothing is read. The engine is of no use afterwards."""
     runner = engine.runner
-    scheduled = runner._scheduled
+    scheduled = runner._dispatch._rows
     assert scheduled is not None
 
     def run() -> jax.Array:
-        return runner._run(decode_name(runner.buckets[-1]), scheduled.scheduled)[0]
+        return runner._dispatch.run(decode_name(runner.buckets[-1]), scheduled.scheduled)[0]
 
     return milliseconds(scale, run)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spikes.gpu_kernels import Table
-from spikes.gpu_scale import (
+from spikes.support.gpu_kernels import Table
+from spikes.support.gpu_scale import (
     Programs,
     Scale,
     device_weights,
@@ -28,7 +28,7 @@ from spikes.gpu_scale import (
     spec_of,
     step_of,
 )
-from spikes.timing import greedy
+from spikes.support.timing import greedy
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
@@ -101,7 +101,9 @@ def roofline(scale: Scale) -> list[Table]:
     return [(f"Decode step, {layers} layers, {scale.context} keys per row, bf16", header, rows)]
 
 
-def _no_attention(self: Any, layer: LayerCache, qkv: jax.Array, **_: Any) -> tuple[LayerCache, jax.Array]:
+def _no_attention(
+    self: Any, layer: LayerCache, qkv: jax.Array, *_: Any, **__: Any
+) -> tuple[LayerCache, jax.Array]:
     kv_heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
     return layer, split_heads(qkv, kv_heads, head_dim)[0].reshape(len(qkv), -1)
 

@@ -33,8 +33,8 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.reductions import argmax
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Rows, SamplingRows, make_rows, make_tables
+from xla_engine.graphs.sampling import logprobs
 from xla_engine.graphs.sampling import sampler as sampling
-from xla_engine.graphs.sampling.logprobs import token_logprob
 from xla_engine.graphs.steps import decode
 from xla_engine.graphs.steps.decode import decode_step
 
@@ -117,6 +117,12 @@ def busy_rows(config: ModelConfig, count: int, length: int, seed: int = 0) -> Ro
         remaining=jnp.full(count, 1 << 20, jnp.int32),
         sampling=dataclasses.replace(rows.sampling, num_logprobs=jnp.zeros(count, jnp.int32)),
     )
+
+
+def token_logprob(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """Log-probability of `token [N]` under `logits [V, N]`, f32 `[N]`: as the sampler's, whatever rows want."""
+    peak, rest = logprobs._normaliser(logits)
+    return logprobs._chosen(logits, token) - peak - rest
 
 
 def greedy(logits: jax.Array, rows: SamplingRows, *_: Any, **__: Any) -> sampling.Sampled:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spikes.timing import SMOLLM2_135M, busy_rows
+from spikes.support.timing import SMOLLM2_135M, busy_rows
 from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.config import ModelConfig

@@ -1,0 +1,1 @@
+"""What spikes share: timing in turns, tables, and the GPU spike in parts."""

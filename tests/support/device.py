@@ -1,0 +1,35 @@
+"""What tests see and change of a runner's device state, and no caller of an engine may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from xla_engine.graphs.kv_cache.cache import from_host, to_host
+from xla_engine.runner.runner import Runner
+
+
+def program_text(runner: Runner, name: str) -> str:
+    """Optimised HLO of a program."""
+    return runner._inventory.text(name)
+
+
+def num_parked(runner: Runner) -> int:
+    """Requests whose state is on the host."""
+    return len(runner._parked)
+
+
+def read_cache(runner: Runner) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or what a linear one keeps."""
+    return to_host(runner._spec, runner._state.cache)
+
+
+def edit_cache(runner: Runner, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
+    """Replace keys and values by `edit(layer index, "keys" | "values", array [B, KV, S, Dh])`, and the "inputs" and
+    "memory" of linear layers likewise."""
+    edited = []
+    for index, (first, second) in enumerate(read_cache(runner)):
+        names = ("inputs", "memory") if runner._spec.config.is_linear(index) else ("keys", "values")
+        edited.append((edit(index, names[0], first), edit(index, names[1], second)))
+    runner._state.cache = from_host(runner._spec, edited)

@@ -1,0 +1,213 @@
+"""An engine without a model: it keeps the promises of `xla_engine.engine.protocol.Engine` and makes up its tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+from xla_engine.engine.identity import EngineIdentity
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.stats import EngineStats
+from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import FinishReason, RequestView, Slot, SlotView, Snapshot, Status
+from xla_engine.scheduler.snapshot import Counters
+
+LONGEST = 100  # prompt and new tokens of a request
+
+
+class FakeRequest:
+    """One request. Its tokens are two, whatever the prompt; its text is the prompt in angle brackets."""
+
+    def __init__(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, collector: OutputCollector
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.collector = collector
+        self.has_run = False
+        self.reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.reason is not None
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=None,
+            prompt_token_ids=(0,) * len(self.prompt),
+            outputs=(
+                CompletionOutput(
+                    index=0,
+                    text=f"<{self.prompt}>" if self.has_run else "",
+                    token_ids=(1, 2) if self.has_run else (),
+                    finish_reason=None if self.reason is None else str(self.reason),
+                ),
+            ),
+            finished=self.finished,
+            metrics=RequestMetrics(arrival_time=0.0, first_token_time=0.5, token_times=(0.5, 0.75)),
+        )
+
+
+class FakeEngine:
+    """Ends requests in random order after random numbers of steps; a result depends on its request alone.
+
+    on_step: called with the number of each step before anything happens; what it raises, the step raises. A prompt
+    that holds "!" is refused.
+    submitted, aborted: ids, in order. peak: live requests at most.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int = 3, seed: int = 0, on_step: Callable[[int], object] | None = None
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.tokenizer = None
+        self.live: dict[str, FakeRequest] = {}
+        self.submitted: list[str] = []
+        self.aborted: list[str] = []
+        self.peak = 0
+        self.steps = 0
+        self.collector = OutputCollector()
+        self.finished: Counter[FinishReason] = Counter()
+        self.closed = False
+        self._random = random.Random(seed)
+        self._on_step = on_step
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self.live), self.max_num_seqs)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.live) - self.num_running
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.live or self.collector)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
+    ) -> str:
+        if any("content" not in message for message in messages):
+            raise InvalidRequestError("a message has no content")
+        return "|".join(message["content"] for message in messages)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+        collector: OutputCollector | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> str:
+        self._check_open()
+        params = SamplingParams() if params is None else params
+        request_id = str(len(self.submitted)) if request_id is None else request_id
+        if request_id in self.live:
+            raise InvalidRequestError(f"request id {request_id!r} is in use")
+        if not isinstance(options.get("priority", 0), int):
+            raise InvalidRequestError("priority must be an integer")
+        if "!" in prompt:
+            raise InvalidRequestError("not this one")
+        if len(prompt) + params.max_tokens > LONGEST:
+            raise TokenLimitError(f"{len(prompt)} + {params.max_tokens} > {LONGEST}")
+        self.submitted.append(request_id)
+        collector = self.collector if collector is None else collector
+        self.live[request_id] = FakeRequest(request_id, prompt, params, collector)
+        self.peak = max(self.peak, len(self.live))
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        self.aborted.append(request_id)
+        if (request := self.live.get(request_id)) is None:
+            return False
+        self._end(request, FinishReason.ABORT)
+        return True
+
+    def advance(self) -> None:
+        self._check_open()
+        self.steps += 1
+        if self._on_step is not None:
+            self._on_step(self.steps)
+        for request in list(self.live.values())[: self.max_num_seqs]:
+            request.has_run = True
+            if self._random.random() < 0.4:
+                self._end(request, FinishReason.LENGTH)
+            elif request.collector.every_token:
+                request.collector.put(request)
+
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
+        self.collector.every_token = not only_finished
+        if not (self.closed and self.collector):
+            self.advance()
+        return [each.output() for each in self.collector.take() if each.finished or not only_finished]
+
+    def drain(self) -> list[RequestOutput]:
+        ended = []
+        while self.has_unfinished:
+            ended += self.step(only_finished=True)
+        return ended
+
+    def snapshot(self) -> Snapshot:
+        views = [self._view(place, request) for place, request in enumerate(self.live.values())]
+        running = dict(enumerate(views[: self.max_num_seqs]))
+        return Snapshot(
+            slots=tuple(
+                SlotView(slot=Slot(index=index, epoch=0), position=0, request=running.get(index))
+                for index in range(self.max_num_seqs)
+            ),
+            waiting=tuple(views[self.max_num_seqs :]),
+            draining=(),
+            counters=Counters(
+                steps_planned=self.steps,
+                steps_committed=self.steps,
+                submitted=len(self.submitted),
+                finished=dict(self.finished),
+                tokens_credited=2 * sum(self.finished.values()),
+                tokens_dropped=0,
+            ),
+        )
+
+    def stats(self) -> EngineStats:
+        finished = {str(reason): self.finished[reason] for reason in FinishReason}
+        return EngineStats(steps=self.steps, generation_tokens=self.steps, finished=finished)
+
+    def identity(self) -> EngineIdentity:
+        return EngineIdentity(model="fake", dtype="none", config={}, platform={})
+
+    def close(self) -> None:
+        for request_id in list(self.live):
+            self.abort(request_id)
+        self.closed = True
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineClosedError("close() was called")
+
+    def _end(self, request: FakeRequest, reason: FinishReason) -> None:
+        del self.live[request.request_id]
+        request.reason = reason
+        self.finished[reason] += 1
+        request.collector.put(request)
+
+    def _view(self, place: int, request: FakeRequest) -> RequestView:
+        return RequestView(
+            request_id=request.request_id,
+            status=Status.RUNNING if place < self.max_num_seqs else Status.WAITING,
+            priority=0,
+            arrival=place,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.params.max_tokens,
+            prefilled=0,
+            planned=0,
+            credited=0,
+            decision=None,
+        )

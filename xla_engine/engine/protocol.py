@@ -1,0 +1,82 @@
+"""The engine as its callers see it: what the command line, batch runs, streams and servers ask of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypedDict, Unpack
+
+from xla_engine.engine.identity import EngineIdentity
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.stats import EngineStats
+from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import Snapshot
+
+
+class SharedOptions(TypedDict, total=False):
+    """Options that are the same for all prompts of a call; each may be left out.
+
+    deadline_s: after so many seconds a request ends with reason "deadline" and the tokens it has.
+    queue_timeout_s: without a slot after so many seconds a request ends with reason "queue_timeout".
+    cache_salt: cached prefixes are shared among requests of one salt only, so that the time to a first token does not
+        tell a tenant what others have asked.
+
+    The engine looks at the clock once a turn.
+    """
+
+    deadline_s: float | None
+    queue_timeout_s: float | None
+    cache_salt: str
+
+
+class RequestOptions(SharedOptions, total=False):
+    """Options of one request; each may be left out.
+
+    priority: -10 (soonest) to 10, and 0 if left out; `scheduler.policy.place` states the rule, and how long a request
+        can be kept waiting by it.
+    deadline_s, queue_timeout_s, cache_salt: as in `SharedOptions`.
+    """
+
+    priority: int
+
+
+def pop_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take those of `RequestOptions` out of the keyword arguments of a call that has others, too."""
+    return {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
+
+
+class Engine(Protocol):
+    """Runs requests turn by turn, as `XlaBatchEngine` does, whose methods document these."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
+    ) -> str: ...
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+        collector: OutputCollector | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> str: ...
+    def abort(self, request_id: str) -> bool: ...
+
+    def advance(self) -> None: ...
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
+    def drain(self) -> list[RequestOutput]: ...
+
+    def snapshot(self) -> Snapshot: ...
+    def stats(self) -> EngineStats: ...
+    def identity(self) -> EngineIdentity: ...
+    def close(self) -> None: ...

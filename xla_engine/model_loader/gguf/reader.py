@@ -1,0 +1,210 @@
+"""The format GGUF: one file with metadata and tensors, checked before one byte of weights is read.
+
+The format is that of ggml's `docs/gguf.md`, versions 2 and 3, little endian. Every length is compared with what is
+left of the file before anything is made of it. Quantised tensors become float32 by the `gguf` library (extra `gguf`),
+block by block.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
+
+_VERSIONS = (2, 3)
+_SCALARS = dict(enumerate(["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "|b1"]))
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY = 8, 9
+_PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
+_QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_MOST_DIMENSIONS = 4
+_MOST_ITEMS = 1 << 24  # of a list in the metadata; vocabularies are the longest
+
+
+def library(file: Path) -> ModuleType:
+    """The `gguf` package, or a CheckpointError that says how to get it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file}: GGUF files need the gguf package. Install it: pip install 'xla-engine[gguf]'"
+        ) from error
+    return gguf
+
+
+class GgufReader:
+    """An open GGUF file.
+
+    metadata: strings, numbers and lists by key. tensors: by the file's own names.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
+        self.path = path
+        try:
+            with path.open("rb") as stream:
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self.metadata, self.tensors = _Header(self._map, path, library(path)).read()
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: an empty file, bad UTF-8
+            raise CheckpointError(f"{path}: is not readable ({error}). Download the file again") from error
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value; `{arch}` in a key stands for the architecture."""
+        return self.metadata.get(
+            key.replace("{arch}", str(self.metadata.get("general.architecture"))), default
+        )
+
+    def weights(self, names: Mapping[str, tuple[str, int | None]]) -> GgufWeights:
+        """The tensors under other names: `names` maps a name to that in the file, and to the place in it where the
+        file stacks the tensors of all experts. Tensors without another name keep their own."""
+        places: dict[str, set[int]] = {}
+        for theirs, place in names.values():
+            places.setdefault(theirs, set()).update(() if place is None else (place,))
+        stacked = {
+            name
+            for name, found in places.items()
+            if name in self.tensors and found == set(range(self.tensors[name].shape[0]))
+        }
+        tensors = {name: info for name, info in self.tensors.items() if name not in places}
+        for name, (theirs, place) in names.items():
+            if place is None and theirs in self.tensors:
+                tensors[name] = self.tensors[theirs]
+            elif place is not None and theirs in stacked:
+                tensors[name] = self.tensors[theirs].part(place)
+        return GgufWeights(self, tensors)
+
+    @property
+    def mapped(self) -> mmap.mmap:
+        return self._map
+
+
+class GgufWeights(TensorFiles):
+    """`TensorFiles` over a GGUF file. Quantised tensors are read as float32."""
+
+    dtypes = (*_PLAIN.values(), *_QUANTISED)
+
+    def __init__(self, file: GgufReader, tensors: dict[str, TensorInfo]) -> None:
+        super().__init__({file.path: file.mapped}, tensors)
+        self._library = library(file.path)
+
+    def read(self, name: str) -> Array:
+        info = self.tensors[name]
+        if info.dtype in _PLAIN.values():
+            return super().read(name)
+        return self._dequantised(info, self._rows(info))
+
+    def blocks(self, name: str) -> Iterator[Array]:
+        info = self.tensors[name]
+        if info.dtype in _PLAIN.values():
+            yield from super().blocks(name)
+            return
+        rows = self._rows(info)
+        for part in self._parts(info, rows):
+            yield self._dequantised(info, rows[part])
+
+    def _rows(self, info: TensorInfo) -> Array:
+        """The stored bytes of a quantised tensor, row by row."""
+        block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType[info.dtype]]
+        columns = info.shape[-1] // block * size
+        flat = np.frombuffer(self._maps[info.file], np.uint8, prod(info.shape[:-1]) * columns, info.start)
+        return flat.reshape(*info.shape[:-1], columns)
+
+    def _dequantised(self, info: TensorInfo, rows: Array) -> Array:
+        array: Array = self._library.quants.dequantize(rows, self._library.GGMLQuantizationType[info.dtype])
+        return array
+
+
+class _Header:
+    """A cursor over the header; reading beyond the end of the file is a CheckpointError."""
+
+    def __init__(self, data: mmap.mmap, path: Path, gguf: ModuleType) -> None:
+        self._data, self._path, self._gguf = data, path, gguf
+        self._at = 0
+
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        if self._take(4) != b"GGUF":
+            self._fail("begins with another magic word, so it is no GGUF file")
+        (version,) = self._unpack("<I")
+        if version not in _VERSIONS:
+            self._fail(f"has version {version} (or the other byte order); readable are {_VERSIONS}")
+        tensors, pairs = self._unpack("<QQ")
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._string()
+            if key in metadata:
+                self._fail(f"has the key {key!r} twice")
+            metadata[key] = self._value(*self._unpack("<I"))
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(tensors):
+            name = self._string()
+            if name in entries:
+                self._fail(f"has the tensor {name!r} twice")
+            (dimensions,) = self._unpack("<I")
+            if not 1 <= dimensions <= _MOST_DIMENSIONS:
+                self._fail(f"gives tensor {name!r} {dimensions} dimensions")
+            shape = tuple(reversed(self._unpack(f"<{dimensions}Q")))
+            entries[name] = (shape, *self._unpack("<IQ"))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            self._fail(f"has the alignment {alignment!r}")
+        begin = -(-self._at // alignment) * alignment
+        return metadata, {name: self._tensor(name, begin, *entry) for name, entry in entries.items()}
+
+    def _tensor(self, name: str, begin: int, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+        types = {int(value): value for value in self._gguf.GGMLQuantizationType}
+        if kind not in types:
+            self._fail(f"stores tensor {name!r} as type {kind}, which is unknown")
+        block, size = self._gguf.GGML_QUANT_SIZES[types[kind]]
+        if shape[-1] % block or offset % 4:
+            self._fail(f"has a tensor {name!r} of shape {list(shape)} at {offset}, not whole blocks")
+        length = prod(shape) // block * size
+        if begin + offset + length > len(self._data):
+            self._fail(f"ends before its tensor {name!r} of shape {list(shape)}")
+        return TensorInfo(
+            file=self._path, dtype=types[kind].name, shape=shape, start=begin + offset, size=length
+        )
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY and depth < 2:
+            inner, count = self._unpack("<IQ")
+            if count > _MOST_ITEMS:
+                self._fail(f"has a list of {count} items")
+            if inner in _SCALARS:
+                dtype = np.dtype(_SCALARS[inner])
+                return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+            return [self._value(inner, depth + 1) for _ in range(count)]
+        if kind not in _SCALARS:
+            self._fail(f"has a value of type {kind}, which is unknown")
+        dtype = np.dtype(_SCALARS[kind])
+        value = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
+        # The shortest decimal of a float32 is what was written before it was stored: 1e-05, not 9.99999974737875e-06.
+        return float(str(value)) if dtype == np.float32 else value.item()
+
+    def _string(self) -> str:
+        (length,) = self._unpack("<Q")
+        return self._take(length).decode()
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(form, self._take(struct.calcsize(form)))
+
+    def _take(self, count: int) -> bytes:
+        if count > len(self._data) - self._at:
+            self._fail("ends within its header")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _fail(self, problem: str) -> None:
+        raise CheckpointError(f"{self._path}: {problem}. Download the file again")
