@@ -115,20 +115,20 @@ def test_cancel_and_list(embedded: XlaBatchEngine) -> None:
         {"op": "list"},
         *({"op": "cancel", "id": f"r{n}"} for n in range(20)),
         {"op": "cancel", "id": "r3"},
-        {"op": "cancel", "id": "nobody"},
+        {"op": "cancel", "id": "unknown"},
         {"id": "after", "prompt": "x", "max_tokens": 2},
     )
     (listed,) = (event["requests"] for event in events if event["event"] == "list")
     assert {request["id"] for request in listed} == {f"r{n}" for n in range(20)}
     assert all(request["status"] and request["prompt_tokens"] for request in listed)
     answers = [(event["id"], event["found"]) for event in events if event["event"] == "cancel"]
-    assert answers == [*((f"r{n}", True) for n in range(20)), ("r3", False), ("nobody", False)]
+    assert answers == [*((f"r{n}", True) for n in range(20)), ("r3", False), ("unknown", False)]
     found = by_id(events)
     assert all(found[f"r{n}"][-1]["finish_reasons"] == ["abort"] for n in range(20))
     assert found["after"][-1]["finish_reasons"] in (["length"], ["stop"])
 
 
-def test_bad_lines_are_error_events_and_harm_nobody() -> None:
+def test_bad_lines_are_error_events_and_harm_no_other() -> None:
     bad = [
         (b"{\n", "invalid_json_line"),
         (b"[1]\n", "invalid_json_line"),
@@ -205,7 +205,7 @@ class Gate(io.BytesIO):
         return super().write(data)
 
 
-def test_a_slow_reader_loses_nothing_and_holds_up_nobody() -> None:
+def test_a_slow_reader_loses_nothing_and_holds_up_no_request() -> None:
     gate, turns = Gate(), []
     engine = FakeEngine(max_num_seqs=4)
     source = b"".join(b'{"prompt": "p%d"}\n' % n for n in range(200))

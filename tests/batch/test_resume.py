@@ -209,7 +209,7 @@ def test_a_packed_file_is_one_gzip_file_of_few_members(tmp_path: Path) -> None:
 
 
 def test_a_hash_that_was_met_before_is_no_second_use() -> None:
-    """Of 96 bits 64 find the place, the others decide; a million ids of one line each meet nobody."""
+    """Of 96 bits 64 find the place, the others decide; a million ids of one line each do not meet."""
     reader = LineReader()
     for number in range(1, 20_001):
         raw = b'{"prompt": "x", "custom_id": "%d"}' % number

@@ -417,3 +417,15 @@ def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines().count("same") == 5, "a run differs from the first"
     assert "tokens found" in done.stdout and "preemptions" in done.stdout
     assert (tmp_path / "results" / "steps.html").stat().st_size > 10_000
+
+
+def test_flags_keep_their_old_names_unseen() -> None:
+    for command, old, new in (
+        ("run", "--record", "--step-log"),
+        ("simulate", "--record", "--step-log"),
+        ("simulate", "--pages", "--blocks / --no-blocks"),
+    ):
+        found = invoke(command, "--help").output
+        assert new in found and old not in found
+        options = cli.main.get_command(None, command).params  # type: ignore[arg-type, union-attr]
+        assert any({old, new.split()[0]} <= set(option.opts) for option in options)

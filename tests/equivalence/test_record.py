@@ -259,7 +259,7 @@ def test_an_altered_sample_is_caught_at_its_step(
     assert difference is not None and not report.ok
     assert (difference.request_id, difference.position) == (name, position)
     assert difference.step == step_of(tiny, honest, name, position) == report.steps
-    slots = {(who, slot) for step in honest.steps for who, slot, _ in step.admitted}
+    slots = {(name, slot) for step in honest.steps for name, slot, _ in step.admitted}
     assert (name, difference.slot) in slots
     assert difference.recorded is not None and difference.found is not None
     distance = [a ^ b for a, b in zip(difference.recorded, difference.found, strict=True)]  # type: ignore[operator]

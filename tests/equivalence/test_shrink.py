@@ -35,7 +35,7 @@ items = st.integers(0, 24).map(lambda count: tuple(range(count)))
 
 @given(items=items, data=st.data())
 def test_ddmin_finds_exactly_what_must_be_there(items: tuple[int, ...], data: st.DataObject) -> None:
-    """Failing when all culprits are there: the result is the culprits, in order, whoever they are."""
+    """Failing when all culprits are there: the result is the culprits, in order, whichever they are."""
     culprits = data.draw(st.sets(st.sampled_from(items), max_size=4)) if items else set()
     assert ddmin(items, lambda part: culprits <= set(part)) == tuple(sorted(culprits))
 

@@ -139,7 +139,7 @@ class Simulation:
         if arrival.gives_up is not None:
             heapq.heappush(self._gives_up, (arrival.gives_up[0], arrival.name, arrival.gives_up[1]))
         if self._log is not None:
-            self._log.submitted(request, self._clock.now)
+            self._log.submitted(request, self._clock.now, arrival.custom_id)
 
     def _turn(self) -> None:
         scheduler = self._scheduler

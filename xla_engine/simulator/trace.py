@@ -40,6 +40,7 @@ class Arrival:
     fails: whether the device cannot choose its last token.
     deadline: seconds after its arrival, None without one.
     prompt: token ids that stand for the real ones, where it is known what prompts have in common; else None.
+    custom_id: the caller's name for it, None where that is not known.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Arrival:
     fails: bool = False
     deadline: float | None = None
     prompt: Sequence[int] | None = None
+    custom_id: str | None = None
 
 
 def distinct(number: int, tokens: int) -> range:
@@ -88,6 +90,7 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             gives_up=gives_up,
             fails=each.end == "error" and gives_up is None,
             prompt=prompt,
+            custom_id=each.custom_id,
         )
 
 
