@@ -35,7 +35,7 @@ from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.runner.backends import choose_attention
 from xla_engine.runner.kv_moves import BlockMoves, Parked, State
 from xla_engine.runner.prefill_inputs import make_lanes
-from xla_engine.runner.programs import COPY_PAGES, READ_PAGES, WRITE_PAGES
+from xla_engine.runner.programs import COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS
 from xla_engine.runner.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import BlockCopy, Chunk, Slot, Swap
@@ -153,9 +153,9 @@ class Calls:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._known: dict[str, Any] = {
-            COPY_PAGES: jax.jit(functools.partial(copy_blocks, spec)),
-            READ_PAGES: jax.jit(functools.partial(read_blocks, spec)),
-            WRITE_PAGES: jax.jit(functools.partial(write_blocks, spec)),
+            COPY_BLOCKS: jax.jit(functools.partial(copy_blocks, spec)),
+            READ_BLOCKS: jax.jit(functools.partial(read_blocks, spec)),
+            WRITE_BLOCKS: jax.jit(functools.partial(write_blocks, spec)),
         }
 
     def __call__(self, name: str, *arguments: Any) -> Any:
