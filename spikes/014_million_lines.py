@@ -32,7 +32,7 @@ from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-STAMP = ResultHeader(created=0, model="m", system_fingerprint="0" * 16)
+HEADER = ResultHeader(created=0, model="m", system_fingerprint="0" * 16)
 
 
 # %%
@@ -128,7 +128,7 @@ def run(kind: str, source: Path, target: Path, count: int, answers: Any) -> None
     done = FinishedLines()
 
     def on_turn() -> None:
-        if batch.tally.ok * 10 >= count * (len(marks) + 1):
+        if batch.totals.ok * 10 >= count * (len(marks) + 1):
             marks.append(resident())
 
     before = resident()
@@ -137,7 +137,7 @@ def run(kind: str, source: Path, target: Path, count: int, answers: Any) -> None
         output.claim(done)
         claimed = time.monotonic() - began
         lines = read_lines(file)
-        batch = BatchRun(engine, lines, output.begin(), stamp=STAMP, done=done, on_turn=on_turn)
+        batch = BatchRun(engine, lines, output.begin(), header=HEADER, done=done, on_turn=on_turn)
         tally = batch.run()
         seconds = time.monotonic() - began
     assert tally.failure is None and tally.ok + tally.resumed == count, tally

@@ -24,6 +24,7 @@ from xla_engine.runner.backends import isa_of, make_spec, serving_device
 from xla_engine.runner.memory import size
 from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.tables import aligned
 
 _LENGTHS = tuple(1 << power for power in range(9, 21, 2))
 _SLOTS = (8, 16, 32, 64, 128, 256)
@@ -225,5 +226,4 @@ def _table(fits: list[dict[str, Any]], available: int | None) -> list[str]:
             for needed in row["needed"].values()
         )
         rows.append((str(row["max_model_len"]), *cells, "?" if available is None else str(row["most_slots"])))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows, right=range(len(rows[0])))

@@ -54,10 +54,10 @@ def line(
     output = RequestOutput(
         request_id="r", prompt="p", prompt_token_ids=(1,), outputs=(choice,), finished=True
     )
-    stamp = ResultHeader(
+    header = ResultHeader(
         created=number, model="m", system_fingerprint=fingerprint, hashes=fingerprint is not None
     )
-    return result_line(request, [output], record_id(number, 0), stamp)
+    return result_line(request, [output], record_id(number, 0), header)
 
 
 def failed(custom_id: str) -> bytes:
@@ -214,9 +214,6 @@ def test_hashes_are_of_the_documented_bytes() -> None:
     assert logprob_bits_sha256([-0.5]) == hashlib.sha256(struct.pack("<f", -0.5)).hexdigest()
     assert logprob_bits_sha256(None) is None
     assert tokens_sha256([]) == hashlib.sha256(b"").hexdigest()
-
-
-# -- from requests to a comparison -----------------------------------------------------------------------------
 
 
 def test_two_runs_of_one_file_compare_equal(

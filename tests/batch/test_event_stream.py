@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.event_stream import EventStream
-from xla_engine.batch.tally import RunTotals
+from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.sampling_params import SamplingParams
 
@@ -28,8 +28,8 @@ def serve(engine: Any, *lines: Any, **options: Any) -> tuple[list[Event], RunTot
         line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines
     )
     sink = io.BytesIO()
-    tally = EventStream(engine, io.BytesIO(source), sink, **options).run()
-    return [json.loads(line) for line in sink.getvalue().splitlines()], tally
+    totals = EventStream(engine, io.BytesIO(source), sink, **options).run()
+    return [json.loads(line) for line in sink.getvalue().splitlines()], totals
 
 
 def by_id(events: list[Event]) -> dict[str, list[Event]]:
@@ -57,8 +57,8 @@ def test_many_requests_are_told_apart_and_are_what_they_are_alone(embedded: XlaB
         {"id": f"r{n}", "prompt": f"def f{n}(", "seed": n, "max_tokens": 5 + n, "logprobs": 0, **HOT}
         for n in range(24)
     ]
-    events, tally = serve(embedded, *requests)
-    assert events[-1] == {"event": "end", "requests": 24, "interrupted": False} and tally.ok == 24
+    events, totals = serve(embedded, *requests)
+    assert events[-1] == {"event": "end", "requests": 24, "interrupted": False} and totals.ok == 24
     found = by_id(events)
     order = [event["id"] for event in events if event["event"] == "delta"]
     assert any(order[n] != order[n + 1] and order[n] in order[n + 2 :] for n in range(len(order) - 2))
@@ -94,9 +94,9 @@ def test_the_same_line_gets_the_same_noise_as_in_a_batch_file(embedded: XlaBatch
 
 def test_n_sequences_are_told_apart_by_index(embedded: XlaBatchEngine) -> None:
     request = {"id": "a", "prompt": "def f(", "seed": 3, "max_tokens": 6, "n": 3, **HOT}
-    events, tally = serve(embedded, request, {"op": "list"})
+    events, totals = serve(embedded, request, {"op": "list"})
     (listed,) = (event["requests"] for event in events if event["event"] == "list")
-    assert [entry["id"] for entry in listed] == ["a"] * 3 and tally.ok == 1
+    assert [entry["id"] for entry in listed] == ["a"] * 3 and totals.ok == 1
     own = by_id(events)["a"]
     assert own[-1]["finish_reasons"] == ["length"] * 3 and own[-1]["usage"]["completion_tokens"] == 18
     embedded.submit("def f(", SamplingParams(seed=3, max_tokens=6, n=3, **HOT))
@@ -115,20 +115,20 @@ def test_cancel_and_list(embedded: XlaBatchEngine) -> None:
         {"op": "list"},
         *({"op": "cancel", "id": f"r{n}"} for n in range(20)),
         {"op": "cancel", "id": "r3"},
-        {"op": "cancel", "id": "nobody"},
+        {"op": "cancel", "id": "unknown"},
         {"id": "after", "prompt": "x", "max_tokens": 2},
     )
     (listed,) = (event["requests"] for event in events if event["event"] == "list")
     assert {request["id"] for request in listed} == {f"r{n}" for n in range(20)}
     assert all(request["status"] and request["prompt_tokens"] for request in listed)
     answers = [(event["id"], event["found"]) for event in events if event["event"] == "cancel"]
-    assert answers == [*((f"r{n}", True) for n in range(20)), ("r3", False), ("nobody", False)]
+    assert answers == [*((f"r{n}", True) for n in range(20)), ("r3", False), ("unknown", False)]
     found = by_id(events)
     assert all(found[f"r{n}"][-1]["finish_reasons"] == ["abort"] for n in range(20))
     assert found["after"][-1]["finish_reasons"] in (["length"], ["stop"])
 
 
-def test_bad_lines_are_error_events_and_harm_nobody() -> None:
+def test_bad_lines_are_error_events_and_harm_no_other() -> None:
     bad = [
         (b"{\n", "invalid_json_line"),
         (b"[1]\n", "invalid_json_line"),
@@ -144,14 +144,14 @@ def test_bad_lines_are_error_events_and_harm_nobody() -> None:
         (b'{"prompt": "x", "max_tokens": 500}\n', "token_limit_exceeded"),
         (b'{"prompt": "' + b"x" * 300 + b'"}\n', "line_too_long"),
     ]
-    events, tally = serve(
+    events, totals = serve(
         FakeEngine(), {"id": "a", "prompt": "x"}, *(raw for raw, _ in bad), max_line_bytes=300
     )
     errors = {event["line"]: event for event in events if event["event"] == "error"}
     for line, (_, code) in enumerate(bad, 2):
         assert (errors[line]["code"], errors[line]["id"]) == (code, f"line-{line}")
     assert by_id(events)["a"][-1]["event"] == "finish"
-    assert (tally.ok, tally.failed.total()) == (1, len(bad))
+    assert (totals.ok, totals.failed.total()) == (1, len(bad))
 
 
 def test_an_id_is_taken_while_its_request_is_under_way() -> None:
@@ -205,7 +205,7 @@ class Gate(io.BytesIO):
         return super().write(data)
 
 
-def test_a_slow_reader_loses_nothing_and_holds_up_nobody() -> None:
+def test_a_slow_reader_loses_nothing_and_holds_up_no_request() -> None:
     gate, turns = Gate(), []
     engine = FakeEngine(max_num_seqs=4)
     source = b"".join(b'{"prompt": "p%d"}\n' % n for n in range(200))
@@ -213,7 +213,7 @@ def test_a_slow_reader_loses_nothing_and_holds_up_nobody() -> None:
         engine, io.BytesIO(source), gate, on_turn=lambda: turns.append(len(engine.live)), max_unsent=10_000
     )
     thread, result = in_thread(stream)
-    while engine.live or not engine.submitted or stream._outbox.unsent < 10_000:
+    while engine.live or not engine.submitted or stream._events.unsent < 10_000:
         thread.join(0.01)
     started = len(engine.submitted)
     assert started < 200 and not engine.live  # what was started has ended; no more was started
@@ -230,8 +230,8 @@ def test_a_reader_that_goes_away_ends_the_run_cleanly() -> None:
 
     engine = FakeEngine()
     lines = io.BytesIO(b'{"prompt": "x"}\n' * 5000)
-    tally = EventStream(engine, lines, Gone()).run()
-    assert isinstance(tally.failure, BrokenPipeError) and not engine.live and tally.done < 5000
+    totals = EventStream(engine, lines, Gone()).run()
+    assert isinstance(totals.failure, BrokenPipeError) and not engine.live and totals.done < 5000
 
 
 def test_interrupts() -> None:
@@ -244,14 +244,14 @@ def test_interrupts() -> None:
         engine = FakeEngine(on_step=on_step)
         lines = io.BytesIO(b'{"prompt": "x"}\n' * 64)
         stream = EventStream(engine, lines, sink, max_unfinished=10)
-        tally = stream.run()
-        return engine, [json.loads(line) for line in sink.getvalue().splitlines()], tally
+        totals = stream.run()
+        return engine, [json.loads(line) for line in sink.getvalue().splitlines()], totals
 
-    engine, events, tally = run((2,))  # the first: no more lines, what is under way is finished
-    assert tally.interrupted and tally.ok == len(engine.submitted) < 64 and not tally.unwritten
+    engine, events, totals = run((2,))  # the first: no more lines, what is under way is finished
+    assert totals.interrupted and totals.ok == len(engine.submitted) < 64 and not totals.unwritten
     assert all(own[-1]["finish_reasons"] == ["length"] for own in by_id(events).values())
-    engine, events, tally = run((2, 3))  # the second: every request ends here
-    assert tally.interrupted and not engine.live and tally.failed["aborted"] == tally.unwritten > 0
+    engine, events, totals = run((2, 3))  # the second: every request ends here
+    assert totals.interrupted and not engine.live and totals.failed["aborted"] == totals.unwritten > 0
     assert len(by_id(events)) == len(engine.submitted) and events[-1]["interrupted"]
 
 
@@ -259,9 +259,9 @@ def test_a_dead_engine_ends_every_request() -> None:
     def die(step: int) -> None:
         raise RuntimeError("device lost")
 
-    events, tally = serve(FakeEngine(on_step=die), *({"id": f"r{n}", "prompt": "x"} for n in range(5)))
+    events, totals = serve(FakeEngine(on_step=die), *({"id": f"r{n}", "prompt": "x"} for n in range(5)))
     found = by_id(events)
-    assert len(found) == 5 and isinstance(tally.failure, RuntimeError) and events[-1]["event"] == "end"
+    assert len(found) == 5 and isinstance(totals.failure, RuntimeError) and events[-1]["event"] == "end"
     assert all(
         own[-1]["finish_reasons"] == ["error"] and "device lost" in own[-1]["error"] for own in found.values()
     )
@@ -275,8 +275,8 @@ def test_an_input_that_cannot_be_read_on_finishes_what_was_read() -> None:
             return super().readline(limit)
 
     sink = io.BytesIO()
-    tally = EventStream(FakeEngine(), Broken(b'{"prompt": "x"}\n' * 9), sink).run()
-    assert tally.ok == 3 and isinstance(tally.failure, OSError)
+    totals = EventStream(FakeEngine(), Broken(b'{"prompt": "x"}\n' * 9), sink).run()
+    assert totals.ok == 3 and isinstance(totals.failure, OSError)
 
 
 control = st.one_of(
@@ -290,12 +290,12 @@ control = st.one_of(
 @settings(deadline=None, max_examples=50)
 def test_every_request_line_ends_once(lines: list[Any], seed: int, limit: int) -> None:
     engine = FakeEngine(max_num_seqs=2, seed=seed)
-    events, tally = serve(engine, *lines, max_unfinished=limit)
+    events, totals = serve(engine, *lines, max_unfinished=limit)
     submits = [line for line in lines if isinstance(line, dict) and line.get("prompt")]
     cancels = [line for line in lines if isinstance(line, dict) and line.get("op")]
     ends = [event for event in events if event["event"] in ("finish", "error")]
     answers = [event for event in events if event["event"] == "cancel"]
     bad = sum(line in (b"{\n", {"prompt": ""}, {"op": "cancel"}) for line in lines)
     assert len(answers) == len(cancels) - lines.count({"op": "cancel"})
-    assert tally.failure is None and tally.done == len(ends)
+    assert totals.failure is None and totals.done == len(ends)
     assert len(ends) == len(submits) + bad and events[-1]["event"] == "end" and not engine.live

@@ -77,9 +77,9 @@ def test_the_openai_client_reads_every_result_of_the_real_engine(chatty: XlaBatc
         for body in bodies
     )
     chatty.chat_template = ChatTemplate(sources={"default": "{{ messages[0].content }}"}, special_tokens={})
-    sink, stamp = io.BytesIO(), ResultHeader(created=1, model="m", tokenizer=chatty.tokenizer)
-    tally = BatchRun(chatty, read_lines(io.BytesIO(lines)), sink, stamp=stamp, ordered=True).run()
-    assert tally.ok == 3, sink.getvalue()
+    sink, header = io.BytesIO(), ResultHeader(created=1, model="m", tokenizer=chatty.tokenizer)
+    totals = BatchRun(chatty, read_lines(io.BytesIO(lines)), sink, header=header, ordered=True).run()
+    assert totals.ok == 3, sink.getvalue()
     talk, formed, several = (json.loads(line)["response"]["body"] for line in sink.getvalue().splitlines())
     talk = chat.ChatCompletion.model_validate(talk, strict=True)
     assert len(talk.choices) == 2 and len(talk.choices[1].logprobs.content[0].top_logprobs) == 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.batch_lines import MESSAGES, batch, finished, parsed, talk
 from xla_engine.batch.requests import (
     MAX_CUSTOM_ID,
     MAX_MESSAGE,
@@ -20,38 +20,9 @@ from xla_engine.batch.requests import (
     parse_line,
 )
 from xla_engine.batch.results import ResultHeader, error_line, record_id, result_line
-from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.utils.json_line import MAX_NESTING
-
-
-def batch(body: dict[str, Any], /, **changes: Any) -> bytes:
-    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body} | changes
-    return json.dumps({name: value for name, value in line.items() if value is not ...}).encode()
-
-
-def parsed(raw: bytes, line: int = 7, **defaults: Any) -> LineRequest:
-    request = parse_line(raw, line, defaults)
-    assert isinstance(request, LineRequest), request
-    return request
-
-
-MESSAGES = [{"role": "user", "content": "Hello"}]
-
-
-def finished(text: str = "ab", **changes: Any) -> RequestOutput:
-    choice = {"index": 0, "text": text, "token_ids": (5, 6), "finish_reason": "length"} | changes
-    return RequestOutput(
-        request_id="x",
-        prompt=None,
-        prompt_token_ids=(1, 2, 3),
-        outputs=(CompletionOutput(**choice),),
-        finished=True,
-    )
-
-
-# -- what is accepted ----------------------------------------------------------------------------------------
 
 
 def test_plain_line() -> None:
@@ -146,8 +117,6 @@ def test_openai_bodies_may_spell_out_that_they_want_nothing() -> None:
     assert parsed(batch(body)).params == SamplingParams()
 
 
-# -- what is refused, by code and by name --------------------------------------------------------------------
-
 NOT_JSON = {
     "broken": (b'{"prompt": "x"', "delimiter"),
     "two objects": (b'{"prompt": "x"} {"prompt": "y"}', "Extra data"),
@@ -206,6 +175,7 @@ PLAIN_REFUSED = {
     "unknown field": ({"prompt": "x", "temprature": 0}, "'temprature'"),
     "misspelt prompt": ({"promt": "x"}, 'no "prompt"'),
     "unsupported field": ({"prompt": "x", "best_of": 2}, "'best_of'"),
+    "endless bias id": ({"prompt": "x", "logit_bias": {"7" * 5000: 1}}, "logit_bias id must be an integer"),
     "empty stop string": ({"prompt": "x", "stop": ["\n", ""]}, "stop string is empty"),
     "number as id": ({"prompt": "x", "custom_id": 3}, "custom_id"),
     "empty id": ({"prompt": "x", "custom_id": ""}, "custom_id"),
@@ -221,13 +191,6 @@ def test_invalid_plain_request(name: str) -> None:
     error = parse_line(json.dumps(record).encode(), 7)
     assert isinstance(error, LineError)
     assert error.code == "invalid_request" and message in error.message
-
-
-def talk(**changes: Any) -> bytes:
-    body = {"model": "m", "messages": MESSAGES} | changes
-    return batch(
-        {name: value for name, value in body.items() if value is not ...}, url="/v1/chat/completions"
-    )
 
 
 BATCH_REFUSED = {
@@ -289,8 +252,6 @@ def test_duplicate_names_are_found_in_linear_time() -> None:
     error = parse_line(b"{" + names + b', "199999": 1}', 7)
     assert isinstance(error, LineError) and "'199999'" in error.message
 
-
-# -- any bytes -----------------------------------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

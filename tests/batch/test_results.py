@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.batch.test_requests import batch, finished, parsed, talk
+from tests.support.batch_lines import batch, finished, parsed, talk
 from xla_engine.batch.requests import line_error
 from xla_engine.batch.results import (
     ResultHeader,
@@ -25,20 +25,20 @@ from xla_engine.batch.results import (
 from xla_engine.outputs import Logprob, RequestOutput
 from xla_engine.text.detokenizer import _BYTE_OF, ByteLevelDetokenizer, TokenBytes
 
-STAMP = ResultHeader(created=1700000000, model="theirs", system_fingerprint="f" * 16)
+HEADER = ResultHeader(created=1700000000, model="theirs", system_fingerprint="f" * 16)
 CHAT = talk(logprobs=True)
 TEXT = batch({"model": "mine", "prompt": "x", "logprobs": 0})
 
 
-def body_of(raw: bytes, *outputs: Any, stamp: ResultHeader = STAMP) -> dict[str, Any]:
-    line = result_line(parsed(raw), list(outputs), record_id(7, 1), stamp)
+def body_of(raw: bytes, *outputs: Any, header: ResultHeader = HEADER) -> dict[str, Any]:
+    line = result_line(parsed(raw), list(outputs), record_id(7, 1), header)
     body: dict[str, Any] = json.loads(line)["response"]["body"]
     return body
 
 
 def test_result_line_is_openai_batch_output() -> None:
     output = finished(logprobs=(-0.5, -1.25), finish_reason="stop")
-    line = result_line(parsed(TEXT), [output], record_id(7, 0xAB), STAMP)
+    line = result_line(parsed(TEXT), [output], record_id(7, 0xAB), HEADER)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert json.loads(line) == {
         "id": "batch_req_7_00000000000000ab",
@@ -103,7 +103,7 @@ def _letter(token_id: int) -> str:
     return next(letter for letter, byte in _BYTE_OF.items() if byte == token_id)
 
 
-SPELT = replace(STAMP, tokenizer=Bytes())
+SPELT = replace(HEADER, tokenizer=Bytes())
 TOP = (
     {0x61: Logprob(-2.5, 3), 0x62: Logprob(-0.5, 1), 0x63: Logprob(-1.5, 2)},
     {0xC3: Logprob(-0.25, 1), 0xA9: Logprob(-1.75, 2)},
@@ -114,7 +114,7 @@ SPOKEN = {"token_ids": (0x61, 0xC3, 0xA9), "logprobs": (-2.5, -0.25, -0.125), "t
 
 def test_top_logprobs_of_a_completion() -> None:
     raw = batch({"prompt": "x", "logprobs": 2})
-    assert body_of(raw, finished("aé", **SPOKEN), stamp=SPELT)["choices"][0]["logprobs"] == {
+    assert body_of(raw, finished("aé", **SPOKEN), header=SPELT)["choices"][0]["logprobs"] == {
         "tokens": ["a", r"bytes:\xc3", r"bytes:\xa9"],
         "token_logprobs": [-2.5, -0.25, -0.125],
         "top_logprobs": [
@@ -129,7 +129,7 @@ def test_top_logprobs_of_a_completion() -> None:
 
 def test_top_logprobs_of_a_chat() -> None:
     raw = talk(logprobs=True, top_logprobs=2)
-    first, second, third = body_of(raw, finished("aé", **SPOKEN), stamp=SPELT)["choices"][0]["logprobs"][
+    first, second, third = body_of(raw, finished("aé", **SPOKEN), header=SPELT)["choices"][0]["logprobs"][
         "content"
     ]
     assert (first["token"], first["bytes"], first["logprob"]) == ("a", [0x61], -2.5)
@@ -159,11 +159,11 @@ def test_the_openai_client_reads_our_bodies() -> None:
     types = pytest.importorskip("openai.types", reason="needs the OpenAI client")
     chat = pytest.importorskip("openai.types.chat", reason="needs the OpenAI client")
     top = types.Completion.model_validate(
-        body_of(batch({"prompt": "x", "logprobs": 2}), finished("aé", **SPOKEN), stamp=SPELT), strict=True
+        body_of(batch({"prompt": "x", "logprobs": 2}), finished("aé", **SPOKEN), header=SPELT), strict=True
     )
     assert top.choices[0].logprobs.top_logprobs[0] == {"b": -0.5, "c": -1.5, "a": -2.5}
     spoken = chat.ChatCompletion.model_validate(
-        body_of(talk(logprobs=True, top_logprobs=2), finished("aé", **SPOKEN), stamp=SPELT), strict=True
+        body_of(talk(logprobs=True, top_logprobs=2), finished("aé", **SPOKEN), header=SPELT), strict=True
     )
     assert spoken.choices[0].logprobs.content[0].top_logprobs[0].token == "b"
     logprobs = {"logprobs": (-0.5, -1.25)}
@@ -199,7 +199,7 @@ def test_output_is_strict_json_even_for_numbers_that_are_not() -> None:
 @given(text=st.text(st.characters(codec="utf-8")))
 @example(text="a\u2028b\u2029c\x85d\ne")
 def test_a_result_is_one_line_for_every_reader(text: str) -> None:
-    line = result_line(parsed(TEXT), [finished(text)], record_id(7, 1), STAMP)
+    line = result_line(parsed(TEXT), [finished(text)], record_id(7, 1), HEADER)
     assert line.isascii() and len(line.decode("ascii").splitlines()) == 1
     assert json.loads(line)["response"]["body"]["choices"][0]["text"] == text
 

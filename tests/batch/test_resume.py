@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import STAMP, by_line, line_of, prompts
+from tests.support.batch_lines import HEADER, by_line, line_of, prompts
 from tests.support.fake_engine import FakeEngine
-from tests.support.kill_points import FastDisk
+from tests.support.kill_points import FastFileSystem
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.resume import Disk, FinishedLines
+from xla_engine.batch.resume import FileSystem, FinishedLines
 from xla_engine.batch.run import BatchRun
-from xla_engine.batch.tally import RunTotals
+from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import OutputError, ResumeError
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def run(
     with OutputFile(str(path), mode) as output:
         output.claim(done)
         lines = read_lines(io.BytesIO(data))
-        batch = BatchRun(engine or FakeEngine(), lines, output.begin(), stamp=STAMP, done=done, **options)
+        batch = BatchRun(engine or FakeEngine(), lines, output.begin(), header=HEADER, done=done, **options)
         return batch.run()
 
 
@@ -69,7 +69,7 @@ def test_any_beginning_of_a_file_is_a_file_to_go_on_with(
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
         done = FinishedLines()
-        done.read(path, FastDisk())
+        done.read(path, FastFileSystem())
         counts.add(len(done))
         assert records(path) == all_records[: len(done)]  # whole lines only, and all of them
         assert whole.startswith(path.read_bytes()) and (len(done) == 0) == (done.created is None)
@@ -81,8 +81,8 @@ def test_a_resumed_run_skips_what_is_done(tmp_path: Path) -> None:
     run(path, prompts(5), Mode.NEW)
     before = path.read_bytes()
     engine = FakeEngine()
-    tally = run(path, prompts(9), engine=engine)  # the input has grown
-    assert (tally.resumed, tally.ok, len(engine.submitted)) == (5, 4, 4)
+    totals = run(path, prompts(9), engine=engine)  # the input has grown
+    assert (totals.resumed, totals.ok, len(engine.submitted)) == (5, 4, 4)
     assert path.read_bytes().startswith(before) and sorted(by_line(records(path))) == list(range(1, 10))
     assert run(path, prompts(9)).done == 0
 
@@ -98,8 +98,8 @@ def test_retry_runs_errors_again_and_only_them(tmp_path: Path) -> None:
     run(path, prompts(5), Mode.NEW, Down())
     assert run(path, prompts(5)).done == 0  # resume leaves errors
     engine = FakeEngine()
-    tally = run(path, prompts(5), Mode.RETRY, engine)
-    assert sorted(engine.submitted) == ["batch-2", "batch-4"] and (tally.resumed, tally.ok) == (3, 2)
+    totals = run(path, prompts(5), Mode.RETRY, engine)
+    assert sorted(engine.submitted) == ["batch-2", "batch-4"] and (totals.resumed, totals.ok) == (3, 2)
     assert all(record["error"] is None for record in by_line(records(path)).values())
     assert len(records(path)) == 5 and list(tmp_path.iterdir()) == [path]
 
@@ -107,8 +107,8 @@ def test_retry_runs_errors_again_and_only_them(tmp_path: Path) -> None:
 def test_ids_of_lines_that_are_done_stay_taken(tmp_path: Path) -> None:
     path, taken = tmp_path / "out.jsonl", b'{"prompt": "a", "custom_id": "x"}\n'
     run(path, taken, Mode.NEW)
-    tally = run(path, taken * 2)
-    assert tally.failed == {"duplicate_custom_id": 1} and tally.resumed == 1
+    totals = run(path, taken * 2)
+    assert totals.failed == {"duplicate_custom_id": 1} and totals.resumed == 1
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_another_input_is_refused(tmp_path: Path, data: bytes, options: dict[str
     path = tmp_path / "out.jsonl"
     run(path, prompts(5), Mode.NEW)
     before = path.read_bytes()
-    tally = run(path, data, **options)
-    assert isinstance(tally.failure, ResumeError) and message in str(tally.failure)
+    totals = run(path, data, **options)
+    assert isinstance(totals.failure, ResumeError) and message in str(totals.failure)
     if message != "line 2":  # there an empty first line let line 6 in, which is new
         assert path.read_bytes() == before
 
@@ -135,8 +135,8 @@ def test_an_unordered_file_is_not_continued_in_order(tmp_path: Path) -> None:
     run(path, prompts(6), Mode.NEW, ordered=True)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[3:]))
-    tally = run(path, prompts(6), ordered=True)
-    assert isinstance(tally.failure, ResumeError) and "--ordered" in str(tally.failure)
+    totals = run(path, prompts(6), ordered=True)
+    assert isinstance(totals.failure, ResumeError) and "--ordered" in str(totals.failure)
     assert [line_of(record) for record in records(path)] == [4, 5, 6]
 
 
@@ -169,9 +169,9 @@ def test_two_files_of_different_inputs_do_not_go_together(tmp_path: Path) -> Non
     run(one, prompts(2), Mode.NEW)
     run(other, b'{"prompt": "else"}\n', Mode.NEW)
     done = FinishedLines()
-    done.read(one, Disk())
+    done.read(one, FileSystem())
     with pytest.raises(ResumeError, match="two different inputs"):
-        done.read(other, Disk())
+        done.read(other, FileSystem())
 
 
 def test_only_one_run_writes_a_file(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_packed_file_is_one_gzip_file_of_few_members(tmp_path: Path) -> None:
 
 
 def test_a_hash_that_was_met_before_is_no_second_use() -> None:
-    """Of 96 bits 64 find the place, the others decide; a million ids of one line each meet nobody."""
+    """Of 96 bits 64 find the place, the others decide; a million ids of one line each do not meet."""
     reader = LineReader()
     for number in range(1, 20_001):
         raw = b'{"prompt": "x", "custom_id": "%d"}' % number
@@ -217,3 +217,59 @@ def test_a_hash_that_was_met_before_is_no_second_use() -> None:
     again = b'{"prompt": "x", "custom_id": "77"}'
     error = reader.read(Line(20_001, len(again), again))
     assert "line 77" in error.message  # type: ignore[union-attr]
+
+
+TORN = b'{"id": "batch_req_1_0123456789abcdef", "custom_id": "line-1", "resp'
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", [Mode.RESUME, Mode.RETRY])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"my notes, without a newline",
+        b"my notes\nand more",
+        b'{"id": "mine"}\n' + TORN,
+        b'{"id": "cmpl-1", "response": {}, "error": null}\n' + TORN,
+        b'{"prompt": "a request, not a result"}',
+    ],
+)
+def test_a_file_that_holds_no_results_is_never_changed(
+    tmp_path: Path, foreign: bytes, mode: Mode, packed: bool
+) -> None:
+    path = tmp_path / ("out.jsonl.gz" if packed else "out.jsonl")
+    path.write_bytes(gzip.compress(foreign)[:-9] if packed else foreign)
+    before = path.read_bytes()
+    with pytest.raises(ResumeError, match=r"nothing was changed: name another file with -o"):
+        run(path, prompts(1), mode)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("foreign", [b"no gzip", b"\x1f\x8b\x08 nor this"])
+def test_a_file_that_is_only_named_gz_is_never_changed(tmp_path: Path, foreign: bytes) -> None:
+    path = tmp_path / "out.jsonl.gz"
+    path.write_bytes(foreign)
+    with pytest.raises(ResumeError, match="damaged"):
+        run(path, prompts(1))
+    assert path.read_bytes() == foreign
+
+
+def test_results_before_what_is_no_result_do_not_let_it_be_cut(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    run(path, prompts(3), Mode.NEW)
+    for tail in (b"a line of mine\n" + TORN, b"mine, to the end"):
+        path.write_bytes(path.read_bytes().rpartition(b"\n")[0] + b"\n" + tail)
+        before = path.read_bytes()
+        with pytest.raises(ResumeError, match="nothing was changed"):
+            run(path, prompts(3))
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("response", ["1", "{}", '{"body": 1}', '{"body": {"created": 1}}', "null"])
+def test_a_result_made_by_hand_is_refused(tmp_path: Path, response: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(
+        f'{{"id": "batch_req_1_0123456789abcdef", "custom_id": "a", "response": {response}, "error": null}}\n'
+    )
+    with pytest.raises(ResumeError, match="no body"):
+        run(path, prompts(1))

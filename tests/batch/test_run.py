@@ -13,18 +13,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.batch_lines import HEADER, by_line, interrupt_at, line_of, prompts
 from tests.support.fake_engine import FakeEngine
+from xla_engine.batch import requests
+from xla_engine.batch.dry_run import DryRun
+from xla_engine.batch.event_stream import EventStream
 from xla_engine.batch.lines import Line, count_lines, read_lines
-from xla_engine.batch.results import ResultHeader, parse_record_id
 from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
-from xla_engine.batch.tally import Latencies, RunTotals, summary_lines
+from xla_engine.batch.totals import RunTotals, summary_lines
+from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.stats import EngineStats
 from xla_engine.errors import EngineClosedError
 from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.progress import Progress
 
 LIMIT = 200  # bytes of a line in these tests
-STAMP = ResultHeader(created=1, model="fake", system_fingerprint="f" * 16)
 
 
 def run(
@@ -33,28 +37,9 @@ def run(
     sink = io.BytesIO()
     lines = read_lines(io.BytesIO(data), LIMIT)
     engine = engine or FakeEngine()
-    tally = BatchRun(engine, lines, sink, stamp=STAMP, **options).run()
+    totals = BatchRun(engine, lines, sink, header=HEADER, **options).run()
     assert len(set(engine.submitted)) == len(engine.submitted)
-    return [json.loads(line) for line in sink.getvalue().splitlines()], tally
-
-
-def line_of(record: dict[str, Any]) -> int:
-    identity = parse_record_id(record["id"])
-    assert identity is not None
-    return identity[0]
-
-
-def by_line(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    numbered = {line_of(record): record for record in records}
-    assert len(numbered) == len(records)
-    return numbered
-
-
-def prompts(count: int) -> bytes:
-    return b"".join(b'{"prompt": "p%d"}\n' % number for number in range(1, count + 1))
-
-
-# -- reading lines -------------------------------------------------------------------------------------------
+    return [json.loads(line) for line in sink.getvalue().splitlines()], totals
 
 
 @pytest.mark.parametrize(
@@ -102,8 +87,6 @@ def test_a_10_mb_line_is_never_held() -> None:
     assert peak < 4 * 2**20
 
 
-# -- every input line gives exactly one output line ----------------------------------------------------------
-
 LINES = {
     "good": b'{"prompt": "text", "max_tokens": 4}',
     "ids": b'{"prompt": [1, 2], "max_tokens": 4}',
@@ -144,6 +127,35 @@ CODES = {
 }
 
 
+@pytest.mark.parametrize("where", ["load_object", "SamplingParams.from_mapping"])
+def test_whatever_reading_a_line_raises_is_that_lines_error(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """In a run, in a dry run, in a stream."""
+
+    def raising(value: Any) -> Any:
+        if b"bad" in (value if isinstance(value, bytes) else json.dumps(value).encode()):
+            raise RuntimeError("a fault of ours")
+        return usual(value)
+
+    usual = requests.load_object if where == "load_object" else SamplingParams.from_mapping
+    monkeypatch.setattr(f"xla_engine.batch.requests.{where}", raising)
+    data = (
+        b'{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "y", "seed": "bad"}\n{"prompt": "c", "id": "z"}\n'
+    )
+    records, totals = run(data)
+    assert (totals.ok, totals.failed) == (2, {"engine_error": 1}) and totals.failure is None
+    assert "a fault of ours" in by_line(records)[2]["error"]["message"]
+    errors: list[Any] = []
+    checks = DryRun(embedded_model_directory(), EngineConfig())
+    assert checks.run(read_lines(io.BytesIO(data)), on_error=errors.append).ok == 2
+    assert [(error.line, error.code) for error in errors] == [(2, "engine_error")]
+    sink = io.BytesIO()
+    totals = EventStream(FakeEngine(), io.BytesIO(data), sink).run()
+    events = [json.loads(line) for line in sink.getvalue().splitlines()]
+    assert [event["line"] for event in events if event["event"] == "error"] == [2] and totals.ok == 2
+
+
 @given(
     kinds=st.lists(st.sampled_from(sorted(LINES)), max_size=60),
     slots=st.integers(1, 4),
@@ -156,7 +168,7 @@ def test_every_line_gives_exactly_one_line(
     kinds: list[str], slots: int, seed: int, ordered: bool, end: bytes
 ) -> None:
     engine = FakeEngine(max_num_seqs=slots, seed=seed)
-    records, tally = run(b"\n".join(LINES[kind] for kind in kinds) + end, engine, ordered=ordered)
+    records, totals = run(b"\n".join(LINES[kind] for kind in kinds) + end, engine, ordered=ordered)
     expected = {number: kind for number, kind in enumerate(kinds, 1) if kind != "blank"}
     numbered = by_line(records)
     assert sorted(numbered) == sorted(expected)
@@ -180,7 +192,7 @@ def test_every_line_gives_exactly_one_line(
             assert (record["error"]["code"], record["error"]["line"]) == (code, number)
     if ordered:
         assert [line_of(record) for record in records] == sorted(expected)
-    assert tally.done == len(expected) and tally.unwritten == 0
+    assert totals.done == len(expected) and totals.unwritten == 0
     several = sum("several" in kind for kind in kinds)
     assert engine.peak <= 2 * slots + 2 * several and not engine.live
     assert len(engine.aborted) == kinds.count("one of several")  # its first prompt was in the engine already
@@ -190,15 +202,15 @@ def test_two_ordered_runs_are_equal_byte_for_byte() -> None:
     def output(seed: int) -> bytes:
         sink = io.BytesIO()
         engine = FakeEngine(seed=seed)
-        BatchRun(engine, read_lines(io.BytesIO(prompts(50))), sink, stamp=STAMP, ordered=True).run()
+        BatchRun(engine, read_lines(io.BytesIO(prompts(50))), sink, header=HEADER, ordered=True).run()
         return sink.getvalue()
 
     assert output(1) == output(2)
 
 
 def test_a_name_made_of_a_line_number_can_be_taken() -> None:
-    records, tally = run(b'{"prompt": "a", "custom_id": "line-2"}\n{"prompt": "b"}\n')
-    assert by_line(records)[2]["error"]["code"] == "duplicate_custom_id" and tally.ok == 1
+    records, totals = run(b'{"prompt": "a", "custom_id": "line-2"}\n{"prompt": "b"}\n')
+    assert by_line(records)[2]["error"]["code"] == "duplicate_custom_id" and totals.ok == 1
 
 
 def test_an_id_used_by_a_bad_line_is_used() -> None:
@@ -215,9 +227,6 @@ def test_defaults_reach_lines_that_are_silent() -> None:
     assert [by_line(records)[n]["error"] is None for n in (1, 2)] == [False, True]
 
 
-# -- bounded -------------------------------------------------------------------------------------------------
-
-
 def counted(lines: Iterator[Line], counter: list[int]) -> Iterator[Line]:
     for line in lines:
         counter[0] += 1
@@ -228,20 +237,12 @@ def endless(raw: bytes) -> Iterator[Line]:
     return (Line(number, len(raw), raw) for number in itertools.count(1))
 
 
-def interrupt_at(step: int) -> Any:
-    def on_step(number: int) -> None:
-        if number == step:
-            raise KeyboardInterrupt
-
-    return on_step
-
-
 def test_lines_are_read_as_slots_need_them() -> None:
     engine, read = FakeEngine(max_num_seqs=3, on_step=interrupt_at(20)), [0]
     sink = io.BytesIO()
-    batch = BatchRun(engine, counted(endless(b'{"prompt": "a"}'), read), sink, stamp=STAMP)
-    tally = batch.run()
-    assert tally.interrupted and read[0] <= tally.done + 6
+    batch = BatchRun(engine, counted(endless(b'{"prompt": "a"}'), read), sink, header=HEADER)
+    totals = batch.run()
+    assert totals.interrupted and read[0] <= totals.done + 6
 
 
 def test_ordered_output_holds_a_bounded_number_of_results() -> None:
@@ -257,9 +258,9 @@ def test_ordered_output_holds_a_bounded_number_of_results() -> None:
     engine, read = HeadLast(max_num_seqs=3, on_step=interrupt_at(2000)), [0]
     sink = io.BytesIO()
     lines = counted(endless(b'{"prompt": "a"}'), read)
-    tally = BatchRun(engine, lines, sink, stamp=STAMP, ordered=True).run()
+    totals = BatchRun(engine, lines, sink, header=HEADER, ordered=True).run()
     assert read[0] == ORDERED_WINDOW * 6
-    assert sink.getvalue() == b"" and (tally.written, tally.unwritten) == (
+    assert sink.getvalue() == b"" and (totals.written, totals.unwritten) == (
         0,
         read[0],
     )  # no line before the first
@@ -269,7 +270,7 @@ def test_bad_lines_do_not_hold_up_live_requests() -> None:
     bad = (Line(number, 1, b"{") for number in range(2, 1000))
     lines = itertools.chain([Line(1, 15, b'{"prompt": "a"}')], bad)
     sink = io.BytesIO()
-    BatchRun(FakeEngine(), lines, sink, stamp=STAMP).run()
+    BatchRun(FakeEngine(), lines, sink, header=HEADER).run()
     numbers = [line_of(json.loads(line)) for line in sink.getvalue().splitlines()]
     assert numbers.index(1) < 200
 
@@ -282,7 +283,7 @@ def test_memory_does_not_grow_with_the_file() -> None:
     def peak(count: int) -> int:
         lines = (Line(number, 15, b'{"prompt": "a"}') for number in range(count))
         tracemalloc.start()
-        BatchRun(FakeEngine(max_num_seqs=16), lines, Sink(), stamp=STAMP).run()  # type: ignore[arg-type]
+        BatchRun(FakeEngine(max_num_seqs=16), lines, Sink(), header=HEADER).run()  # type: ignore[arg-type]
         top = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return top
@@ -290,17 +291,14 @@ def test_memory_does_not_grow_with_the_file() -> None:
     assert peak(8_000) - peak(2_000) < 6_000 * 250  # the hash of each id
 
 
-# -- how a run can end ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_hard_stop_keeps_what_is_written_and_aborts_the_rest(ordered: bool) -> None:
     engine = FakeEngine(on_step=interrupt_at(5))
-    records, tally = run(prompts(100), engine, ordered=ordered)
-    assert tally.interrupted and tally.written == len(records) > 0
+    records, totals = run(prompts(100), engine, ordered=ordered)
+    assert totals.interrupted and totals.written == len(records) > 0
     assert not engine.live and len(engine.aborted) > 0
     assert {f"batch-{line_of(record)}" for record in records}.isdisjoint(engine.aborted)
-    assert len(engine.submitted) == tally.written + tally.unwritten
+    assert len(engine.submitted) == totals.written + totals.unwritten
     if ordered:
         assert [line_of(record) for record in records] == list(range(1, len(records) + 1))
 
@@ -312,11 +310,11 @@ def test_the_first_interrupt_finishes_what_is_under_way(ordered: bool) -> None:
             batch.interrupt()
 
     engine, sink = FakeEngine(on_step=on_step), io.BytesIO()
-    batch = BatchRun(engine, read_lines(io.BytesIO(prompts(100))), sink, stamp=STAMP, ordered=ordered)
-    tally = batch.run()
-    assert batch.draining and tally.interrupted and not engine.aborted and not engine.live
-    assert 0 < len(engine.submitted) == tally.ok == tally.written < 100 and tally.unwritten == 0
-    assert len(sink.getvalue().splitlines()) == tally.ok
+    batch = BatchRun(engine, read_lines(io.BytesIO(prompts(100))), sink, header=HEADER, ordered=ordered)
+    totals = batch.run()
+    assert batch.draining and totals.interrupted and not engine.aborted and not engine.live
+    assert 0 < len(engine.submitted) == totals.ok == totals.written < 100 and totals.unwritten == 0
+    assert len(sink.getvalue().splitlines()) == totals.ok
 
 
 def test_the_second_interrupt_stops_at_once() -> None:
@@ -325,9 +323,9 @@ def test_the_second_interrupt_stops_at_once() -> None:
             batch.interrupt()
 
     engine = FakeEngine(on_step=on_step)
-    batch = BatchRun(engine, read_lines(io.BytesIO(prompts(100))), io.BytesIO(), stamp=STAMP)
-    tally = batch.run()
-    assert tally.interrupted and tally.unwritten == len(engine.aborted) > 0 and not engine.live
+    batch = BatchRun(engine, read_lines(io.BytesIO(prompts(100))), io.BytesIO(), header=HEADER)
+    totals = batch.run()
+    assert totals.interrupted and totals.unwritten == len(engine.aborted) > 0 and not engine.live
 
 
 def test_an_interrupt_after_the_last_line_was_read_loses_nothing() -> None:
@@ -338,9 +336,9 @@ def test_an_interrupt_after_the_last_line_was_read_loses_nothing() -> None:
 
     lines = read_lines(io.BytesIO(prompts(3)))
     engine = FakeEngine(max_num_seqs=4, on_step=on_step)
-    batch = BatchRun(engine, lines, io.BytesIO(), stamp=STAMP)
-    tally = batch.run()
-    assert tally.ok == 3 and not tally.interrupted
+    batch = BatchRun(engine, lines, io.BytesIO(), header=HEADER)
+    totals = batch.run()
+    assert totals.ok == 3 and not totals.interrupted
 
 
 def test_ctrl_c_while_reading() -> None:
@@ -349,8 +347,8 @@ def test_ctrl_c_while_reading() -> None:
         raise KeyboardInterrupt
 
     engine, sink = FakeEngine(), io.BytesIO()
-    tally = BatchRun(engine, lines(), sink, stamp=STAMP).run()
-    assert tally.interrupted and (tally.ok, tally.unwritten) == (4, 0) and not engine.live
+    totals = BatchRun(engine, lines(), sink, header=HEADER).run()
+    assert totals.interrupted and (totals.ok, totals.unwritten) == (4, 0) and not engine.live
 
 
 def test_a_dead_engine_ends_the_run_with_an_error_line_for_each_request_it_held() -> None:
@@ -359,11 +357,11 @@ def test_a_dead_engine_ends_the_run_with_an_error_line_for_each_request_it_held(
             raise RuntimeError("device lost")
 
     engine = FakeEngine(on_step=die)
-    records, tally = run(prompts(100), engine)
+    records, totals = run(prompts(100), engine)
     failed = [record["error"] for record in records if record["error"]]
     assert {error["code"] for error in failed} == {"engine_error"} and "device lost" in failed[0]["message"]
-    assert isinstance(tally.failure, RuntimeError)
-    assert len(records) == len(engine.submitted) == tally.done < 100
+    assert isinstance(totals.failure, RuntimeError)
+    assert len(records) == len(engine.submitted) == totals.done < 100
     by_line(records)
 
 
@@ -374,8 +372,8 @@ def test_an_engine_that_closes_between_steps_ends_the_run() -> None:
                 raise EngineClosedError("closed")
             return super().submit(*arguments, **options)
 
-    records, tally = run(prompts(100), Closes())
-    assert isinstance(tally.failure, EngineClosedError) and len(by_line(records)) == 11
+    records, totals = run(prompts(100), Closes())
+    assert isinstance(totals.failure, EngineClosedError) and len(by_line(records)) == 11
 
 
 def test_an_engine_that_forgets_a_request_is_found_out() -> None:
@@ -384,9 +382,11 @@ def test_an_engine_that_forgets_a_request_is_found_out() -> None:
             self.live.pop("batch-3", None)
             return super().step(only_finished=only_finished)
 
-    records, tally = run(prompts(5), Forgets())
+    records, totals = run(prompts(5), Forgets())
     assert (
-        by_line(records)[3]["error"]["code"] == "engine_error" and tally.ok == 4 and tally.failure is not None
+        by_line(records)[3]["error"]["code"] == "engine_error"
+        and totals.ok == 4
+        and totals.failure is not None
     )
 
 
@@ -397,8 +397,10 @@ def test_a_request_that_breaks_submit_harms_no_other() -> None:
                 raise ZeroDivisionError("bug")
             return super().submit(prompt, *arguments, **options)
 
-    records, tally = run(prompts(5), Breaks())
-    assert by_line(records)[2]["error"]["code"] == "engine_error" and tally.ok == 4 and tally.failure is None
+    records, totals = run(prompts(5), Breaks())
+    assert (
+        by_line(records)[2]["error"]["code"] == "engine_error" and totals.ok == 4 and totals.failure is None
+    )
 
 
 def test_an_input_that_cannot_be_read_on_finishes_what_was_read() -> None:
@@ -407,8 +409,8 @@ def test_an_input_that_cannot_be_read_on_finishes_what_was_read() -> None:
         raise OSError(5, "Input/output error")
 
     sink = io.BytesIO()
-    tally = BatchRun(FakeEngine(), lines(), sink, stamp=STAMP).run()
-    assert tally.ok == 4 and isinstance(tally.failure, OSError)
+    totals = BatchRun(FakeEngine(), lines(), sink, header=HEADER).run()
+    assert totals.ok == 4 and isinstance(totals.failure, OSError)
 
 
 def test_an_output_that_cannot_be_written_aborts_and_raises() -> None:
@@ -420,35 +422,19 @@ def test_an_output_that_cannot_be_written_aborts_and_raises() -> None:
 
     engine = FakeEngine()
     with pytest.raises(OSError, match="No space"):
-        BatchRun(engine, read_lines(io.BytesIO(prompts(100))), Full(), stamp=STAMP).run()
+        BatchRun(engine, read_lines(io.BytesIO(prompts(100))), Full(), header=HEADER).run()
     assert engine.aborted and not engine.live
 
 
-# -- what a person sees --------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.floats(0, 1))
-def test_quantiles_are_right_to_one_percent(values: list[float], share: float) -> None:
-    latencies = Latencies()
-    for value in values:
-        latencies.add(value)
-    exact = next(v for i, v in enumerate(sorted(values), 1) if i >= share * len(values))
-    quantile = latencies.quantile(share)
-    assert quantile is not None and abs(quantile / exact - 1) < 0.01
-
-
-def test_no_latency_without_samples() -> None:
-    assert Latencies().quantile(0.5) is None
-
-
-def test_the_tally_counts_results_and_errors() -> None:
+def test_totals_count_results_and_errors() -> None:
     data = b"\n".join([LINES["good"], LINES["broken"], LINES["ids"], LINES["zero"], LINES["zero"]])
-    _, tally = run(data)
-    assert (tally.ok, tally.failed) == (2, {"invalid_json_line": 1, "invalid_request": 2})
-    assert (tally.prompt_tokens, tally.generated_tokens) == (6, 4)
-    assert [error.line for error in tally.first_errors] == [2, 4, 5]
+    _, totals = run(data)
+    assert (totals.ok, totals.failed) == (2, {"invalid_json_line": 1, "invalid_request": 2})
+    assert (totals.prompt_tokens, totals.generated_tokens) == (6, 4)
+    assert [error.line for error in totals.first_errors] == [2, 4, 5]
     stats = EngineStats(compiles_warmup=5, cached_tokens=7, prompt_tokens=4)
-    text = "\n".join(summary_lines(tally, stats, wall=2.0, cold_start=1.5))
+    text = "\n".join(summary_lines(totals, stats, wall=2.0, cold_start=1.5))
+    assert "time to first token  none" not in text
     assert "7 tokens found, 4 computed" in text and "preemptions" not in text
     for part in (
         "5: 2 ok, 3 failed (invalid_json_line 1, invalid_request 2)",
@@ -456,6 +442,10 @@ def test_the_tally_counts_results_and_errors() -> None:
     ):
         assert part in text
     assert "5 before, 0 after warm-up" in text and "1.50 s from process start" in text
+
+
+def test_no_latency_without_samples() -> None:
+    assert "time to first token  none" in summary_lines(RunTotals(), EngineStats(), wall=1.0, cold_start=None)
 
 
 class Screen(io.StringIO):

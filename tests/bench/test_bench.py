@@ -28,8 +28,6 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_weights
 
-# -- workloads -----------------------------------------------------------------------------------------------
-
 
 @given(
     name=st.sampled_from(sorted(WORKLOADS)),
@@ -68,9 +66,6 @@ def test_poisson_arrivals_have_the_rate_asked_for() -> None:
 def test_an_unknown_workload_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="uniform"):
         make_workload("unifrom", Sizes(batch=1, vocab_size=9))
-
-
-# -- figures -------------------------------------------------------------------------------------------------
 
 
 def job(lengths: list[tuple[int, int]], arrivals: tuple[float, ...] | None = None) -> Workload:
@@ -124,9 +119,6 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert spread_of(rounds) == {"a": Spread((1.0, 3.0))}
 
 
-# -- limits --------------------------------------------------------------------------------------------------
-
-
 def test_weights_are_counted_as_in_the_checkpoint() -> None:
     for config in (TINY, *SHAPES.values()):
         matrices = {
@@ -145,9 +137,6 @@ def test_step_bytes_are_weights_once_and_keys_per_row() -> None:
     assert limits.step_bytes(TINY, "float32", 8, 5) == 2 * limits.step_bytes(TINY, "bfloat16", 8, 5)
     in_eight_bits = limits.step_bytes(TINY, "bfloat16", 8, 1, weight_bytes=1)
     assert in_eight_bits == limits.weight_count(TINY) + one
-
-
-# -- judge ---------------------------------------------------------------------------------------------------
 
 
 def test_streams_within_a_near_tie_count_and_others_are_void() -> None:
@@ -201,9 +190,6 @@ def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fau
         assert (void_reason(found) is None) == (what == "eight bits"), (what, found)
 
 
-# -- models --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("norm", [None, "head"])
 def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
     config = ModelConfig(
@@ -230,9 +216,6 @@ def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
 def test_models_that_cannot_run_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="smollm2-135m"):
         find_model("nothing", tmp_path)
-
-
-# -- card ----------------------------------------------------------------------------------------------------
 
 
 def result(engine: str, **more: Any) -> dict[str, Any]:
@@ -294,9 +277,6 @@ def test_a_void_rate_is_not_printed() -> None:
 def test_markdown_tables_line_up() -> None:
     lines = markdown_table(["name", "n"], [["a", 1], ["long name", 100]]).splitlines()
     assert len({len(line) for line in lines}) == 1 and lines[2] == "| a         |   1 |"
-
-
-# -- plot ----------------------------------------------------------------------------------------------------
 
 
 def test_a_plot_has_every_engine_that_is_not_void(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_what_verify_finds_voids_our_rates(run: Any) -> None:
     ("fault", "reason"),
     [("dies", "died at run with status 1: noise on standard output gone"), ("fails", "ValueError: no more")],
 )
-def test_a_peer_that_fails_is_void_and_harms_nobody(run: Any, fault: str, reason: str) -> None:
+def test_a_peer_that_fails_is_void_and_harms_no_other(run: Any, fault: str, reason: str) -> None:
     found, _ = run(theirs=fault, workloads=("uniform", "prefill"))
     assert reason in found["uniform", "transformers"]["void"]
     assert found["prefill", "xla-engine"]["void"] is None

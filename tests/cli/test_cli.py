@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from tests.batch.test_run import by_line, interrupt_at, prompts
+from tests.support.batch_lines import by_line, interrupt_at, prompts
+from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
 from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.errors import CheckpointError
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """A fake engine in the place of the real one."""
-    fake = FakeEngine()
-
-    @contextlib.contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[FakeEngine]:
-        fake.options = options  # type: ignore[attr-defined]
-        fake.collector.take()  # an engine that was just loaded has no unread outputs
-        yield fake
-
-    monkeypatch.setattr(cli._common, "load_engine", load)
-    return fake
-
-
-def invoke(*arguments: str | Path, stdin: bytes | None = None) -> Result:
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments], input=stdin)
-
-
-def records_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
-def run_file(tmp_path: Path, data: bytes, *options: str) -> tuple[Result, list[dict[str, Any]]]:
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(data)
-    result = invoke("run", source, "-o", target, *options)
-    return result, records_of(target) if target.exists() else []
-
-
-# -- run -----------------------------------------------------------------------------------------------------
 
 
 def test_all_lines_fine_is_0(tmp_path: Path, engine: FakeEngine) -> None:
@@ -187,15 +150,6 @@ def test_a_full_disk_is_1_with_one_message(tmp_path: Path, engine: FakeEngine) -
     assert "Traceback" not in result.stderr and not engine.live
 
 
-# -- what cannot start: exit status 2, one message, nothing destroyed ----------------------------------------
-
-
-def assert_not_started(result: Result, message: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr and "Traceback" not in result.stderr and result.stdout == ""
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-
-
 @pytest.mark.parametrize("data", [b"", b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf"])
 def test_empty_file(tmp_path: Path, engine: FakeEngine, data: bytes) -> None:
     result, _ = run_file(tmp_path, data)
@@ -271,9 +225,6 @@ def test_bad_options(tmp_path: Path, engine: FakeEngine, options: list[str], mes
     assert not (tmp_path / "out.jsonl").exists()
 
 
-# -- the other commands --------------------------------------------------------------------------------------
-
-
 def test_graphs_is_a_table(engine: FakeEngine) -> None:
     report = SimpleNamespace(
         name="decode/256",
@@ -323,8 +274,6 @@ def test_help_does_not_wait_for_jax() -> None:
     assert result.returncode == 0, result.stderr
     assert "Complete a file of requests." in result.stdout
 
-
-# -- the whole thing, in its own process ---------------------------------------------------------------------
 
 ATTACKS = {
     "invalid_json_line": [
@@ -468,3 +417,15 @@ def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines().count("same") == 5, "a run differs from the first"
     assert "tokens found" in done.stdout and "preemptions" in done.stdout
     assert (tmp_path / "results" / "steps.html").stat().st_size > 10_000
+
+
+def test_flags_keep_their_old_names_unseen() -> None:
+    for command, old, new in (
+        ("run", "--record", "--step-log"),
+        ("simulate", "--record", "--step-log"),
+        ("simulate", "--pages", "--blocks / --no-blocks"),
+    ):
+        found = invoke(command, "--help").output
+        assert new in found and old not in found
+        options = cli.main.get_command(None, command).params  # type: ignore[arg-type, union-attr]
+        assert any({old, new.split()[0]} <= set(option.opts) for option in options)

@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.batch.test_run import by_line, interrupt_at, prompts
-from tests.cli.test_cli import ROOT, assert_not_started, engine, invoke, records_of, run_file
+from tests.support.batch_lines import by_line, interrupt_at, prompts
+from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
-
-__all__ = ["engine"]  # a fixture
 
 DRY = ("--dry-run", "--max-model-len", "64")
 
@@ -117,9 +115,6 @@ def test_what_must_be_named(engine: FakeEngine) -> None:
     assert_not_started(invoke("run", "-", stdin=b""), "Missing option '-o'")
 
 
-# -- dry run -------------------------------------------------------------------------------------------------
-
-
 def test_a_dry_run_finds_every_bad_line(tmp_path: Path) -> None:
     lines = [
         b'{"prompt": "def f(x):", "max_tokens": 4}',
@@ -182,9 +177,6 @@ def test_a_dry_run_counts_what_a_run_counts(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "codes                none" in result.stdout
     assert_not_started(invoke("run", tmp_path / "none.jsonl", "--dry-run"), "none.jsonl: No such file")
     assert "empty_file" in invoke("run", "-", "--dry-run", stdin=b"\n").stderr
-
-
-# -- the whole thing, in its own process ---------------------------------------------------------------------
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
@@ -251,12 +243,12 @@ def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embe
     again = start(*command, "--resume")
     _, stderr = again.communicate(timeout=120)
     assert again.returncode == 0, stderr.decode()
-    stamp = ResultHeader(
+    header = ResultHeader(
         created=7,
         model="embedded",
         system_fingerprint=embedded.identity().digest(),
         tokenizer=embedded.tokenizer,
     )
     whole = io.BytesIO()
-    BatchRun(embedded, read_lines(io.BytesIO(lines)), whole, stamp=stamp, ordered=True).run()
+    BatchRun(embedded, read_lines(io.BytesIO(lines)), whole, header=header, ordered=True).run()
     assert out.read_bytes() == whole.getvalue()

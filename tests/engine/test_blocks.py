@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.simulator.test_simulator import COST, record
 from tests.support.device import num_parked
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.requests import PARAMS, PROMPTS, answers, submit_all
+from tests.support.simulation import COST, record
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases

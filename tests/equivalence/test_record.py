@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.command_line import invoke
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case, draw_cases
@@ -54,9 +54,6 @@ def altered(record: Record, alter: Alter) -> Record:
     data = json.loads(to_json(record))
     alter(data)
     return from_json(json.dumps(data).encode())
-
-
-# -- files -----------------------------------------------------------------------------------------------------
 
 
 def test_round_trip(honest: Record, tmp_path: Path) -> None:
@@ -207,9 +204,6 @@ def test_a_damaged_record_is_read_or_refused(honest: Record, data: st.DataObject
         assert isinstance(from_json(json.dumps(record).encode()), Record)
 
 
-# -- replay ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_an_honest_record_replays(tiny: XlaBatchEngine, lag: int) -> None:
     """Whatever ran in between: a record does not depend on what came before it."""
@@ -265,7 +259,7 @@ def test_an_altered_sample_is_caught_at_its_step(
     assert difference is not None and not report.ok
     assert (difference.request_id, difference.position) == (name, position)
     assert difference.step == step_of(tiny, honest, name, position) == report.steps
-    slots = {(who, slot) for step in honest.steps for who, slot, _ in step.admitted}
+    slots = {(name, slot) for step in honest.steps for name, slot, _ in step.admitted}
     assert (name, difference.slot) in slots
     assert difference.recorded is not None and difference.found is not None
     distance = [a ^ b for a, b in zip(difference.recorded, difference.found, strict=True)]  # type: ignore[operator]
@@ -359,9 +353,6 @@ def test_an_altered_end_is_caught(tiny: XlaBatchEngine, honest: Record) -> None:
     assert difference is not None and difference.request_id == "case-3"
 
 
-# -- refusals --------------------------------------------------------------------------------------------------
-
-
 def put(*path: str, value: Any) -> Alter:
     def alter(data: dict[str, Any]) -> None:
         place = data
@@ -405,9 +396,6 @@ def test_options_of_another_version_are_refused(honest: Record) -> None:
             engine_config(altered(honest, put("engine", name, value=value)), force=True)
 
 
-# -- command line ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The tiny engine whatever is asked for; what was asked for is in the list."""
@@ -420,10 +408,6 @@ def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
 
     monkeypatch.setattr(cli._common, "load_engine", load)
     return asked
-
-
-def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
 
 
 def test_verify_records_and_replay_repeats(tmp_path: Path, loaded: list[dict[str, Any]]) -> None:

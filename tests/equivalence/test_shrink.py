@@ -30,14 +30,12 @@ from xla_engine.equivalence.replay import replay
 from xla_engine.equivalence.shrink import Trials, ddmin, shrink
 from xla_engine.equivalence.verify import verify
 
-# -- ddmin -----------------------------------------------------------------------------------------------------
-
 items = st.integers(0, 24).map(lambda count: tuple(range(count)))
 
 
 @given(items=items, data=st.data())
 def test_ddmin_finds_exactly_what_must_be_there(items: tuple[int, ...], data: st.DataObject) -> None:
-    """Failing when all culprits are there: the result is the culprits, in order, whoever they are."""
+    """Failing when all culprits are there: the result is the culprits, in order, whichever they are."""
     culprits = data.draw(st.sets(st.sampled_from(items), max_size=4)) if items else set()
     assert ddmin(items, lambda part: culprits <= set(part)) == tuple(sorted(culprits))
 
@@ -64,9 +62,6 @@ def test_ddmin_of_anything_is_minimal(items: tuple[int, ...], data: st.DataObjec
 @given(items=items)
 def test_ddmin_of_what_always_fails_is_nothing(items: tuple[int, ...]) -> None:
     assert ddmin(items, lambda part: True) == ()
-
-
-# -- schedules -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

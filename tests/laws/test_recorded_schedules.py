@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.simulator.test_simulator import COST
 from tests.support.fake_runner import decoded_of
+from tests.support.simulation import COST
 from xla_engine.scheduler import (
     NO_CHOICE,
     FinishReason,

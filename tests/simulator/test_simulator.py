@@ -15,68 +15,23 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xla_engine import SamplingParams
+from tests.support.simulation import COST, record
 from xla_engine.cli import main
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import RecordError
 from xla_engine.scheduler import Scheduler, SchedulerConfig
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import compare
-from xla_engine.simulator.cost import CostModel, HostWork, Machine, Work, least_squares
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, Machine, least_squares
 from xla_engine.simulator.fit import fit
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import Arrival, heavy_tailed, read_csv
 from xla_engine.tracing.step_log import read_step_log
-from xla_engine.tracing.step_log_writer import StepLogWriter, logging_steps
-from xla_engine.utils.quantiles import WIDTH, Quantiles
+from xla_engine.tracing.step_log_writer import StepLogWriter
 
-COST = CostModel(
-    call={2: 8e-4, 8: 2e-3},
-    prompt_token=4e-6,
-    prefill_key=3e-7,
-    decode=9e-4,
-    row=3e-5,
-    key=2e-7,
-    turn=2e-4,
-    token=5e-6,
-    end=2e-5,
-    start_call=1e-4,
-    submit=3e-5,
-)
 UNEVEN = replace(COST, noise=(0.0, 4e-4, -3e-4, -1e-4), overlap=0.5, wake=1e-3)
 MACHINE = Machine(lanes=(2, 8), key_buckets=(512,), rows=8)
-
-
-def record(engine: XlaBatchEngine, path: Path, *, seed: int, lag: int = 1, longest: int = 200) -> None:
-    """A run of every kind of end: caps, stop ids, stop strings, aborts; priorities, prompts that begin alike, arrivals
-    in the middle. Prompts have at most 150 tokens and `longest` more."""
-    draw = random.Random(seed)
-    engine.lag = lag
-    vocabulary = engine.checkpoint.config.vocab_size
-    stem = [draw.randrange(vocabulary) for _ in range(150)]
-    with logging_steps(engine, path):
-        for index in range(60):
-            stops = [draw.randrange(vocabulary) for _ in range(6)] if index % 3 == 0 else []
-            engine.submit(
-                stem[: draw.choice((0, 0, 70, 150))]
-                + [draw.randrange(vocabulary) for _ in range(draw.choice((1, 3, 20, 70, longest)))],
-                SamplingParams(
-                    temperature=1.0,
-                    seed=index,
-                    max_tokens=draw.choice((1, 2, 3, 9, 40)),
-                    stop_token_ids=stops,
-                    stop=["e"] if index % 7 == 1 and engine.tokenizer is not None else [],
-                ),
-                request_id=f"r{index}",
-                priority=draw.choice((-1, 0, 0, 0, 2)),
-            )
-            for _ in range(draw.choice((0, 0, 1, 3))):
-                engine.step()
-            if index % 9 == 4:
-                engine.abort(f"r{draw.randrange(index)}")
-        engine.drain()
-    engine.lag = engine.config.lag
 
 
 @pytest.mark.parametrize(
@@ -220,10 +175,12 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
     ]
     report = simulate(iter(trace), slots=1, lag=0, machine=MACHINE, skip=True)
     first = (
-        2 * COST.submit + COST.host(HostWork(0, 0, 1)) + COST.device(Work((2,), 16, 1, 17, prompt_tokens=16))
+        2 * COST.submit
+        + COST.host(HostWork(0, 0, 1))
+        + COST.device(DeviceWork((2,), 16, 1, 17, prompt_tokens=16))
     )
-    second = COST.host(HostWork(2, 0, 0)) + COST.device(Work((), 0, 1, 18))
-    third = COST.host(HostWork(1, 1, 1)) + COST.device(Work((2,), 16, 0, 0, prompt_tokens=16))
+    second = COST.host(HostWork(2, 0, 0)) + COST.device(DeviceWork((), 0, 1, 18))
+    third = COST.host(HostWork(1, 1, 1)) + COST.device(DeviceWork((2,), 16, 0, 0, prompt_tokens=16))
     assert report.steps == 3
     assert report.wall == pytest.approx(first + second + third)
     assert report.first_token.total == pytest.approx(first + (first + second + third))
@@ -233,7 +190,7 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
 
 def test_host_that_works_beside_the_device_delays_it_and_steps_differ() -> None:
     clock = Clock(replace(COST, turn=1e-3, decode=5e-3, row=0.0, key=0.0, overlap=0.5, noise=(0.0, 1e-3)))
-    host, step = HostWork(), Work(rows=1)
+    host, step = HostWork(), DeviceWork(rows=1)
     clock.start(host, step)  # over at 6 ms
     clock.start(host, step)  # 1 ms of the host's makes that 6.5; the next takes 6
     assert clock.read() == pytest.approx(6.5e-3)
@@ -242,16 +199,6 @@ def test_host_that_works_beside_the_device_delays_it_and_steps_differ() -> None:
     assert clock.read() == pytest.approx(18e-3)
     clock.start(host, step)  # nothing runs that it could delay
     assert clock.read() == pytest.approx(25e-3)
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.sampled_from((0.0, 0.5, 0.9, 0.99, 1.0)))
-def test_quantiles_are_right_to_within_a_bucket(values: list[float], share: float) -> None:
-    found = Quantiles()
-    for value in values:
-        found.add(value)
-    exact = sorted(values)[min(int(share * len(values)), len(values) - 1)]
-    assert found.at(share) == pytest.approx(exact, rel=WIDTH)
-    assert (found.largest, found.count) == (max(values), len(values))
 
 
 def test_least_squares_finds_planted_costs_and_none_below_zero() -> None:
@@ -358,11 +305,11 @@ def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) ->
     assert len({each["new_tokens"] for each in found.values()}) == 1
     ran = CliRunner().invoke(main, [*made, "--policy", "round_robin", "--policy", "fcfs", "--memory", "9kB"])
     assert ran.exit_code == 0 and "round_robin, 2 slots" in ran.output, ran.output
-    ran = CliRunner().invoke(main, [*made, "--memory", "4kB", "--pages", "--json", str(figures)])
+    ran = CliRunner().invoke(main, [*made, "--memory", "4kB", "--blocks", "--json", str(figures)])
     assert ran.exit_code == 0 and "never fit into the blocks" in ran.output, ran.output
-    found = json.loads(figures.read_text())["simulations"]["priority, 8 slots, 6 pages"]
+    found = json.loads(figures.read_text())["simulations"]["priority, 8 slots, 6 blocks"]
     assert found["preemptions"] > 0 and found["finished"]["refused"] > 0 < found["finished"]["length"]
-    ran = CliRunner().invoke(main, [*made, "--record", str(again)])
+    ran = CliRunner().invoke(main, [*made, "--step-log", str(again)])
     assert ran.exit_code == 0, ran.output
     log = read_step_log(again)
     assert len(log.requests) == 60 and all(each.end == "length" for each in log.requests)
@@ -371,6 +318,6 @@ def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) ->
         made[:4],
         [*made, "--speed", "0"],
         [*made, "--memory", "9"],
-        [*made, "--pages"],
+        [*made, "--blocks"],
     ):
         assert CliRunner().invoke(main, wrong).exit_code == 2

@@ -292,9 +292,9 @@ def fuzz(
         if beat is not None:
             beat(report.lines)
 
-    stamp = ResultHeader(created=0, model="m", tokenizer=engine.tokenizer)
-    tally = BatchRun(engine, lines(), Sink(), stamp=stamp, on_turn=on_turn).run()
-    if tally.failure is not None:
-        report.problems.append(f"the run stopped: {tally.failure!r}")
+    header = ResultHeader(created=0, model="m", tokenizer=engine.tokenizer)
+    totals = BatchRun(engine, lines(), Sink(), header=header, on_turn=on_turn).run()
+    if totals.failure is not None:
+        report.problems.append(f"the run stopped: {totals.failure!r}")
     report.problems += [f"line {number} has no output" for number in itertools.islice(sorted(pending), 10)]
     return report

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.batch.test_run import STAMP
+from tests.support.batch_lines import HEADER
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.resume import Disk, FinishedLines
+from xla_engine.batch.resume import FileSystem, FinishedLines
 from xla_engine.batch.run import BatchRun
 
 LINES = b"".join(
@@ -30,14 +30,14 @@ LINES = b"".join(
 )
 
 
-class FastDisk(Disk):
+class FastFileSystem(FileSystem):
     """A killed process loses nothing that was written; only a machine without power does."""
 
     def sync(self, file: BinaryIO) -> None:
         pass
 
 
-class KillingDisk(FastDisk):
+class KillingFileSystem(FastFileSystem):
     """Dies by SIGKILL at the n-th of all moments: before and after each operation, and in the middle of a write."""
 
     def __init__(self, moment: int | None) -> None:
@@ -84,39 +84,43 @@ class Way:
     ordered: bool = False
     retry: bool = False
 
-    def run(self, folder: Path, mode: Mode, disk: Disk, *, flaky: bool = False, seed: int = 0) -> None:
+    def run(
+        self, folder: Path, mode: Mode, file_system: FileSystem, *, flaky: bool = False, seed: int = 0
+    ) -> None:
         done = FinishedLines()
         with contextlib.ExitStack() as stack:
             names = [name for name in (self.output, self.errors) if name is not None]
-            outputs = [stack.enter_context(OutputFile(str(folder / name), mode, disk)) for name in names]
+            outputs = [
+                stack.enter_context(OutputFile(str(folder / name), mode, file_system)) for name in names
+            ]
             for output in outputs:
                 output.claim(done)
             sinks = [output.begin() for output in outputs]
             source = stack.enter_context(open(folder / "in.jsonl", "rb"))
             engine = FlakyEngine(seed=seed) if flaky else FakeEngine(seed=seed)
-            tally = BatchRun(
+            totals = BatchRun(
                 engine,
                 read_lines(source),
                 sinks[0],
                 errors=sinks[-1],
-                stamp=STAMP,
+                header=HEADER,
                 ordered=self.ordered,
                 done=done,
             ).run()
-            assert tally.failure is None, tally.failure
+            assert totals.failure is None, totals.failure
 
-    def first(self, folder: Path, disk: Disk, seed: int) -> None:
+    def first(self, folder: Path, file_system: FileSystem, seed: int) -> None:
         """The run that is killed, when it is not the retry."""
-        self.run(folder, Mode.NEW, disk, seed=seed)
+        self.run(folder, Mode.NEW, file_system, seed=seed)
 
-    def again(self, folder: Path, disk: Disk, seed: int) -> None:
-        self.run(folder, Mode.RETRY if self.retry else Mode.RESUME, disk, seed=seed)
+    def again(self, folder: Path, file_system: FileSystem, seed: int) -> None:
+        self.run(folder, Mode.RETRY if self.retry else Mode.RESUME, file_system, seed=seed)
 
     def prepare(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "in.jsonl").write_bytes(LINES)
         if self.retry:
-            self.run(folder, Mode.NEW, FastDisk(), flaky=True)
+            self.run(folder, Mode.NEW, FastFileSystem(), flaky=True)
 
     def results(self, folder: Path) -> list[list[bytes]]:
         files = []
@@ -147,15 +151,17 @@ def check(way: Way, folder: Path) -> int:
     """Number of moments at which the run was killed."""
     way.prepare(folder / "whole")
     begin = way.again if way.retry else way.first
-    begin(folder / "whole", FastDisk(), 0)
+    begin(folder / "whole", FastFileSystem(), 0)
     expected = way.results(folder / "whole")
     for moment in itertools.count():
         place = folder / f"{moment}"
         way.prepare(place)
-        if survives(begin, place, KillingDisk(moment), moment):
+        if survives(begin, place, KillingFileSystem(moment), moment):
             return moment
-        survives(way.again, place, KillingDisk(moment % 7), moment + 1)  # it is killed while it goes on, too
-        if not survives(way.again, place, FastDisk(), moment + 2) or way.results(place) != expected:
+        survives(
+            way.again, place, KillingFileSystem(moment % 7), moment + 1
+        )  # it is killed while it goes on, too
+        if not survives(way.again, place, FastFileSystem(), moment + 2) or way.results(place) != expected:
             print(f"DIFFERENT {way} killed at moment {moment}")
 
 
@@ -174,7 +180,7 @@ def main() -> None:
     }
     planted = "--plant" in sys.argv  # a fault that must be found: torn ends stay
     if planted:
-        result_files.cut_torn_end = lambda path, disk: None
+        result_files.cut_torn_end = lambda path, end, file_system: None
     for number, (name, way) in enumerate(list(ways.items())[: 1 if planted else None]):
         folder = Path(sys.argv[1]) / str(number)
         folder.mkdir()

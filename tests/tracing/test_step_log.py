@@ -22,6 +22,7 @@ from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import draw_schedule
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import Scheduler
+from xla_engine.simulator.trace import of_step_log as arrivals_of
 from xla_engine.timeline import Timeline, read_timeline, write_timeline
 from xla_engine.timeline.model import Segment, of_step_log
 from xla_engine.timeline.trace_events import trace_events
@@ -56,7 +57,9 @@ def test_log_holds_every_request_step_and_token(tiny: XlaBatchEngine, log_path: 
     assert log.requests[20].came == (1, 0, 1)
     for index, each in enumerate(log.requests[:19]):
         assert (each.end, each.tokens) == ("length", each.max_tokens), each.name
-        written = sum(length for step in log.steps for who, _, _, length, _ in step.chunks if who == index)
+        written = sum(
+            length for step in log.steps for request, _, _, length, _ in step.chunks if request == index
+        )
         assert written == each.prompt_tokens
     assert all(step.read is not None and step.read >= step.started for step in log.steps)
     assert [step.started for step in log.steps] == sorted(step.started for step in log.steps)
@@ -81,6 +84,7 @@ def test_log_that_was_cut_off_is_read_to_its_last_whole_line(log_path: Path) -> 
         lambda text: text.replace('"version":1', '"version":9', 1),
         lambda text: text.replace('"at"', '"when"', 1),
         lambda text: text.replace('"join":[', '"leave":[', 1),
+        lambda text: text.replace('"submit":', '"custom_id":1,"submit":', 1),
     ],
 )
 def test_damaged_log_is_refused_with_its_name(log_path: Path, damage: object) -> None:
@@ -151,8 +155,8 @@ def test_parked_and_cached_are_drawn(tiny: XlaBatchEngine, tmp_path: Path) -> No
     for lane, first, last, kind, request in timeline.segments:
         assert (kind == "parked") == (lane >= timeline.slots)
         if kind == "parked":
-            assert request in [who for who, *_ in log.steps[first].parks]
-            assert request in [who for who, *_ in log.steps[last + 1].resumes]
+            assert request in [name for name, *_ in log.steps[first].parks]
+            assert request in [name for name, *_ in log.steps[last + 1].resumes]
     # Had one ended by the token that was on its way when it was parked, it would be parked no longer.
     lane, first, last, _, request = next(
         each for each in timeline.segments if each.kind == "parked" and each.last > each.first
@@ -163,7 +167,9 @@ def test_parked_and_cached_are_drawn(tiny: XlaBatchEngine, tmp_path: Path) -> No
 
 
 def test_record_of_verify_is_drawn_too(tiny: XlaBatchEngine, tmp_path: Path) -> None:
-    schedule = draw_schedule(draw_cases(tiny, 12, seed=3, max_new_tokens=8), seed=4, lag=1)
+    ways = tiny.ways_to_preempt
+    schedule = draw_schedule(draw_cases(tiny, 30, seed=3, max_new_tokens=20), seed=4, lag=1, preempts=ways)
+    assert {action.kind for action in schedule.actions} == {"submit", "abort", *ways}
     _, record = record_schedule(tiny, schedule)
     write_record(tmp_path / "record.json", record)
     timeline = read_timeline(tmp_path / "record.json")
@@ -174,7 +180,30 @@ def test_record_of_verify_is_drawn_too(tiny: XlaBatchEngine, tmp_path: Path) -> 
         for name, slot, *_ in step.chunks:
             kind, request = cells[slot, number]
             assert (kind, timeline.requests[request].name) == ("prefill", name)
+    parked = [segment for segment in timeline.segments if segment.kind == "parked"]
+    assert parked and timeline.lanes > timeline.slots
+    for lane, first, last, _, request in parked:  # it was asked for, and the request has a slot again
+        name = timeline.requests[request].name
+        turns = [
+            action.turn for action in schedule.actions if (action.kind, action.request_id) == ("park", name)
+        ]
+        assert any(turn <= record.steps[first].turn for turn in turns) and lane >= timeline.slots
+        assert name in [name for name, *_ in record.steps[last + 1].admitted]
     assert json.dumps(trace_events(timeline))
+
+
+def test_requests_bear_the_callers_names(tiny: XlaBatchEngine, tmp_path: Path) -> None:
+    path, names = tmp_path / "steps.jsonl", {"batch-1": "mine", "batch-2[0]": "two", "batch-2[1]": "two"}
+    with logging_steps(tiny, path, names=names.get):
+        for index, n in enumerate((1, 2, 1), 1):
+            tiny.submit([index], SamplingParams(max_tokens=2, n=n), request_id=f"batch-{index}")
+        tiny.drain()
+    log, timeline = read_step_log(path), read_timeline(path)
+    assert [each.custom_id for each in log.requests] == ["mine", "two", "two", None]
+    assert [each.custom_id for each in arrivals_of(log, by_time=False)] == ["mine", "two", "two", None]
+    assert [each.name for each in timeline.requests] == ["mine", "two[0]", "two[1]", "batch-3"]
+    write_timeline(timeline, tmp_path / "t.html")
+    assert '"mine"' in (tmp_path / "t.html").read_text()
 
 
 def test_pages_figures_and_traces_are_written(log_path: Path, tmp_path: Path) -> None:

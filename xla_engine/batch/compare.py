@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import struct
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.resume import result_lines
 from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
 from xla_engine.errors import CompareError
 
@@ -19,7 +19,11 @@ SHOWN_IDS = 5  # first differing ids in a report, per kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What is kept of one result line; None where the line does not tell. `text` is a hash of text and end."""
+    """What is kept of one result line; None where the line does not tell.
+
+    text: a hash of the texts and finish reasons of all choices. tokens, bits: hashes of their token ids and logprobs.
+    fingerprint: of the engine.
+    """
 
     text: str
     tokens: str | None
@@ -29,11 +33,14 @@ class _Result:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """Counts over the ids of two files, and the first ids of each kind of difference.
+    """Two result files, A and B, matched by custom_id.
 
-    same: requests whose tokens agree, whatever their logprobs. by_text: of these and of `tokens`, the requests
-    compared by their text because a file tells no token ids. bits_unknown: same tokens, no logprobs to compare.
+    same: requests whose tokens agree, whatever their logprobs.
+    by_text: requests that were compared by their text, because a file has no token ids for them.
+    bits_unknown: requests with the same tokens and without logprobs to compare.
     errors: ids with an error and no result, in A and in B.
+    differing: ids by kind of difference, in the order of the files.
+    fingerprints: of the engines that made A and B.
     """
 
     same: int = 0
@@ -127,7 +134,8 @@ def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]
     results: dict[str, _Result] = {}
     errors: dict[str, None] = {}
     number = 0
-    for number, custom_id, record in _lines(path):
+    for number, record in _records(path):
+        custom_id: str = record["custom_id"]
         if record.get("error") is not None:
             errors[custom_id] = None
             continue
@@ -151,20 +159,11 @@ def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]
     return results, {name: None for name in errors if name not in results}
 
 
-def _lines(path: Path | str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    packed = str(path).endswith(".gz")
-    with gzip.open(path) if packed else open(path, "rb") as source:
-        for number, raw in enumerate(source, 1):
-            if not raw.strip():
-                continue
-            try:
-                record = json.loads(raw)
-            except (ValueError, RecursionError) as error:
-                ending = "" if raw.endswith(b"\n") else "; the file may be cut off"
-                raise CompareError(f"{path} line {number}: not JSON ({error}){ending}") from error
-            if not isinstance(record, dict) or not isinstance(record.get("custom_id"), str):
-                raise CompareError(f"{path} line {number}: not a result line: no custom_id")
-            yield number, record["custom_id"], record
+def _records(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        yield from result_lines(path)
+    except ValueError as error:
+        raise CompareError(f"{path} {error}") from error
 
 
 def _result(record: Mapping[str, Any]) -> _Result:
@@ -172,9 +171,9 @@ def _result(record: Mapping[str, Any]) -> _Result:
     choices = body["choices"]
     if not choices:
         raise ValueError("no choices")
-    stamp: Mapping[str, Any] = body.get("xla_engine") or {}
+    hashes: Mapping[str, Any] = body.get("xla_engine") or {}
     text = json.dumps([[_content(choice), choice["finish_reason"]] for choice in choices])
-    tokens, bits, engine = map(stamp.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
+    tokens, bits, engine = map(hashes.get, ("tokens_sha256", "logprob_bits_sha256", "fingerprint"))
     if not all(value is None or isinstance(value, str) for value in (tokens, bits, engine)):
         raise TypeError("a hash must be a string")
     token_ids, logprobs = _listed(choices)

@@ -20,11 +20,12 @@ from xla_engine.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, kw_only=True)
 class DryReport:
-    """What a file asks for.
+    """What the lines of a file ask for.
 
-    ok, failed: lines that can run, and by error code those that cannot. prompt_tokens: of the former, as the
-    model will see them. new_tokens: at most, if nothing stops early. longest: prompt and new tokens of the longest
-    request.
+    ok: lines that can run. failed: lines that cannot, by error code.
+    prompt_tokens: of the lines that can run, as the model will see them.
+    new_tokens: what these generate if none stops early.
+    longest: prompt and new tokens of the longest request.
     """
 
     ok: int = 0
@@ -47,13 +48,13 @@ class DryReport:
 
 
 class DryRun:
-    """The checks of one model under one configuration. Raises CheckpointError and ConfigError."""
+    """Checks lines against one model and configuration. Raises CheckpointError and ConfigError."""
 
     def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
         files = open_model(model_name)
         model = read_config(files)
         self._template = files.chat_template()
-        self._admission = RequestValidator(
+        self._validator = RequestValidator(
             vocab_size=model.vocab_size,
             eos_token_ids=read_special_tokens(files, model).eos_token_ids,
             max_model_len=config.context_length(model.max_position_embeddings),
@@ -81,9 +82,9 @@ class DryRun:
         params = request.params
         try:
             lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
-            self._admission.token_mask(params, self._admission.stop_token_ids(params))
-            self._admission.check_options(**request.options)
-        except Exception as error:  # as in a run: one bad request harms nobody else
+            self._validator.token_mask(params, self._validator.stop_token_ids(params))
+            self._validator.check_options(**request.options)
+        except Exception as error:  # as in a run: one bad request harms no other
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
         report.prompt_tokens += sum(lengths)
@@ -93,8 +94,8 @@ class DryRun:
 
     def _token_ids(self, prompt: str | tuple[int, ...] | Chat, request: LineRequest) -> tuple[int, ...]:
         if not isinstance(prompt, Chat):
-            return self._admission.token_ids(prompt, request.params)
+            return self._validator.token_ids(prompt, request.params)
         options = dict(prompt.options)
         template = chosen_template(self._template, options.pop("chat_template", None))
         text = render_chat(prompt.messages, template, **options)
-        return self._admission.token_ids(text, request.params, add_special_tokens=False)
+        return self._validator.token_ids(text, request.params, add_special_tokens=False)

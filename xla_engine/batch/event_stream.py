@@ -1,4 +1,4 @@
-"""Many requests over one pair of pipes: lines of JSON in, interleaved events out, each tagged with its request's id.
+"""`run --stream`: lines of JSON in, events of many requests out as they come, each with its request's id.
 
 In, one object per line: a request as in a batch file (`"op": "submit"` may stand in it), or
 
@@ -26,13 +26,13 @@ from typing import Any, BinaryIO
 
 from xla_engine.batch.event_writer import EventWriter
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
-from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_record
+from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
 from xla_engine.batch.submit import submit_prompt, whole_request
-from xla_engine.batch.tally import RunTotals
+from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import Engine
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.utils.json_line import dump_line, load_object
+from xla_engine.utils.json_line import dump_line
 
 MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
 MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
@@ -41,7 +41,7 @@ _IDLE_SECONDS = 0.2  # between looks at the signals while nothing is under way
 
 @dataclass(slots=True)
 class _Live:
-    """A request under way: the caller's id, and tokens and characters sent of each choice."""
+    """A request under way: the caller's id, and how many tokens and characters of each choice were sent."""
 
     name: str
     tokens: dict[int, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class _Live:
 
 
 class EventStream:
-    """Serves one input and one output until the input ends.
+    """Answers the requests of one input with events on one output, until the input ends.
 
     source, sink: open for reading and for writing bytes.
     defaults: sampling fields for requests that do not say otherwise.
@@ -69,16 +69,16 @@ class EventStream:
         max_unsent: int = MAX_UNSENT,
         on_turn: Callable[[], None] | None = None,
     ) -> None:
-        self.tally = RunTotals()
+        self.totals = RunTotals()
         self._engine = engine
         self._source = source
-        self._outbox = EventWriter(sink)
+        self._events = EventWriter(sink)
         self._defaults = dict(defaults or {})
         self._max_line_bytes = max_line_bytes
         self._max_unfinished = max_unfinished
         self._max_unsent = max_unsent
         self._on_turn = on_turn
-        self._inbox: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
+        self._arrived: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
         self._live: dict[str, _Live] = {}  # by engine request id
         self._by_name: dict[str, str] = {}  # the caller's id -> the engine's
         self._ended = self._draining = False
@@ -87,30 +87,30 @@ class EventStream:
         """Serve until the input has ended and every request with it, the reader is gone, or the engine dies."""
         threading.Thread(target=self._read, name="xla-engine-stream-in", daemon=True).start()
         try:
-            while self._outbox.failure is None:
+            while self._events.failure is None:
                 self._take_lines()
                 if self._live:
                     self._turn()
                 elif self._ended:
                     break
         except KeyboardInterrupt:
-            self.tally.interrupted = True
+            self.totals.interrupted = True
         finally:
-            self.tally.unwritten = len(self._live)
+            self.totals.unwritten = len(self._live)
             for request_id in list(self._live):
                 self._engine.abort(request_id)
-        for live in self._live.values():  # after a second interrupt, or with nobody to tell
+        for live in self._live.values():  # after a second interrupt, or when the reader is gone
             self._finish_without_result(live, "abort")
-        self._put({"event": "end", "requests": self.tally.done, "interrupted": self.tally.interrupted})
-        self._outbox.close()
-        self.tally.failure = self.tally.failure or self._outbox.failure
-        return self.tally
+        self._put({"event": "end", "requests": self.totals.done, "interrupted": self.totals.interrupted})
+        self._events.close()
+        self.totals.failure = self.totals.failure or self._events.failure
+        return self.totals
 
     def interrupt(self) -> None:
         """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
         if self._draining:
             raise KeyboardInterrupt
-        self.tally.interrupted = not self._ended
+        self.totals.interrupted = not self._ended
         self._draining = self._ended = True
 
     def custom_id(self, request_id: str) -> str | None:
@@ -122,29 +122,29 @@ class EventStream:
         """The reading thread: lines until the input ends, then None or why it cannot be read on."""
         try:
             for line in read_lines(self._source, self._max_line_bytes):
-                self._inbox.put(line)
-            self._inbox.put(None)
+                self._arrived.put(line)
+            self._arrived.put(None)
         except (OSError, ValueError) as error:
-            self._inbox.put(error if isinstance(error, OSError) else OSError(str(error)))
+            self._arrived.put(error if isinstance(error, OSError) else OSError(str(error)))
 
     def _take_lines(self) -> None:
         """Take the lines that are there; with nothing under way, wait for one."""
         while not self._ended and len(self._live) < self._max_unfinished:
-            if self._outbox.unsent >= self._max_unsent:
+            if self._events.unsent >= self._max_unsent:
                 if self._live:
                     return
-                self._outbox.wait_until_below(self._max_unsent)
+                self._events.wait_until_below(self._max_unsent)
             line = self._next_line()
             if isinstance(line, queue.Empty):
                 return
             if isinstance(line, Line):
                 self._accept(line)
             else:
-                self._ended, self.tally.failure = True, line
+                self._ended, self.totals.failure = True, line
 
     def _next_line(self) -> Line | OSError | queue.Empty | None:
         try:
-            return self._inbox.get_nowait() if self._live else self._inbox.get(timeout=_IDLE_SECONDS)
+            return self._arrived.get_nowait() if self._live else self._arrived.get(timeout=_IDLE_SECONDS)
         except queue.Empty as empty:
             return empty
 
@@ -152,10 +152,10 @@ class EventStream:
         try:
             if line.raw is None:
                 raise _Refused("line_too_long", f"the line has {line.size} bytes; raise --max-line-bytes")
-            try:
-                record = load_object(line.raw)
-            except ValueError as error:
-                raise _Refused("invalid_json_line", str(error)) from error
+            record = parse_object(line.raw, line.number)
+            if isinstance(record, LineError):
+                self._error(record)
+                return
             match record.pop("op", "submit"):
                 case "submit":
                     self._submit(parse_record(record, line.number, self._defaults))
@@ -185,7 +185,7 @@ class EventStream:
         (prompt,) = request.prompts
         try:
             submit_prompt(self._engine, request, prompt, request_id)
-        except Exception as error:  # one bad request harms nobody else
+        except Exception as error:  # one bad request harms no other
             self._forget(request_id)
             code, message = explain(error)
             self._error(line_error(request.line, code, message, request.custom_id))
@@ -197,9 +197,8 @@ class EventStream:
         if not isinstance(name, str) or len(record) != 1:
             raise _Refused("invalid_request", 'write {"op": "cancel", "id": ID}')
         request_id = self._by_name.get(name)
-        found = request_id is not None and self._engine.abort(
-            request_id
-        )  # its finish comes with the next turn
+        # Its finish comes with the next turn.
+        found = request_id is not None and self._engine.abort(request_id)
         self._put({"event": "cancel", "id": name, "found": found})
 
     def _list(self, record: Mapping[str, Any]) -> None:
@@ -250,10 +249,10 @@ class EventStream:
             event["error"] = output.error
         self._put(event)
         if "error" in reasons:
-            self.tally.failed["engine_error"] += 1
+            self.totals.failed["engine_error"] += 1
         else:
-            self.tally.ok += 1
-            self.tally.count(output)
+            self.totals.ok += 1
+            self.totals.count(output)
 
     def _send_delta(self, live: _Live, completion: CompletionOutput) -> None:
         index = completion.index
@@ -281,7 +280,7 @@ class EventStream:
 
     def _engine_died(self, error: Exception) -> None:
         """Every request that was under way ends here."""
-        self.tally.failure, self._ended = error, True
+        self.totals.failure, self._ended = error, True
         _, message = explain(error)
         for live in self._live.values():
             self._finish_without_result(live, "error", message)
@@ -291,7 +290,7 @@ class EventStream:
     def _finish_without_result(self, live: _Live, reason: str, message: str | None = None) -> None:
         event = {"event": "finish", "id": live.name, "finish_reasons": [reason], "usage": None}
         self._put(event if message is None else {**event, "error": message})
-        self.tally.failed["aborted" if reason == "abort" else "engine_error"] += 1
+        self.totals.failed["aborted" if reason == "abort" else "engine_error"] += 1
 
     def _error(self, error: LineError) -> None:
         self._put(
@@ -303,13 +302,13 @@ class EventStream:
                 "message": error.message,
             }
         )
-        self.tally.failed[error.code] += 1
+        self.totals.failed[error.code] += 1
 
     def _forget(self, request_id: str) -> None:
         del self._by_name[self._live.pop(request_id).name]
 
     def _put(self, event: Mapping[str, Any]) -> None:
-        self._outbox.put(dump_line(event))
+        self._events.put(dump_line(event))
 
 
 class _Refused(Exception):

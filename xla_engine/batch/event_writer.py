@@ -1,4 +1,4 @@
-"""Lines on their way into a pipe whose reader may be slow."""
+"""Writing lines into a pipe whose reader may be slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import BinaryIO
 class EventWriter:
     """Writes lines in a thread of its own, so that a slow reader does not hold up the engine; loses none.
 
-    failure: why the pipe is gone, once it is.
+    failure: why the pipe is closed, None while it takes lines.
     """
 
     def __init__(self, sink: BinaryIO) -> None:
@@ -29,18 +29,19 @@ class EventWriter:
         return self._unsent
 
     def put(self, line: bytes) -> None:
+        """Hand over a line, to be written after those before; returns at once."""
         with self._changed:
             self._lines.append(line)
             self._unsent += len(line)
             self._changed.notify_all()
 
     def wait_until_below(self, size: int) -> None:
-        """Wait until less than `size` bytes are unsent or the pipe is gone."""
+        """Wait until less than `size` bytes are unsent or the pipe is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent < size or self.failure is not None)
 
     def close(self) -> None:
-        """Wait until all is written or the pipe is gone."""
+        """Wait until all is written or the pipe is closed."""
         with self._changed:
             self._open = False
             self._changed.notify_all()

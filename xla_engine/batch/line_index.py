@@ -1,4 +1,4 @@
-"""What is remembered of every line of a file, in 16 to 48 bytes a line."""
+"""A compact map from lines to what is remembered of them: 16 to 48 bytes a line."""
 
 from __future__ import annotations
 

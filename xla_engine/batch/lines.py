@@ -64,7 +64,7 @@ def count_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> int |
 
 
 class LineReader:
-    """Turns lines into requests and finds ids that were used before.
+    """Makes requests of lines, and refuses ids that an earlier line has.
 
     defaults: sampling fields for lines that do not say otherwise.
     """

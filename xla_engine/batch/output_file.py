@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from xla_engine.batch.resume import Disk, FinishedLines, Sink, is_packed, sink_of
+from xla_engine.batch.resume import FileSystem, FinishedLines, Sink, is_packed, sink_of
 from xla_engine.errors import OutputError
 
 
@@ -24,16 +24,16 @@ class Mode(Enum):
 
 
 class OutputFile:
-    """A result file from before the engine is loaded to after the last line.
+    """A result file, open from before the engine is loaded until after the last line.
 
     path: `-` is standard output; a name that ends in `.gz` packs. Nothing in the file changes before `begin`, but
-    for a torn end and, with `Mode.RETRY`, error lines, which `claim` takes out. A new file that stays empty is
-    removed. Raises OutputError and OSError.
+    for a torn end and, with `Mode.RETRY`, error lines: `claim` takes these out of a file of results. A new file that
+    stays empty is removed. Raises OutputError and OSError.
     """
 
-    def __init__(self, path: str, mode: Mode, disk: Disk | None = None) -> None:
+    def __init__(self, path: str, mode: Mode, file_system: FileSystem | None = None) -> None:
         self._mode = mode
-        self._disk = disk or Disk()
+        self._file_system = file_system or FileSystem()
         self._sink: Sink | None = None
         self._path: Path | None = None
         if path == "-":
@@ -63,7 +63,7 @@ class OutputFile:
         if not resumed:
             return
         path = self._path.resolve()
-        done.read(path, self._disk, drop_errors=self._mode is Mode.RETRY)
+        done.read(path, self._file_system, drop_errors=self._mode is Mode.RETRY)
         if not os.path.samestat(os.fstat(self.file.fileno()), path.stat()):  # rewritten without its errors
             self.file.close()
             self._open(path)
@@ -72,11 +72,11 @@ class OutputFile:
     def begin(self) -> Sink:
         """Empty the file, or go to its end, and take lines."""
         if self._regular and self._mode is Mode.OVERWRITE:
-            self._disk.truncate(self.file, 0)
+            self._file_system.truncate(self.file, 0)
         if self._regular:
             self.file.seek(0, os.SEEK_END)
         packed = self._path is not None and is_packed(self._path)
-        self._sink = sink_of(self.file, packed=packed, disk=self._disk)
+        self._sink = sink_of(self.file, packed=packed, file_system=self._file_system)
         return self._sink
 
     def close(self) -> None:

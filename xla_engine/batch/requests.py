@@ -13,7 +13,7 @@ completions request, with OpenAI's names for its fields:
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "any", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 32}}
 
-All give OpenAI Batch output lines (`batch_results`).
+The answer to each is an OpenAI Batch output line (`xla_engine.batch.results`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ _TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_tem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Messages to be made a prompt by the checkpoint's chat template. options: `render_chat`'s, where given."""
+    """Messages that the checkpoint's chat template makes a prompt of.
+
+    options: keyword arguments of `render_chat` that the line gives.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +73,7 @@ Prompt = str | tuple[int, ...] | Chat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineRequest:
-    """One input line that asks for something the engine may be able to do.
+    """One input line that can be submitted to the engine, which may still refuse it.
 
     line: number in the file, from 1.
     custom_id: the line's own, or `line-<n>`.
@@ -94,9 +97,9 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """One input line that has no result, and why. `code` is for machines, `message` for people.
+    """Why an input line has no result. `code` is for machines, `message` for people.
 
-    partial: texts that were generated before the end, for a request that ran out of time.
+    partial: texts of a request that ran out of time, as far as they were generated.
     """
 
     line: int
@@ -127,14 +130,21 @@ def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None)
     `chat_template`, the source of a template to use in place of the checkpoint's.
 
     Never raises for anything in `raw`: what is wrong comes back as a `LineError` with code
-    `invalid_json_line` or `invalid_request`. Prompt length and token ids against the model are the engine's
-    to check.
+    `invalid_json_line` or `invalid_request`. The engine checks prompt length and token ids against
+    the model.
     """
+    record = parse_object(raw, line)
+    return record if isinstance(record, LineError) else parse_record(record, line, defaults)
+
+
+def parse_object(raw: bytes, line: int) -> dict[str, Any] | LineError:
+    """The JSON object of a line, or why it has none."""
     try:
-        record = load_object(raw)
+        return load_object(raw)
     except ValueError as error:
         return line_error(line, "invalid_json_line", str(error))
-    return parse_record(record, line, defaults)
+    except Exception as error:  # not foreseen: this line must not end the run all the same
+        return line_error(line, *explain(error))
 
 
 def parse_record(
@@ -155,6 +165,8 @@ def parse_record(
         params = SamplingParams.from_mapping({**defaults, **sampling})
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
+    except Exception as error:  # not foreseen: this line must not end the run all the same
+        return line_error(line, *explain(error), custom_id)
     name = custom_id or f"line-{line}"
     return LineRequest(
         line=line,
@@ -227,7 +239,7 @@ def _openai(record: Mapping[str, Any]) -> _Parts:
 
 
 def _take_chat(body: dict[str, Any]) -> Chat:
-    """Remove what belongs to the template from `body`; its form is `render_chat`'s to check."""
+    """Take the messages and the options of the template out of `body`; `render_chat` checks their form."""
     messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError('"messages" must be a list of at least one {"role": ..., "content": ...}')
@@ -286,7 +298,7 @@ def _prompt(value: object) -> str | tuple[int, ...]:
 
 
 def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's null means "as if absent"; a default spelled out for an unsupported field asks for nothing."""
+    """Sampling fields without those that ask for nothing: null, and the defaults of fields that are not supported."""
     known = {entry.name for entry in fields(SamplingParams)}.union(
         UNSUPPORTED, NEUTRAL, LABELS, _SUBMIT_FIELDS
     )

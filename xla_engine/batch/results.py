@@ -1,7 +1,7 @@
 """Batch lines out: pure functions from results to bytes, in the OpenAI Batch format.
 
 The `id` of an output line is made of the input line's number and a hash of its bytes, so an output file tells by
-itself which lines of which input are done (`result_files` reads it back).
+itself which lines of which input are done (`xla_engine.batch.resume` reads it back).
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def output_error(request: LineRequest, output: RequestOutput) -> LineError | Non
 
 
 def result_line(
-    request: LineRequest, outputs: Sequence[RequestOutput], name: str, stamp: ResultHeader
+    request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> bytes:
-    """The output line of a request whose prompts all ended by "stop" or "length".
+    """The output line of a request, all of whose prompts ended by "stop" or "length".
 
     outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite
     becomes null.
@@ -98,12 +98,12 @@ def result_line(
     body: dict[str, Any] = {
         "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.line}",
         "object": "chat.completion" if request.is_chat else "text_completion",
-        "created": stamp.created,
-        "model": request.model or stamp.model,
-        "system_fingerprint": stamp.system_fingerprint,
+        "created": header.created,
+        "model": request.model or header.model,
+        "system_fingerprint": header.system_fingerprint,
         "choices": [
             {"index": number // per_prompt * per_prompt + completion.index}
-            | _choice(request, completion, stamp.tokenizer)
+            | _choice(request, completion, header.tokenizer)
             for number, completion in enumerate(completions)
         ],
         "usage": {
@@ -115,8 +115,8 @@ def result_line(
     for number, output in enumerate(outputs):
         if output.prompt_logprobs is not None:
             body["choices"][number * per_prompt]["prompt_logprobs"] = _prompt_logprobs(output)
-    if stamp.hashes and stamp.system_fingerprint is not None:
-        body["xla_engine"] = _hashes(stamp.system_fingerprint, completions)
+    if header.hashes and header.system_fingerprint is not None:
+        body["xla_engine"] = _hashes(header.system_fingerprint, completions)
     response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
     return dump_line({"id": name, "custom_id": request.custom_id, "response": response, "error": None})
 

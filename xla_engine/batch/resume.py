@@ -1,8 +1,9 @@
 """Files of result lines that grow by whole lines, and what a file that is there already says is done.
 
 A process may die at any moment. What it leaves is a file of whole lines and at most one torn piece at its end: of a
-line, or, in a gzip file, of a member of some 64 KiB of lines. `FinishedLines.read` cuts the piece off and reads the
-rest: the `id` of each line names the input line it answers and a hash of its bytes.
+line, or, in a gzip file, of a member of some 64 KiB of lines. `FinishedLines.read` checks every line first: the `id`
+of each names the input line it answers and a hash of its bytes. Only a file that holds nothing but results is changed:
+the torn piece is cut off.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from xla_engine.errors import ResumeError
 
 MEMBER_BYTES = 1 << 16  # of lines in a gzip member: what a killed run may have to do again
 _BLOCK = 1 << 20
+_BEGINNING = b'{"id": "batch_req_'  # of every result line
 
 
-class Disk:
+class FileSystem:
     """The operations that change a file. Tests put one in its place that dies at each of them."""
 
     def write(self, file: BinaryIO, data: bytes) -> None:
@@ -52,22 +54,22 @@ class Sink(Protocol):
 class PlainSink:
     """Writes each line as it comes."""
 
-    def __init__(self, file: BinaryIO, disk: Disk) -> None:
-        self._file, self._disk = file, disk
+    def __init__(self, file: BinaryIO, file_system: FileSystem) -> None:
+        self._file, self._file_system = file, file_system
 
     def write(self, data: bytes) -> None:
-        self._disk.write(self._file, data)
+        self._file_system.write(self._file, data)
 
     def close(self) -> None:
-        self._disk.sync(self._file)
+        self._file_system.sync(self._file)
 
 
 class GzipSink(PlainSink):
     """Packs lines into gzip members of `MEMBER_BYTES`, each written at once; cut by size alone, so that two runs with
     the same lines make the same bytes."""
 
-    def __init__(self, file: BinaryIO, disk: Disk) -> None:
-        super().__init__(file, disk)
+    def __init__(self, file: BinaryIO, file_system: FileSystem) -> None:
+        super().__init__(file, file_system)
         self._held = bytearray()
 
     def write(self, data: bytes) -> None:
@@ -90,9 +92,9 @@ def is_packed(path: Path | str) -> bool:
     return str(path).endswith(".gz")
 
 
-def sink_of(file: BinaryIO, *, packed: bool, disk: Disk) -> Sink:
+def sink_of(file: BinaryIO, *, packed: bool, file_system: FileSystem) -> Sink:
     """A sink that writes to `file` from its position on."""
-    return GzipSink(file, disk) if packed else PlainSink(file, disk)
+    return GzipSink(file, file_system) if packed else PlainSink(file, file_system)
 
 
 class FinishedLines:
@@ -116,28 +118,34 @@ class FinishedLines:
         """The digest of the line that was answered, None for a line without an answer."""
         return self._digests.get(number)
 
-    def read(self, path: Path, disk: Disk, *, drop_errors: bool = False) -> None:
+    def read(self, path: Path, file_system: FileSystem, *, drop_errors: bool = False) -> None:
         """Add the lines of a file that a run has left, which may be torn at its end or absent.
 
         drop_errors: take the error lines out of the file, to be run again. Raises ResumeError for a file that no run
-        of this program wrote, and OSError.
+        of this program wrote, which is left as it is, and OSError.
         """
         if not path.exists():
             return
-        cut_torn_end(path, disk)
+        end, size = _whole_part(path)
         errors = last = 0
-        for record in _records(path):
-            number = self._add(record, path, skip_errors=drop_errors)
-            errors += record["error"] is not None
-            last = max(last, number)
+        try:
+            for _, record in result_lines(path, size):
+                number = self._add(record, path, skip_errors=drop_errors)
+                errors += record["error"] is not None
+                last = max(last, number)
+        except ResumeError:
+            raise
+        except ValueError as error:
+            raise ResumeError(_no_result(path, str(error))) from error
+        cut_torn_end(path, end, file_system)
         self.ordered_from = min(self.ordered_from, last) if self.ordered_from else last
         if drop_errors and errors:
-            _rewrite_without_errors(path, disk)
+            _rewrite_without_errors(path, file_system)
 
     def _add(self, record: dict[str, Any], path: Path, *, skip_errors: bool) -> int:
         identity = parse_record_id(record.get("id"))
         if identity is None or "error" not in record or "response" not in record:
-            raise ResumeError(f"{path} holds a line that is no result of `xla-engine run`; use another file")
+            raise ResumeError(_no_result(path, "a line has no id, response and error"))
         number, digest = identity
         failed = record["error"] is not None
         if failed and skip_errors:
@@ -149,18 +157,63 @@ class FinishedLines:
         self.errors += failed
         self.results += not failed
         if not failed and self.created is None:
-            body = record["response"]["body"]
-            self.created, self.system_fingerprint = body["created"], body["system_fingerprint"]
+            try:
+                body = record["response"]["body"]
+                created, fingerprint = body["created"], body["system_fingerprint"]
+            except (KeyError, TypeError) as error:
+                raise ResumeError(_no_result(path, f"the result of line {number} has no body")) from error
+            self.created, self.system_fingerprint = created, fingerprint
         return number
 
 
-def cut_torn_end(path: Path, disk: Disk) -> None:
-    """Shorten a file to its last whole line, or a gzip file to its last whole member."""
+def result_lines(path: Path | str, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, packed if named .gz, and the number of each line; blank lines are skipped.
+
+    size: bytes of lines to read, unpacked; None for all. Raises ValueError, naming the line, for one that is no object
+    with a custom_id, and OSError.
+    """
+    for number, line in enumerate(_lines(path, size), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            ending = "" if line.endswith(b"\n") else "; the file may be cut off"
+            raise ValueError(f"line {number}: not JSON ({error}){ending}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("custom_id"), str):
+            raise ValueError(f"line {number}: not a result line: no custom_id")
+        yield number, record
+
+
+def cut_torn_end(path: Path, end: int, file_system: FileSystem) -> None:
+    """Shorten a file to its whole lines or gzip members, which end at byte `end`.
+
+    Raises ResumeError where what is behind them is not the beginning of a result.
+    """
     with open(path, "r+b") as file:
-        end = _whole_members(file, path) if is_packed(path) else _whole_lines(file)
-        if end < file.seek(0, os.SEEK_END):
-            disk.truncate(file, end)
-            disk.sync(file)
+        if end == file.seek(0, os.SEEK_END):
+            return
+        file.seek(end)
+        piece = file.read(_BLOCK)
+        if is_packed(path):
+            piece = zlib.decompressobj(wbits=31).decompress(piece, len(_BEGINNING))
+        if piece[: len(_BEGINNING)] != _BEGINNING[: len(piece)]:
+            raise ResumeError(_no_result(path, "its last line is cut off, and begins as no result does"))
+        file_system.truncate(file, end)
+        file_system.sync(file)
+
+
+def _no_result(path: Path, why: str) -> str:
+    return f"{path} is no file of `xla-engine run` ({why}); nothing was changed: name another file with -o"
+
+
+def _whole_part(path: Path) -> tuple[int, int]:
+    """Where the last whole line or gzip member ends, and how many bytes of lines, unpacked, are before."""
+    with open(path, "rb") as file:
+        if is_packed(path):
+            return _whole_members(file, path)
+        end = _whole_lines(file)
+        return end, end
 
 
 def _whole_lines(file: BinaryIO) -> int:
@@ -176,49 +229,40 @@ def _whole_lines(file: BinaryIO) -> int:
     return 0
 
 
-def _whole_members(file: BinaryIO, path: Path) -> int:
-    """Size of the file up to the end of its last complete gzip member."""
-    end = position = 0
+def _whole_members(file: BinaryIO, path: Path) -> tuple[int, int]:
+    """Size of the file up to the end of its last complete gzip member, and of what is packed in it."""
+    end = size = position = unpacked = 0
     member = zlib.decompressobj(wbits=31)
     data = file.read(_BLOCK)
     while data:
         try:
-            member.decompress(data, _BLOCK)
+            unpacked += len(member.decompress(data, _BLOCK))
         except zlib.error as error:
-            raise ResumeError(f"{path} is damaged at byte {position} ({error}); use another file") from error
+            why = f"it is damaged at byte {position}: {error}"
+            raise ResumeError(_no_result(path, why)) from error
         rest = member.unused_data if member.eof else member.unconsumed_tail
         position += len(data) - len(rest)
         if member.eof:
-            end, member = position, zlib.decompressobj(wbits=31)
+            end, size, member = position, unpacked, zlib.decompressobj(wbits=31)
         data = rest or file.read(_BLOCK)
-    return end
+    return end, size
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("no object")
-        except (ValueError, RecursionError) as error:
-            raise ResumeError(
-                f"{path} line {number} is no result line ({error}); use another file"
-            ) from error
-        yield record
-
-
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path | str, size: int | None = None) -> Iterator[bytes]:
+    """Lines of a file, unpacked; of the first `size` bytes only, if given."""
     with gzip.open(path) if is_packed(path) else open(path, "rb") as file:
-        yield from file
+        while (size is None or size > 0) and (line := file.readline()):
+            size = None if size is None else size - len(line)
+            yield line
 
 
-def _rewrite_without_errors(path: Path, disk: Disk) -> None:
+def _rewrite_without_errors(path: Path, file_system: FileSystem) -> None:
     """Replace the file by one without its error lines, at once: a process that dies leaves one or the other."""
     kept = path.with_name(f".{path.name}.kept")
     with open(kept, "wb") as file:
-        sink = sink_of(file, packed=is_packed(path), disk=disk)
+        sink = sink_of(file, packed=is_packed(path), file_system=file_system)
         for line in _lines(path):
-            if json.loads(line)["error"] is None:
+            if line.strip() and json.loads(line)["error"] is None:
                 sink.write(line)
         sink.close()
-    disk.replace(kept, path)
+    file_system.replace(kept, path)

@@ -26,7 +26,7 @@ from xla_engine.batch.results import (
 )
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import submit_prompt, whole_request
-from xla_engine.batch.tally import RunTotals
+from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import Engine
 from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
@@ -52,16 +52,16 @@ class _Job:
 
 
 class BatchRun:
-    """One pass of lines through an engine into a file.
+    """Runs lines through an engine and writes their results.
 
     At most `2 * max_num_seqs` lines are under way at any time: enough to refill every slot at once, few
     enough to read the file as it is needed. With `ordered`, results wait for those of earlier lines, and reading
     waits while `ORDERED_WINDOW` times as many lines are read and not written.
 
-    engine: an `XlaBatchEngine`; requests others gave it are left alone.
+    engine: an `XlaBatchEngine`; requests that it has from elsewhere are left alone.
     lines: from `read_lines`.
     sink: takes output lines. errors: takes those of lines without a result; None puts them into `sink`.
-    stamp: what all results have in common.
+    header: what all results have in common.
     defaults: sampling fields for lines that do not say otherwise.
     done: lines that have their output from an earlier run, to be passed over.
     on_turn: called after every engine step.
@@ -73,19 +73,19 @@ class BatchRun:
         lines: Iterable[Line],
         sink: Writer,
         *,
-        stamp: ResultHeader,
+        header: ResultHeader,
         errors: Writer | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
         done: FinishedLines | None = None,
         on_turn: Callable[[], None] | None = None,
     ) -> None:
-        self.tally = RunTotals()
+        self.totals = RunTotals()
         self._engine = engine
         self._lines = iter(lines)
         self._sink = sink
         self._errors = sink if errors is None else errors
-        self._stamp = stamp
+        self._header = header
         self._reader = LineReader(defaults)
         self._salt = blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
         self._ordered = ordered
@@ -97,7 +97,7 @@ class BatchRun:
         self._order: deque[int] = deque()  # ordered output: lines read and not yet written
         self._held: dict[
             int, tuple[Writer, bytes]
-        ] = {}  # ordered output: results waiting for an earlier line
+        ] = {}  # ordered output: results that wait for an earlier line
         self._exhausted = self._reading = self._draining = False
 
     def run(self) -> RunTotals:
@@ -113,10 +113,10 @@ class BatchRun:
                 if self._live:
                     self._turn()
         except KeyboardInterrupt:
-            self.tally.interrupted = True
+            self.totals.interrupted = True
         finally:
             self._abort_live()
-        return self.tally
+        return self.totals
 
     def interrupt(self) -> None:
         """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
@@ -157,16 +157,16 @@ class BatchRun:
                 raise KeyboardInterrupt
             line = next(self._lines, None)
         except KeyboardInterrupt:
-            self._draining = self.tally.interrupted = True
+            self._draining = self.totals.interrupted = True
             return None
         except OSError as error:
-            self.tally.failure = error
+            self.totals.failure = error
             return None
         finally:
             self._reading = False
-        if line is None and self.tally.resumed < len(self._done):
-            self.tally.failure = ResumeError(
-                f"the output has {len(self._done) - self.tally.resumed} lines of an input that was longer"
+        if line is None and self.totals.resumed < len(self._done):
+            self.totals.failure = ResumeError(
+                f"the output has {len(self._done) - self.totals.resumed} lines of an input that was longer"
             )
         return line
 
@@ -183,16 +183,16 @@ class BatchRun:
             self._submit(_Job(request, record_id(line.number, digest), [None] * len(request.prompts)))
 
     def _is_done(self, number: int, digest: int) -> bool:
-        """Whether an earlier run answered the line; what does not fit to that run ends this one."""
+        """Whether an earlier run answered the line. An input that is not that run's ends this one."""
         known = self._done.digest(number)
         if known is not None and known != digest:
             message = f"line {number} or the sampling defaults are not those that the output was made with"
         elif known is None and self._ordered and number < self._done.ordered_from:
             message = f"line {number} has no output, but later lines have: it was not made with --ordered"
         else:
-            self.tally.resumed += known is not None
+            self.totals.resumed += known is not None
             return known is not None
-        self.tally.failure, self._exhausted = ResumeError(message), True
+        self.totals.failure, self._exhausted = ResumeError(message), True
         return False
 
     def _submit(self, job: _Job) -> None:
@@ -206,7 +206,7 @@ class BatchRun:
                 submit_prompt(self._engine, request, prompt, request_id)
         except EngineClosedError as error:
             self._engine_died(error)
-        except Exception as error:  # one bad request harms nobody else
+        except Exception as error:  # one bad request harms no other
             self._live.pop(request_id)  # the engine has not got it
             self._fail(job, line_error(request.line, *explain(error), request.custom_id))
 
@@ -238,14 +238,14 @@ class BatchRun:
         del self._live[output.request_id]  # last, so that an interrupt leaves no line half done
 
     def _finish(self, job: _Job, outputs: list[RequestOutput]) -> None:
-        self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._stamp))
+        self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._header))
         del self._jobs[job.request.line]
-        self.tally.ok += 1
+        self.totals.ok += 1
         for output in outputs:
-            self.tally.count(output)
+            self.totals.count(output)
 
     def _fail(self, job: _Job, error: LineError) -> None:
-        """A line ends without a result, and what else it had in the engine with it."""
+        """End a line without a result, and abort what the engine still holds of it."""
         for request_id in [name for name, (other, _) in self._live.items() if other is job]:
             with contextlib.suppress(Exception):
                 self._engine.abort(request_id)
@@ -254,8 +254,8 @@ class BatchRun:
         del self._jobs[job.request.line]
 
     def _engine_died(self, error: Exception) -> None:
-        """Stop reading; every request the engine held ends with an error line."""
-        self.tally.failure = error
+        """Stop reading, and end every request that the engine held with an error line."""
+        self.totals.failure = error
         self._exhausted = True
         self._live.clear()
         for job in list(self._jobs.values()):
@@ -264,9 +264,9 @@ class BatchRun:
 
     def _put_error(self, error: LineError, name: str) -> None:
         self._put(error.line, self._errors, error_line(error, name))
-        self.tally.failed[error.code] += 1
-        if len(self.tally.first_errors) < SHOWN_ERRORS:
-            self.tally.first_errors.append(error)
+        self.totals.failed[error.code] += 1
+        if len(self.totals.first_errors) < SHOWN_ERRORS:
+            self.totals.first_errors.append(error)
 
     def _put(self, number: int, writer: Writer, data: bytes) -> None:
         if not self._ordered:
@@ -278,10 +278,10 @@ class BatchRun:
 
     def _write(self, writer: Writer, data: bytes) -> None:
         writer.write(data)
-        self.tally.written += 1
+        self.totals.written += 1
 
     def _abort_live(self) -> None:
-        self.tally.unwritten = len(self._jobs) + len(self._held)
+        self.totals.unwritten = len(self._jobs) + len(self._held)
         for request_id in self._live:
             with contextlib.suppress(Exception):  # the run is over already; nothing may hide why
                 self._engine.abort(request_id)

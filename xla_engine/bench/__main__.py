@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="xla-engine bench",
         description="Measure this engine and its peers on the same weights, prompts and threads, in turns. Every "
-        "engine runs in a process of its own; a peer that is not installed is skipped with a word. Greedy streams "
+        "engine runs in a process of its own; a peer that is not installed is skipped, and named. Greedy streams "
         "are judged in float32, and a rate whose streams are wrong is void. Ends with one JSON line.",
         epilog="Peers: " + "; ".join(f"{name} ({peer.about})" for name, peer in PEERS.items()) + ".",
     )

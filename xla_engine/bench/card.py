@@ -1,4 +1,4 @@
-"""The card for people, made of the record alone."""
+"""The card: the record of a benchmark as text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xla_engine.bench.peers import BARE, OURS
+from xla_engine.utils.tables import pad
 
 _COLUMNS = {  # per workload: heading and figure
     "uniform": {
@@ -76,14 +77,10 @@ def card(record: dict[str, Any]) -> str:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table with columns padded to line up; the first column left, the others right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = (c.rjust(w) if at else c.ljust(w) for at, (c, w) in enumerate(zip(row, widths, strict=True)))
-        return "| " + " | ".join(padded) + " |"
-
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(pad(row, widths, range(1, len(header)))) + " |" for row in cells]
     rule = "|" + "|".join("-" * (w + 1) + (":" if at else "-") for at, w in enumerate(widths)) + "|"
-    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def _table(workload: str, entries: list[dict[str, Any]]) -> list[str]:
@@ -127,7 +124,7 @@ def _streams(entry: dict[str, Any]) -> str:
 
 
 def _own_lines(entries: list[dict[str, Any]]) -> list[str]:
-    """What only our engine can tell of itself."""
+    """Figures that only this engine tells."""
     lines = []
     for entry in entries:
         found = {title: entry["figures"].get(key) for title, key in _OWN.items()}

@@ -1,4 +1,4 @@
-"""From the times at which tokens were known to the figures of the card: the same sums for every engine."""
+"""Figures of the card, from the times at which tokens were known; computed alike for every engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answer = Mapping[str, Any]  # of a worker's `run`
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One figure over the rounds."""
+    """The values of one figure in all rounds."""
 
     values: tuple[float, ...]
 
@@ -37,18 +37,19 @@ def spread_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 
 
 def ratios(ours: Spread, theirs: Spread) -> Spread:
-    """Round by round, so that a noisy minute harms both alike."""
+    """Ours over theirs, round by round, so that a noisy minute harms both alike."""
     return Spread(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
 
 
 def figures(workload: Workload, answer: Answer) -> dict[str, float]:
-    """Rates in 1/s and latencies in ms of one run.
+    """Rates, per second, and latencies, in milliseconds, of one run.
 
-    requests_s, tok_s: requests and new tokens of the whole job over its seconds.
-    prefill_tok_s: prompt tokens over the seconds until the last first token; for jobs of one new token only.
-    decode_tok_s: tokens that came while every request was decoding, over that time; for jobs whose requests all
-        decode together at some time.
-    ttft, itl: milliseconds from arrival to first token, and between tokens; 50th and 99th percentile.
+    seconds: that the job took.
+    requests_s, tok_s: requests, and new tokens, over these seconds.
+    prefill_tok_s: prompt tokens over the seconds until each request had its first token; for jobs of one new token.
+    decode_tok_s: tokens that came while all requests were decoding, over that time; for jobs with such a time.
+    ttft_p50_ms, ttft_p99_ms: from arrival to the first token.
+    itl_p50_ms, itl_p99_ms: between tokens.
     """
     seconds, times = answer["seconds"], answer["times"]
     first = [each[0] for each in times]
@@ -72,7 +73,7 @@ def figures(workload: Workload, answer: Answer) -> dict[str, float]:
 
 
 def complaints(workload: Workload, answer: Answer) -> str | None:
-    """What is wrong with the form of an answer: requests or tokens missing or too many; None if nothing."""
+    """What is wrong with an answer: missing or too many requests or tokens. None if nothing is."""
     wanted = list(workload.max_tokens)
     for name in ("streams", "times"):
         counts = [len(each) for each in answer[name]]

@@ -1,4 +1,4 @@
-"""Are the streams right? A rate whose streams are wrong is void."""
+"""Judging greedy streams by float32 logits: the rate of an engine whose streams are wrong is void."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEAR_TIE = {"bfloat16": 0.2, "float32": 0.001}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Greedy streams of one engine, judged.
+    """The judgement of one engine's greedy streams.
 
     judged: tokens the judge looked at.
     off: share of them float32 would not have chosen.

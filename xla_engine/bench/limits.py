@@ -1,4 +1,4 @@
-"""What the machine is and could do at best, and what a step has to move and compute."""
+"""What the machine could do at best, and what a step has to move and compute."""
 
 from __future__ import annotations
 

@@ -18,8 +18,21 @@ from xla_engine.graphs.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to measure. `peers` maps peer names to interpreters, the rest runs in `python`;
-    `without` names peers to leave out; `judge` requests per workload are judged.
+    """What to measure.
+
+    model: its name on the card. directory, config: its files and shape.
+    dtype: of weights and activations.
+    batches: numbers of slots, each measured with engines of its own.
+    workloads: names in `WORKLOADS`.
+    rounds: measured turns of every engine.
+    threads: cores for every engine.
+    peers: interpreters by peer name. python: interpreter of all others.
+    cache: directory for what engines write.
+    without: peers to leave out.
+    seed, prompt, new, rate: of the workloads, as in `Sizes`.
+    verify: requests to verify at each batch size; 0 leaves it out.
+    judge: requests to judge in each workload; 0 leaves it out.
+    say: takes lines about the progress.
     """
 
     model: str
@@ -44,7 +57,7 @@ class Options:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Run everything; the record that the card prints and the JSON line is."""
+    """Run all engines and workloads; returns the record, which is the JSON line and from which the card is made."""
     record: dict[str, Any] = {
         "bench": 1,
         "model": options.model,
@@ -72,7 +85,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _open_judge(options: Options, record: dict[str, Any]) -> Process:
-    """transformers in float32 where it is installed, else our own plain forward pass."""
+    """A judge: transformers in float32 where it is installed, else this engine's plain forward pass."""
     candidates = ((options.peers.get(REFERENCE, options.python), "hf:Judge"), (options.python, "xla:Judge"))
     for python, kind in candidates:
         judge = None
@@ -132,7 +145,7 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
 def _start(
     options: Options, name: str, batch: int, longest: int, sides: list[Side], record: dict[str, Any]
 ) -> None:
-    """Start and load one engine; one that is not there is skipped with a word, our own must be there."""
+    """Start and load one engine. A peer that cannot start is skipped with the reason; this engine must start."""
     if name in record["skipped"]:
         return
     options.say(f"B = {batch}: loading {name}")
@@ -169,7 +182,7 @@ def _start(
 
 
 def _gather_limits(options: Options, sides: list[Side], record: dict[str, Any]) -> None:
-    """GFLOP/s of a large product in each engine that can tell; the best is the machine's."""
+    """Ask engines for the GFLOP/s of a large product; the best is the machine's."""
     for side in sides:
         if side.name in (OURS, REFERENCE) and side.name not in record["limits"]["gflops"]:
             found = side.process.ask("limits", dtype=options.dtype)
@@ -179,7 +192,8 @@ def _gather_limits(options: Options, sides: list[Side], record: dict[str, Any]) 
 
 
 def _finish_batch(options: Options, batch: int, sides: list[Side], record: dict[str, Any]) -> None:
-    """Peak memory before anything else runs in our process, then law 1 on this very engine."""
+    """Ask for peak memory, before anything else runs in this engine's process; then verify that batching changes no
+    bit."""
     for side in sides:
         if side.failed is None:
             peak = side.process.ask("memory")["peak_mib"]

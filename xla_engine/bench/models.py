@@ -1,4 +1,4 @@
-"""The models of the benchmark: real shapes with random weights, written once as Hugging Face directories."""
+"""Models for the benchmark: real shapes with random weights, written once as Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def write_once(config: ModelConfig, directory: Path) -> None:
 def decisive_weights(config: ModelConfig, *, seed: int = 0, tail: float = 0.5) -> Weights:
     """Random bf16 weights for comparing greedy streams: lively text, and few near-ties.
 
-    Plain normal weights serve badly. A tied head likes the token it was just given, so that every stream soon
+    Plain normal weights do not serve. A tied head prefers the token it was just given, so that every stream soon
     repeats itself; random signs in the last norm undo that, and attention three times as strong makes the context
     count. And the best of many normal logits leads the second by little more than bf16 rounds; stretching each row
     of the embedding by a log-normal factor of deviation `tail` lets fewer tokens compete, with wider gaps.

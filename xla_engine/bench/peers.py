@@ -1,4 +1,4 @@
-"""Engines as processes: who there is, and one question after the other to each."""
+"""Peers of the benchmark, each a process that answers one question after another."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ _LOG_TAIL = 500
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine that can be measured: FILE:CLASS of its worker, and what it is."""
+    """An engine to measure. kind: FILE:CLASS of its worker. about: what it is."""
 
     kind: str
     about: str
 
 
 OURS = "xla-engine"
-BARE = "bare step"  # ours, with nothing around it
+BARE = "bare step"  # this engine's compiled step alone, without scheduler and loop
 STOPS = "xla-engine, ended by stop ids"
-REFERENCE = (
-    "transformers"  # whose streams others are compared with, and whose own errors excuse as large ones
-)
+REFERENCE = "transformers"  # streams are compared with its streams; errors as large as its own are excused
 PEERS = {
     "xla-engine-int8": Peer("xla:Int8", "this engine, weights and activations in eight bits"),
-    "xla-engine-pages": Peer("xla:Pages", "this engine, four times the slots in the same cache, as pages"),
+    "xla-engine-pages": Peer("xla:Blocks", "this engine, four times the slots in the same cache, in blocks"),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
     "openvino": Peer("openvino_cb:Plain", "OpenVINO GenAI ContinuousBatchingPipeline"),
@@ -47,19 +45,18 @@ EIGHT_BITS = ("xla-engine-int8", "llama.cpp-q8")  # their weights and what these
 
 
 class PeerFailed(RuntimeError):
-    """The process died, answered with an error, or did not answer in time. The message is one line."""
+    """A peer died, answered with an error, or did not answer in time. The message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split())[-_LOG_TAIL:])
 
 
 class Process:
-    """A worker; `ask` sends one question and waits for its answer."""
+    """An engine in a process of its own; `ask` sends one question and waits for its answer."""
 
     def __init__(self, python: str, kind: str, threads: int, *, worker: Path = _WORKER) -> None:
-        own = (
-            [str(_ROOT)] if python == sys.executable else []
-        )  # another interpreter must not see our packages
+        # Another interpreter must not see our packages.
+        own = [str(_ROOT)] if python == sys.executable else []
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         try:
             self._process = subprocess.Popen(

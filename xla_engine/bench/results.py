@@ -1,4 +1,4 @@
-"""From turns to the entries of the record: medians with least and most, ratios, shares of the machine's limits."""
+"""Entries of the record, from turns: medians with least and most, ratios, shares of the machine's limits."""
 
 from __future__ import annotations
 

@@ -16,12 +16,17 @@ _REST = 0.3  # seconds between turns: the threads of the engine before stop spin
 _WARM_UP_TOKENS = 8
 _SECOND_ARRIVES = 0.4  # of the time a request takes alone
 STOP_SLACK = 32  # tokens a request could run past its stop id
-_OWN = ("host_ms_per_step", "occupancy", "occupancy_queued", "stale_share")  # figures only we can know
+_OWN = (
+    "host_ms_per_step",
+    "occupancy",
+    "occupancy_queued",
+    "stale_share",
+)  # figures that only this engine tells
 
 
 @dataclass(slots=True)
 class Side:
-    """One engine at one batch size."""
+    """One engine at one batch size. loaded: its answer to `load`. failed: why it is out, None while it runs."""
 
     name: str
     process: Process
@@ -32,7 +37,11 @@ class Side:
 
 @dataclass(slots=True)
 class Turns:
-    """What one side did in one workload. `first` is its first measured answer."""
+    """What one side did in one workload.
+
+    figures: of each round. first: its first measured answer. void: why its rates do not count, None if they do.
+    verdict: on its streams, None until they are judged.
+    """
 
     figures: list[dict[str, float]] = field(default_factory=list)
     first: dict[str, Any] | None = None
@@ -49,7 +58,9 @@ def take_turns(
     positions: int,
     say: Callable[[str], None],
 ) -> dict[str, Turns]:
-    """Every side that can, warmed up and then once per round, every other round backwards; our own side is first.
+    """Warm up every side that can run the workload, then let each run it once a round, every other round backwards.
+
+    sides: this engine's first.
 
     positions: the most a request may take.
     """
@@ -78,7 +89,7 @@ def _can(side: Side, workload: Workload) -> bool:
 
 
 def _guard(side: Side, turns: dict[str, Turns], work: Callable[[], object]) -> None:
-    """A side that fails is out; what it measured until then is void. Our own failure ends the benchmark."""
+    """Do work for a side. One that fails is out and what it measured is void; a failure of this engine is raised."""
     try:
         work()
     except PeerFailed as error:
@@ -98,7 +109,7 @@ def _run(side: Side, workload: Workload, **more: Any) -> dict[str, Any]:
 
 
 def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
-    """One side's share of one round."""
+    """Let one side run the workload once."""
     mine = turns[side.name]
     extra: dict[str, float] = {}
     if workload.name == "pair":

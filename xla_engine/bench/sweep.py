@@ -1,4 +1,4 @@
-"""Tokens per second and latency against the number of slots: where more stop paying, and where they cost."""
+"""Tokens per second and latency against the number of slots: where more slots stop paying, and where they cost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.tables import aligned
 
 NOTICEABLE = 0.05  # share of the rate that counts as a difference
 UNEVEN = 0.3  # of a width's slowest round, by which the fastest may differ
@@ -23,9 +24,14 @@ STEEP = 1.25  # a step may take so much longer than the rows it gained would exp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one width gave, over the rounds: tokens per second of decode and of the whole job, and latencies.
+    """What was measured at one width, over the rounds.
 
-    cache: bytes of KV cache. refusal: why there is no engine of this width; the figures are None then.
+    slots: the width.
+    cache: bytes of KV cache.
+    decode_tok_s, tok_s: tokens per second of decode, and of the whole job.
+    itl_p50_ms, itl_p99_ms: milliseconds between tokens.
+    ttft_p99_ms: milliseconds to the first token.
+    refusal: why there is no engine of this width, None if there is one; the figures are None then.
     """
 
     slots: int
@@ -97,8 +103,11 @@ def run(engine: XlaBatchEngine, workload: Workload) -> dict[str, Any]:
 
 
 def warnings(points: Sequence[Point]) -> list[str]:
-    """Cliffs between neighbouring widths; up to which width no request waits noticeably longer for its tokens, and
-    from which on more slots give no noticeable gain."""
+    """Lines about what stands out.
+
+    Widths that were refused or measured unevenly; cliffs between neighbours; up to which width no request waits
+    noticeably longer for its tokens; from which width on more slots give no noticeable gain.
+    """
     measured = [point for point in points if point.decode_tok_s is not None]
     found = [f"{point.slots} slots: {point.refusal}" for point in points if point.refusal is not None]
     for point in measured:
@@ -146,7 +155,7 @@ def _ratio(before: Point, after: Point, name: str) -> float:
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """A line per width."""
+    """The points as a table, one line each."""
     head = (
         "slots",
         "cache",
@@ -167,8 +176,7 @@ def table(points: Sequence[Point]) -> list[str]:
         between = f"{_cell(point.itl_p50_ms, '{:.2f}')} / {_cell(point.itl_p99_ms, '{:.2f}')}"
         cache = f"{point.cache / 1e6:.0f} MB"
         rows.append((str(point.slots), cache, *cells, between, _cell(point.ttft_p99_ms, "{:.1f}")))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows, right=range(len(head)))
 
 
 def _cell(spread: Spread | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""What is asked of every engine: prompts of random token ids, numbers of new tokens, arrival times."""
+"""Workloads of the benchmark: prompts of random token ids, numbers of new tokens, arrival times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from xla_engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A list of requests, one entry per request in each field.
+    """Requests, with one entry per request in `prompts`, `max_tokens` and `arrivals`.
 
-    prompts: token ids.   max_tokens: new tokens, always generated in full (no token ends a text).
-    arrivals: seconds after the start; all zero unless the workload says otherwise.
+    prompts: token ids.
+    max_tokens: new tokens, always generated in full, as no token ends a text.
+    arrivals: seconds after the start; zero for all that come at once.
     """
 
     name: str
@@ -50,8 +51,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What workloads are made for: slots, vocabulary, positions, the seed, and the knobs of the command line.
+    """What workloads are made for.
 
+    batch: slots.
+    vocab_size: token ids are below it.
+    positions: prompt and new tokens of a request at most.
+    seed: of prompts and lengths.
+    prompt, new: prompt and new tokens of the workloads whose requests are all alike.
     rate: Poisson arrivals per second of the ragged workload; None: all at once.
     """
 

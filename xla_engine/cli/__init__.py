@@ -32,7 +32,7 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Ctrl-C has an exit status of its own; click's is 1."""
+        """Run a command; one that Ctrl-C ends has the exit status 130."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -48,6 +48,6 @@ def main() -> None:
     \b
     xla-engine run examples/requests.jsonl -o out.jsonl
 
-    Without --model the small model that ships with the package is used; it writes Python. Each command
-    explains itself with --help.
+    Without --model the small model that ships with the package is used; it writes Python. --help after a command
+    tells its options.
     """

@@ -1,8 +1,9 @@
-"""What the commands share: exit statuses, the options that name a model, loading it, errors before the start."""
+"""What commands share: exit statuses, options of the engine, loading it, errors before the start."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,15 @@ class NotStarted(click.ClickException):
     """Nothing ran; the message says why."""
 
     exit_code = NOT_STARTED
+
+
+class RenamedOption(click.Option):
+    """An option of several names, of which help shows the first: the others are what it was called before."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy.copy(self)
+        shown.opts, shown.secondary_opts = self.opts[:1], self.secondary_opts[:1]
+        return super(RenamedOption, shown).get_help_record(ctx)
 
 
 def _slots(context: click.Context, option: click.Parameter, value: str) -> int | str:
@@ -67,7 +77,7 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             "--memory-utilization",
             type=click.FloatRange(0, 1, min_open=True),
             default=0.9,
-            help="Share of the available memory to take at most.",
+            help="Take at most this share of the available memory.",
         ),
         click.option(
             "--max-model-len",
@@ -88,30 +98,30 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             default=True,
-            help="Compute prompts that begin alike once.",
+            help="Compute the common beginning of prompts once.",
         ),
         click.option(
             "--preemption/--no-preemption",
             default=True,
-            help="A request that is before another in line takes its slot.",
+            help="A request may take the slot of one that is behind it in line.",
         ),
         click.option(
             "--swap-space",
             type=click.FloatRange(0),
             default=4.0,
             metavar="GiB",
-            help="Memory of the host for preempted requests; those beyond run again.",
+            help="Host memory for the KV cache of preempted requests; what does not fit is computed again.",
         ),
         click.option(
             "--num-blocks",
             type=click.IntRange(1),
-            help="Let slots borrow pages of 64 tokens from so many, instead of --max-model-len each.",
+            help="KV blocks of 64 tokens that slots borrow as they grow, instead of --max-model-len each.",
         ),
         click.option(
             "--kv-cache-memory-bytes",
             metavar="N|auto",
             callback=_bytes,
-            help="The same, with as many pages as take so much memory; auto takes what the device has.",
+            help="The same, with as many blocks as this memory holds; auto takes what the device has.",
         ),
         click.option(
             "--attention-backend",
@@ -132,31 +142,32 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def scheduling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Fields of `EngineConfig` that say who goes first, and how much runs in a step."""
+    """Fields of `EngineConfig` that say which request goes first, and how much runs in a step."""
     options = (
         click.option(
             "--policy",
             "scheduling_policy",
             type=click.Choice(list(POLICIES)),
             default="priority",
-            help="Who gets a slot next.",
+            help="Which request gets a slot next.",
         ),
         click.option(
             "--quantum",
             type=click.IntRange(1),
             default=64,
-            help="Steps of a turn under the policy round_robin.",
+            help="Steps of a request's turn under the policy round_robin.",
         ),
         click.option(
             "--priority-aging",
             type=click.IntRange(1),
             default=64,
-            help="Later requests that one class of priority may go before; elsewhere, any before who waits longest.",
+            help="How many earlier requests one class of priority overtakes; under shortest_prompt, deadline and "
+            "longest_prefix, how many requests may go before the one that waits longest.",
         ),
         click.option(
             "--max-num-batched-tokens",
             type=click.IntRange(1),
-            help="Rows of work in one step.  [default: all slots and the largest prefill call]",
+            help="Tokens computed in one step at most.  [default: all slots and the largest prefill call]",
         ),
     )
     for option in reversed(options):
@@ -165,8 +176,8 @@ def scheduling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[None]:
-    """Whatever keeps a command from starting becomes one line and exit status 2."""
+def startup_errors() -> Iterator[None]:
+    """Make of an error that keeps a command from starting one line and exit status 2."""
     try:
         yield
     except OSError as error:
@@ -179,6 +190,7 @@ def starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    """An engine with these options, closed at the end; `show` draws bars while it loads and compiles."""
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
@@ -193,5 +205,6 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngi
 
 
 def os_message(error: OSError, path: str | None = None) -> str:
+    """An error of the system in words; `path` names the file where the error does not."""
     name = error.filename or path
     return f"{name}: {error.strerror or error}" if name else str(error)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from xla_engine.cli import _common
+from xla_engine.utils.tables import aligned
 
 
 @click.command(short_help="List the compiled programs.", context_settings={"show_default": True})
@@ -15,15 +16,15 @@ from xla_engine.cli import _common
 def graphs(**options: Any) -> None:
     """List every compiled program: name, shapes, seconds to lower and compile, scratch and reused memory.
 
-    This is all that ever runs on the device; nothing is compiled after start-up. temp is the scratch memory
-    of one call, alias the memory of its inputs that is updated in place.
+    Nothing else runs on the device, and nothing is compiled after start-up. temp is the scratch memory of one call,
+    alias the memory of its inputs that is updated in place.
 
     \b
     Example:
       xla-engine graphs --model ./SmolLM2-135M --max-num-seqs 32
     """
     with contextlib.ExitStack() as stack:
-        with _common.starting():
+        with _common.startup_errors():
             engine = stack.enter_context(_common.load_engine(options, show=True))
         rows = [("program", "lower s", "compile s", "temp MiB", "alias MiB", "shapes")]
         for report in engine.inventory_report():
@@ -31,10 +32,7 @@ def graphs(**options: Any) -> None:
             sizes = (f"{report.temp_bytes / 2**20:.2f}", f"{report.alias_bytes / 2**20:.2f}")
             rows.append((report.name, *seconds, *sizes, report.shapes))
         stats = engine.stats()
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for name, *numbers, shapes in rows:
-        columns = (f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=True))
-        click.echo(f"{name:<{widths[0]}}  {'  '.join(columns)}  {shapes}")
+    click.echo("\n".join(aligned(rows, right=range(1, 5))))
     click.echo(
         f"{len(rows) - 1} programs; load {stats.load_seconds:.2f} s, compile {stats.compile_seconds:.2f} s"
     )

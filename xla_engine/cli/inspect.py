@@ -19,8 +19,8 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
     """Tell what MODEL is and what it needs on this machine, without reading its weights.
 
     MODEL is a Hugging Face directory, a .gguf file or an id of the hub (whose files are then downloaded). The table
-    gives the memory that an engine needs by max_model_len and max_num_seqs: weights, slots and scratch; what is more
-    than this machine has available stands in brackets, and the last column is how many slots fit.
+    gives the memory that an engine needs for weights, slots and scratch, by max_model_len and max_num_seqs. Brackets
+    mean more than this machine has available; the last column is how many slots fit.
 
     \b
     Exit status: 0 it runs, 1 something is not supported or does not fit, 2 no such model.
@@ -30,7 +30,7 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
       xla-engine inspect ./SmolLM2-135M
       xla-engine inspect ./Llama-3.1-8B --max-model-len 8192 --max-num-seqs 64 --json
     """
-    with _common.starting():
+    with _common.startup_errors():
         from xla_engine.config import EngineConfig
         from xla_engine.inspection import inspect_model, report_lines
 

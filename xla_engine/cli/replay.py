@@ -13,7 +13,7 @@ from xla_engine.cli import _common, _records
 @click.command(short_help="Run a record again, step for step.", context_settings={"show_default": True})
 @click.argument("record_path", metavar="FILE")
 @click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
-@click.option("--force", is_flag=True, help="Replay on another model, version or device all the same.")
+@click.option("--force", is_flag=True, help="Replay even on another model, version or device.")
 def replay(record_path: str, model: str | None, force: bool) -> None:
     """Run a record of `xla-engine verify --record` again and stop at the first difference.
 
@@ -28,7 +28,7 @@ def replay(record_path: str, model: str | None, force: bool) -> None:
       xla-engine verify --record last.json
       xla-engine replay last.json
     """
-    with contextlib.ExitStack() as stack, _common.starting():
+    with contextlib.ExitStack() as stack, _common.startup_errors():
         record, engine = _records.load_record(stack, record_path, model, force=force)
         from xla_engine.equivalence import replay as again
 

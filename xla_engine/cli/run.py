@@ -9,7 +9,8 @@ import click
 
 from xla_engine.batch.lines import MAX_LINE_BYTES
 from xla_engine.batch.output_file import Mode
-from xla_engine.cli import _batch_run, _common
+from xla_engine.cli import _common
+from xla_engine.cli._run import batch
 from xla_engine.sampling_params import SamplingParams
 
 
@@ -24,24 +25,33 @@ from xla_engine.sampling_params import SamplingParams
 @click.option("--overwrite", is_flag=True, help="Replace the results that OUTPUT has.")
 @click.option("--dry-run", is_flag=True, help="Check every line and count tokens; run nothing.")
 @click.option(
-    "--stream", is_flag=True, help="Events on standard output while tokens arrive; takes control lines."
+    "--stream",
+    is_flag=True,
+    help="Write events to standard output while tokens come; INPUT may hold control lines.",
 )
-@click.option("--status-file", "status_path", metavar="FILE", help="Queue, slots and counters as JSON.")
 @click.option(
-    "--record",
-    "record_path",
+    "--status-file",
+    "status_path",
     metavar="FILE",
-    help="Every step with its times, for `timeline` and `simulate`.",
+    help="Write queue, slots and counters here as JSON, every second.",
+)
+@click.option(
+    "--step-log",
+    "--record",
+    "step_log_path",
+    cls=_common.RenamedOption,
+    metavar="FILE",
+    help="Write every step with its times here, for `timeline` and `simulate`.",
 )
 @_common.model_options
 @click.option(
     "--lag",
     type=click.IntRange(0, 1),
     default=1,
-    help="1: the host reads a step while the device computes the next; 0: one by one.",
+    help="1: the host reads a step while the device computes the next; 0: it reads each step before the next starts.",
 )
 @_common.scheduling_options
-@click.option("--seed", type=int, default=0, help="Randomness of requests that bring no seed of their own.")
+@click.option("--seed", type=int, default=0, help="Seed of requests without one of their own.")
 @click.option(
     "--generation-config",
     type=click.Choice(["engine", "model"]),
@@ -52,7 +62,7 @@ from xla_engine.sampling_params import SamplingParams
     "--chat-template",
     "chat_template_path",
     metavar="FILE",
-    help="A jinja2 template for chats, in place of the checkpoint's.",
+    help="A jinja2 template to use for chats in place of the checkpoint's.",
 )
 @click.option("--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16]")
 @click.option("--temperature", type=float, help="temperature of lines without one.  [default: 1.0]")
@@ -73,7 +83,7 @@ def run(
     dry_run: bool,
     stream: bool,
     status_path: str | None,
-    record_path: str | None,
+    step_log_path: str | None,
     max_tokens: int | None,
     temperature: float | None,
     chat_template_path: str | None,
@@ -99,9 +109,9 @@ def run(
 
     OUTPUT gets one OpenAI Batch result line per request, written as it finishes; match them by custom_id
     (line-<n> where the input had none). A line that cannot run gets "error": {"code", "message", "line"} and
-    harms no other. Results that are in OUTPUT are never replaced unasked. Whatever has finished is in it even if the
-    run is killed (in a .gz file, all but the last 64 KiB): --resume then does the rest. The same command with --resume
-    leaves the lines that an uninterrupted run would have, with --ordered the same bytes.
+    harms no other. Results that are in OUTPUT are never replaced unless --overwrite asks for it. All that finished is
+    in it even if the run is killed (in a .gz file, all but the last 64 KiB): the same command with --resume does the
+    rest, and leaves the lines of an uninterrupted run; with --ordered, the same bytes.
 
     With --dry-run every line is checked as the engine would, and codes and a token estimate are printed. With
     --stream requests are read from INPUT while others run, and each token is an event on standard output;
@@ -122,7 +132,7 @@ def run(
     """
     given = {"max_tokens": max_tokens, "temperature": temperature}
     defaults: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    with _common.starting():
+    with _common.startup_errors():
         if options["generation_config"] == "model":
             from xla_engine.config import embedded_model_directory
             from xla_engine.model_loader.generation_config import sampling_defaults
@@ -140,26 +150,26 @@ def run(
     if retry_failed and ordered:
         raise _common.NotStarted("--retry-failed appends what failed before, so it cannot be --ordered")
     if dry_run:
-        from xla_engine.cli._dry_run import dry_run as check
+        from xla_engine.cli._run.dry_run import dry_run as check
 
         check(input_path, defaults, max_line_bytes, options)
     elif stream:
-        from xla_engine.cli._stream_run import run_stream
+        from xla_engine.cli._run.stream import run_stream
 
-        run_stream(input_path, status_path, record_path, defaults, max_line_bytes, options)
+        run_stream(input_path, status_path, step_log_path, defaults, max_line_bytes, options)
     elif output_path is None:
         raise click.UsageError("Missing option '-o': where results go, - for standard output.")
     else:
         mode = Mode.RETRY if retry_failed else Mode.RESUME if resume else Mode.NEW
-        files = _batch_run.Files(
+        files = batch.Files(
             source=input_path,
             output=output_path,
             errors=errors_path,
             status=status_path,
-            record=record_path,
+            step_log=step_log_path,
             mode=Mode.OVERWRITE if overwrite else mode,
         )
-        settings = _batch_run.Settings(
+        settings = batch.Settings(
             defaults=defaults,
             ordered=ordered,
             max_line_bytes=max_line_bytes,
@@ -167,7 +177,7 @@ def run(
             fingerprint=fingerprint,
             progress=not no_progress,
         )
-        _batch_run.run_file(files, settings, options)
+        batch.run_file(files, settings, options)
 
 
 def _text_of(path: str) -> str:

@@ -16,15 +16,15 @@ from xla_engine.utils.progress import counting
 @click.option("-o", "--output", "output_path", metavar="SMALLER", required=True, help="The small record.")
 @click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
 @click.option("--max-runs", type=click.IntRange(1), default=1000, help="Batched runs at most.")
-@click.option("--force", is_flag=True, help="Shrink on another model, version or device all the same.")
+@click.option("--force", is_flag=True, help="Shrink even on another model, version or device.")
 def shrink(record_path: str, output_path: str, model: str | None, max_runs: int, force: bool) -> None:
     """Reduce a record in which a request differs from its alone-run to a small one that still does.
 
-    Leaves out requests, aborts and turns, shortens prompts and outputs and makes sampling plainer as long as some
-    request differs between alone and batched; then prints the schedule turn by turn.
+    Requests, aborts and turns are left out, prompts and outputs shortened, and sampling made plainer as long as a
+    request still differs between alone and batched. The small schedule is printed turn by turn.
 
     \b
-    Exit status: 0 a failing record was written, 1 the failure does not show, 2 refused or could not start.
+    Exit status: 0 a failing record was written, 1 nothing differs here, 2 refused or could not start.
 
     \b
     Example:
@@ -32,7 +32,7 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
       xla-engine shrink failing.json -o small.json
     """
     with contextlib.ExitStack() as stack:
-        with _common.starting():
+        with _common.startup_errors():
             record, engine = _records.load_record(stack, record_path, model, force=force)
             from xla_engine.equivalence import shrink as smaller
             from xla_engine.equivalence.record_file import write_record
@@ -41,7 +41,7 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
             if not force:
                 check_identity(engine, record)
         count = stack.enter_context(counting("runs", sys.stderr))
-        with _common.starting():
+        with _common.startup_errors():
             report = smaller.shrink(engine, record.schedule, max_runs=max_runs, progress=count)
             if report.record is not None:
                 write_record(output_path, report.record)

@@ -29,46 +29,59 @@ if TYPE_CHECKING:
 @click.option(
     "--cost",
     "cost_path",
-    metavar="RECORD",
-    help="Run that says what steps cost.  [default: TRACE, if it is a record]",
+    metavar="STEP_LOG",
+    help="The run that says what steps cost.  [default: TRACE, if it is a step log]",
 )
 @click.option(
     "--max-num-seqs",
     "widths",
     type=click.IntRange(1),
     multiple=True,
-    help="Slots; several to compare.  [default: as recorded]",
+    help="Slots; several times to compare.  [default: as recorded]",
 )
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="KV cache of 500MB, 8GB, ...: as many slots of the recorded max_model_len, or pages, as it has room for.",
+    help="KV cache of 500MB, 8GB, ...: as many slots of the recorded max_model_len, or KV blocks, as it has room for.",
 )
 @click.option(
+    "--blocks/--no-blocks",
     "--pages/--no-pages",
+    "blocks",
+    cls=_common.RenamedOption,
     default=None,
-    help="Slots borrow pages of --memory, or have room of their own.  [default: as recorded]",
+    help="Slots borrow KV blocks of --memory, or have room of their own.  [default: as recorded]",
 )
 @click.option(
     "--policy",
     "policies",
     type=click.Choice(list(POLICIES)),
     multiple=True,
-    help="Who goes first; several to compare.  [default: as recorded]",
+    help="Which request goes first; several times to compare.  [default: as recorded]",
 )
 @click.option("--quantum", type=click.IntRange(1), help="Steps of a turn under round_robin.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of a step.")
 @click.option(
-    "--requests", type=click.IntRange(1), help="The first so many of TRACE.  [default: all; 10000 if made]"
+    "--requests",
+    type=click.IntRange(1),
+    help="Only the first N of TRACE.  [default: all; 10000 of a made one]",
 )
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals per second of a made trace.")
 @click.option(
-    "--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Arrivals come so much faster."
+    "--speed",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    help="Arrivals come so many times faster.",
 )
-@click.option("--seed", type=int, default=0, help="Which made trace.")
-@click.option("--plot", "plot_path", metavar="FILE", help="Draw the distributions (extra `plot`).")
+@click.option("--seed", type=int, default=0, help="Chooses the made trace.")
+@click.option("--plot", "plot_path", metavar="FILE", help="Draw the distributions of times (extra `plot`).")
 @click.option(
-    "--record", "record_path", metavar="FILE", help="Write the steps, for `timeline`; one simulation only."
+    "--step-log",
+    "--record",
+    "step_log_path",
+    cls=_common.RenamedOption,
+    metavar="FILE",
+    help="Write the steps, for `timeline`; one simulation only.",
 )
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures, and the cost model.")
 def simulate(
@@ -76,7 +89,7 @@ def simulate(
     cost_path: str | None,
     widths: tuple[int, ...],
     memory: str | None,
-    pages: bool | None,
+    blocks: bool | None,
     policies: tuple[str, ...],
     quantum: int | None,
     max_num_batched_tokens: int | None,
@@ -85,23 +98,24 @@ def simulate(
     speed: float,
     seed: int,
     plot_path: str | None,
-    record_path: str | None,
+    step_log_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Run TRACE through the engine's own scheduler on a clock that a recorded run has set.
+    """Run TRACE through the engine's own scheduler, without a device: a step takes what a recorded run says it costs.
 
-    TRACE is a file of `run --record`, a CSV file with a header (arrival, prompt_tokens, new_tokens; or the columns of
-    the Azure LLM inference traces; or of BurstGPT; packed if named .gz), or one that is made: heavy-tailed, uniform.
+    TRACE is a step log of `run --step-log`; or a CSV file with a header (arrival, prompt_tokens, new_tokens; or the
+    columns of the Azure LLM inference traces; or of BurstGPT; packed if named .gz); or a made one: heavy-tailed,
+    uniform.
 
-    The cost model is linear in what a step holds and fitted by least squares. A record as TRACE is simulated as it ran
-    first, and held against its own times.
+    The cost model is linear in what a step holds and fitted by least squares. A step log as TRACE is first simulated
+    as it ran, and its own times stand beside the predicted ones.
 
     \b
     Example:
-      xla-engine run examples/requests.jsonl -o out.jsonl --record steps.jsonl
+      xla-engine run examples/requests.jsonl -o out.jsonl --step-log steps.jsonl
       xla-engine simulate steps.jsonl
       xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --max-num-seqs 8 --max-num-seqs 32
-      xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --memory 20MB --pages --max-num-seqs 32
+      xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --memory 20MB --blocks --max-num-seqs 32
       xla-engine simulate AzureLLMInferenceTrace_conv.csv --cost steps.jsonl --policy fcfs --policy shortest_prompt
     """
     from xla_engine.simulator.fit import fit
@@ -109,11 +123,11 @@ def simulate(
     from xla_engine.tracing.step_log import is_step_log, read_step_log
 
     made = _made(trace)
-    with _common.starting():
+    with _common.startup_errors():
         recorded = None if made or not is_step_log(trace) else read_step_log(trace)
         source = recorded if cost_path is None else read_step_log(cost_path)
         if source is None:
-            raise _common.NotStarted("--cost RECORD is needed: a file of `xla-engine run --record`")
+            raise _common.NotStarted("--cost STEP_LOG is needed: a step log of `xla-engine run --step-log`")
         cost = fit(source)
     click.echo("\n".join(cost.lines()))
     found: dict[str, Any] = {"cost": cost.to_json()}
@@ -121,32 +135,32 @@ def simulate(
         from xla_engine.simulator.compare import compare
 
         click.echo("\n" + "\n".join(compare(recorded, cost).lines()))
-    if pages is None:
-        pages = source.scheduler.get("num_blocks") is not None
-    num_blocks = _pages(memory, source) if pages else None
-    if memory is not None and not pages:
+    if blocks is None:
+        blocks = source.scheduler.get("num_blocks") is not None
+    num_blocks = _blocks(memory, source) if blocks else None
+    if memory is not None and not blocks:
         if widths:
             raise _common.NotStarted(
-                "--memory and --max-num-seqs both say how many slots; give one, or --pages with them"
+                "--memory and --max-num-seqs both say how many slots; give one, or --blocks with them"
             )
         widths = (_fit(memory, source, "slot", int(source.engine.get("slot_bytes", 0))),)
     configs = _configs(source, widths, policies, quantum, max_num_batched_tokens, num_blocks)
     if recorded is None:  # nothing is known of what prompts have in common
         configs = {name: replace(config, enable_prefix_caching=False) for name, config in configs.items()}
-    if record_path is not None and len(configs) > 1:
-        raise _common.NotStarted("--record takes the steps of one simulation; ask for one")
+    if step_log_path is not None and len(configs) > 1:
+        raise _common.NotStarted("--step-log takes the steps of one simulation; ask for one")
     if made and rate is None:
         raise _common.NotStarted("--rate is needed: how many requests of a made trace come per second")
     reports: dict[str, Report] = {}
     for name, config in configs.items():
         arrivals = _arrivals(trace, recorded, requests, rate, speed, seed)
-        with _common.starting():
+        with _common.startup_errors():
             began = time.monotonic()
-            reports[name] = report = _simulate(config, source, cost, arrivals, record_path)
+            reports[name] = report = _simulate(config, source, cost, arrivals, step_log_path)
         took = time.monotonic() - began
         click.echo(f"{name}: {report.requests} requests, {report.steps} steps in {took:.1f} s", err=True)
     click.echo("\n" + "\n".join(table(reports)))
-    with _common.starting():
+    with _common.startup_errors():
         if plot_path is not None:
             plot(reports, plot_path, f"{Path(trace).name}, {source.engine.get('model', '')}")
         if json_path is not None:
@@ -161,11 +175,11 @@ def _made(trace: str) -> bool:
 
 
 def _fit(memory: str, source: StepLog, what: str, each: int) -> int:
-    """How many slots or pages of so many bytes fit into a size of memory."""
+    """How many slots or blocks (`what`) of `each` bytes fit into a size like 8GB."""
     found = re.fullmatch(r"([0-9.]+) *([kMGT]?)B?", memory.strip())
     if found is None or not each:
         raise _common.NotStarted(
-            f"--memory {memory}: give a size like 500MB or 8GB, and a record of this version"
+            f"--memory {memory}: give a size like 500MB or 8GB, and a step log of this version"
         )
     size = float(found[1]) * 1000 ** " kMGT".index(found[2] or " ")
     if size < each:
@@ -173,13 +187,13 @@ def _fit(memory: str, source: StepLog, what: str, each: int) -> int:
     return int(size // each)
 
 
-def _pages(memory: str | None, source: StepLog) -> int:
-    """Pages of the memory, or as recorded."""
+def _blocks(memory: str | None, source: StepLog) -> int:
+    """KV blocks of the memory, or as recorded."""
     if memory is not None:
         each = int(source.engine.get("kv_bytes_per_token", 0)) * int(source.scheduler["block_size"])
-        return _fit(memory, source, "page", each)
+        return _fit(memory, source, "block", each)
     if source.scheduler.get("num_blocks") is None:
-        raise _common.NotStarted("--pages needs --memory: the recorded run had none")
+        raise _common.NotStarted("--blocks needs --memory: the recorded run had none")
     return int(source.scheduler["num_blocks"])
 
 
@@ -191,7 +205,7 @@ def _configs(
     max_num_batched_tokens: int | None,
     num_blocks: int | None,
 ) -> dict[str, SchedulerConfig]:
-    """What to simulate, by the name it has in the table."""
+    """Configurations to simulate, by the name each has in the table."""
     from xla_engine.scheduler import SchedulerConfig
 
     recorded = SchedulerConfig(**source.scheduler)
@@ -199,7 +213,7 @@ def _configs(
     found = {}
     for policy in policies or (recorded.scheduling_policy,):
         for width in widths or (recorded.max_num_seqs,):
-            name = f"{policy}, {width} slots" + (f", {num_blocks} pages" if num_blocks else "")
+            name = f"{policy}, {width} slots" + (f", {num_blocks} blocks" if num_blocks else "")
             found[name] = replace(
                 recorded,
                 num_blocks=num_blocks,
@@ -233,7 +247,11 @@ def _arrivals(
 
 
 def _simulate(
-    config: SchedulerConfig, source: StepLog, cost: Any, arrivals: Iterator[Arrival], record_path: str | None
+    config: SchedulerConfig,
+    source: StepLog,
+    cost: Any,
+    arrivals: Iterator[Arrival],
+    step_log_path: str | None,
 ) -> Report:
     from xla_engine.simulator.clock import Clock
     from xla_engine.simulator.cost import machine_of
@@ -242,8 +260,8 @@ def _simulate(
 
     with contextlib.ExitStack() as stack:
         log = None
-        if record_path is not None:
-            file = stack.enter_context(open(record_path, "w", encoding="utf-8"))
+        if step_log_path is not None:
+            file = stack.enter_context(open(step_log_path, "w", encoding="utf-8"))
             engine = {**source.engine, "device": f"simulated {source.engine.get('device', '')}"}
             log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
         machine = replace(machine_of(source), rows=config.max_num_seqs)

@@ -40,16 +40,17 @@ def sweep(
     json_path: str | None,
     **options: Any,
 ) -> None:
-    """Decode as many requests as slots, at each width with an engine of its own, and say where more slots stop paying.
+    """Measure decode speed at several numbers of slots (widths), and say from where on more slots do not pay.
 
-    A width at which tokens per second fall, or at which a step takes much longer than its rows explain, is called a
-    cliff; one that the device has no memory for is reported with the arithmetic.
+    Each width has an engine of its own that decodes as many requests as it has slots. A cliff is a width at which
+    tokens per second fall, or at which a step takes much longer than its rows explain. A width that needs more memory
+    than the device has is reported with the arithmetic.
 
     \b
     Example:
       xla-engine sweep --widths 8,16,32,64 --plot sweep.png
     """
-    with _common.starting():
+    with _common.startup_errors():
         from xla_engine.bench import sweep as measure
         from xla_engine.config import EngineConfig
 

@@ -17,9 +17,9 @@ from xla_engine.utils.progress import counting
 @_common.scheduling_options
 @click.option("--requests", type=click.IntRange(1), default=200, help="Random requests to compare.")
 @click.option(
-    "--schedules", type=click.IntRange(1), default=4, help="Random schedules they are dealt out to."
+    "--schedules", type=click.IntRange(1), default=4, help="Random schedules that share the requests."
 )
-@click.option("--seed", type=int, default=0, help="Which random requests and schedules.")
+@click.option("--seed", type=int, default=0, help="Chooses the random requests and schedules.")
 @click.option(
     "--against",
     type=click.Choice(["alone", "config", "transformers"]),
@@ -36,8 +36,8 @@ from xla_engine.utils.progress import counting
     "--record",
     "record_path",
     metavar="FILE",
-    help="Write the first schedule that differs, else the last, for `xla-engine replay` and `shrink`. Schedules "
-    "start from a blank cache then.",
+    help="Write the first schedule that differs, or else the last, for `xla-engine replay` and `shrink`. Schedules "
+    "then start from a blank cache.",
 )
 def verify(
     requests: int,
@@ -72,7 +72,7 @@ def verify(
     if record_path is not None and against != "alone":
         raise _common.NotStarted("--record goes with --against alone: there is one engine to record")
     with contextlib.ExitStack() as stack:
-        with _common.starting():
+        with _common.startup_errors():
             engine = stack.enter_context(_common.load_engine(options, show=True))
             from xla_engine.equivalence import across_configurations as levels
             from xla_engine.equivalence import verify as law
@@ -89,7 +89,7 @@ def verify(
                 engine, requests=requests, schedules=schedules, seed=seed, progress=count, keeper=keeper
             )
             if record_path is not None and keeper is not None and keeper.record is not None:
-                with _common.starting():
+                with _common.startup_errors():
                     write_record(record_path, keeper.record)
             click.echo("\n".join(report.lines()))
             failed = not report.ok
@@ -99,7 +99,7 @@ def verify(
             click.echo("\n".join(levels.table(results)))
             failed = False  # level B is reported, not promised
         else:
-            with _common.starting():
+            with _common.startup_errors():
                 result = against_transformers(engine, requests=requests, seed=seed, python=oracle_python)
             click.echo("\n".join(levels.table([result])))
             failed = result.differing_tokens > 0

@@ -1,10 +1,11 @@
-"""What holds beyond one engine configuration: levels B and C of the equivalence promise.
+"""Level B of the equivalence promise: other configurations of the engine give the same bits.
 
-A (`xla_engine.equivalence.verify`): alone equals batched, bit for bit, always.
-B (`across_configurations`): other batch widths, lane counts, chunk sizes and key buckets, and prefill in place of
-decode, give the same bits. So on CPUs in bfloat16 (findings/011); reported, not promised. Each first difference is
-explained by the gap between the two largest logits there.
-C (`against_transformers`): an external implementation in float32 chooses the same greedy tokens.
+The levels are: A, alone equals batched (`xla_engine.equivalence.verify`); B, this one; C, an external implementation
+chooses the same greedy tokens (`xla_engine.equivalence.transformers_oracle`).
+
+Compared are other batch widths, lane counts, chunk sizes and key buckets, and prefill in place of decode. On CPUs in
+bfloat16 no bit differs (findings/011). The level is reported, not promised: beside each request's first difference
+stands the gap between the two largest logits at that token.
 """
 
 from __future__ import annotations
@@ -15,30 +16,41 @@ from dataclasses import dataclass, field, replace
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case, draw_cases
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.reference import Reference, logit_gap
 from xla_engine.equivalence.verify import VerifyReport, compare
 from xla_engine.outputs import CompletionOutput
+from xla_engine.utils.tables import aligned
 
 _EXPLAINED = 5  # first differences explained per comparison
 
 
 @dataclass(slots=True, kw_only=True)
 class LevelResult:
-    """One row of the table: how often one way of running differs from this engine's."""
+    """How often the results of one configuration, or of another engine, differ from this engine's.
+
+    level: "B" or "C". name: what this engine was compared with.
+    requests, tokens: how many were compared.
+    differing_tokens: tokens with another id.
+    differing_bits: equal tokens with other logprob bits; None where bits are not compared.
+    notes: first differences, explained.
+    """
 
     level: str
     name: str
     requests: int
     tokens: int = 0
     differing_tokens: int = 0
-    differing_bits: int | None = 0  # None: bits are not compared at this level
+    differing_bits: int | None = 0
     notes: list[str] = field(default_factory=list)
 
 
 def across_configurations(
     engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
 ) -> list[LevelResult]:
-    """Level B: the same requests through engines of other configurations, and decode against prefill."""
+    """Run the same requests in engines of other configurations, and each decoded token as a prefill.
+
+    progress: called with the name of each configuration when it is done.
+    """
     longest = min(_context(config, engine) for config in (engine.config, *_others(engine.config)))
     cases = [case for case in draw_cases(engine, requests, seed) if _length(case) <= longest]
     expected = run_together(engine, cases)
@@ -55,7 +67,7 @@ def across_configurations(
 
 
 def run_together(engine: XlaBatchEngine, cases: Sequence[Case]) -> dict[str, CompletionOutput]:
-    """All cases at once; by level A each result is what the request gives alone."""
+    """Run all cases at once. By level A each result is what the request gives alone."""
     for case in cases:
         engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
     return {output.request_id: output.outputs[0] for output in engine.drain()}
@@ -109,20 +121,14 @@ def _compare_all(
     for difference in report.divergences[:_EXPLAINED]:
         case = by_id[difference.request_id]
         prefix = (*case.prompt_token_ids, *expected[case.request_id].token_ids[: difference.position])
-        result.notes.append(f"{name}: {difference}; logit gap {logit_gap(reference, prefix):.3g}")
+        result.notes.append(f"{name}: {difference}; logit gap {logit_gap(reference, prefix).size:.3g}")
     return result
-
-
-def logit_gap(reference: Reference, prefix: Sequence[int]) -> float:
-    """Largest minus second largest logit after `prefix`, by the cacheless forward pass."""
-    ordered = sorted(reference.logits(prefix)[-1].tolist())
-    return ordered[-1] - ordered[-2]
 
 
 def _decode_against_prefill(
     engine: XlaBatchEngine, cases: Sequence[Case], expected: dict[str, CompletionOutput]
 ) -> LevelResult:
-    """Teacher-forced: every generated token of a request as the first token of a longer prompt."""
+    """Compare each generated token with the first token of a prompt that holds all tokens before it."""
     forced: list[Case] = []
     for case in cases:
         tokens = expected[case.request_id].token_ids
@@ -149,7 +155,7 @@ def _decode_against_prefill(
 
 
 def _seed(engine: XlaBatchEngine, case: Case) -> int:
-    """The seed the request ran with, spelled out so that its copies under other ids share it."""
+    """The seed the request ran with, for its copies under other ids to share."""
     return engine.seed_of(case.request_id, case.params)
 
 
@@ -168,8 +174,4 @@ def table(results: Sequence[LevelResult]) -> list[str]:
                 bits,
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return [*lines, *(f"  {note}" for result in results for note in result.notes)]
+    return [*aligned(rows), *(f"  {note}" for result in results for note in result.notes)]

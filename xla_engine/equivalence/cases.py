@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,7 +26,7 @@ class Case:
 def draw_cases(
     engine: XlaBatchEngine, count: int, seed: int, *, max_new_tokens: int = 24, every_field: bool = False
 ) -> list[Case]:
-    """Random requests: prompt length 1..limit, cap 1..n, mixed sampling settings, some with frequent stop ids.
+    """Draw requests: prompts of 1 token to the longest that fits, caps up to `max_new_tokens`, all kinds of sampling.
 
     Half of the prompts are cut from text the model itself continues well, if it has a tokenizer; the rest are
     random token ids, so that no two requests share a prefix by accident.
@@ -115,7 +115,8 @@ def _draw_params(draw: random.Random, cap: int, vocabulary: int) -> SamplingPara
 
 
 def _corpus(engine: XlaBatchEngine) -> tuple[int, ...]:
-    """Some text the model knows: this module's own source."""
+    """Tokens of `prompts.txt`, some Python source: the same text on every machine. Empty without a tokenizer."""
     if engine.tokenizer is None:
         return ()
-    return tuple(engine.tokenizer.encode(inspect.getsource(random)))
+    text = files("xla_engine.equivalence").joinpath("prompts.txt").read_text(encoding="utf-8")
+    return tuple(engine.tokenizer.encode(text))

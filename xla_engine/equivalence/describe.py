@@ -1,21 +1,22 @@
-"""A record in words: the requests, the turns, and where batched and alone differ."""
+"""A record as text for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import Record
 from xla_engine.equivalence.replay import sampled
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.tables import aligned
 
 SHOWN_TURNS = 60  # rows of the printed table
 SHOWN_TOKENS = 12  # of a prompt
 
 
 def describe(record: Record) -> list[str]:
-    """A record for people: the requests, the turns, and where batched and alone differ."""
+    """The requests of a record, its turns, and where batched and alone differ."""
     schedule = record.schedule
     model = "embedded model" if record.model_path is None else record.model_path
     platform = record.identity.platform
@@ -29,16 +30,18 @@ def describe(record: Record) -> list[str]:
         f"{model}, {record.identity.dtype}, {slots} slots, lag {schedule.lag}; {platform.get('backend')}, "
         f"jax {platform.get('jax')}",
         "",
-        *_table(rows),
+        *aligned(rows),
         "",
     ]
-    turns = _table([("turn", "before it", "step started", "step read: tokens"), *_turn_rows(record)])
+    turns = aligned([("turn", "before it", "step started", "step read: tokens"), *_turn_rows(record)])
     if len(turns) > SHOWN_TURNS:
         turns[SHOWN_TURNS:] = [f"... {len(turns) - SHOWN_TURNS} more rows"]
     lines += turns
     if record.first_difference is not None:
         name, position = record.first_difference
-        slot = next((slot for step in record.steps for who, slot, _ in step.admitted if who == name), None)
+        slot = next(
+            (slot for step in record.steps for request, slot, _ in step.admitted if request == name), None
+        )
         lines += [
             "",
             f"first difference: request {name}, slot {slot}, generated token {position}",
@@ -49,7 +52,7 @@ def describe(record: Record) -> list[str]:
 
 
 def _turn_rows(record: Record) -> Iterator[tuple[str, str, str, str]]:
-    """(turn, actions, step started, steps read) for each turn in which something happened."""
+    """(turn, actions, step started, steps read) for each turn that has one of them."""
     started: dict[int, str] = {}
     read: dict[int, list[str]] = {}
     acted: dict[int, list[str]] = {}
@@ -111,10 +114,3 @@ def _sampling_words(params: SamplingParams) -> str:
         if name not in ("temperature", "max_tokens", "logprobs") and value != getattr(defaults, name):
             words.append(f"{name} {list(value) if isinstance(value, tuple) else value}")
     return ", ".join(words)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

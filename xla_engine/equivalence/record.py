@@ -1,4 +1,4 @@
-"""Records: one schedule as it ran on one engine, so that another run can be held against it.
+"""Records: one schedule as it ran on one engine, to compare another run with.
 
 A record has the requests, the caller's actions turn by turn, what every step was planned to do, a hash of what was
 read from it, and tokens and logprob bits of each request, batched and, where known, alone. Steps and slot epochs
@@ -54,8 +54,12 @@ class Trace:
 class Step:
     """One step: what it was planned to do, and what came of it.
 
-    turn: the turn that started it. admitted: (request, slot, epoch). chunks: (request, slot, start, length), lanes in
-    order. decode: slot indices in the plan's order. read: the turn that read it. hash: of the credited samples.
+    turn: the turn that started it.
+    admitted: (request, slot, epoch) of requests that got a slot.
+    chunks: (request, slot, start, length), lanes in order.
+    decode: slot indices in the plan's order.
+    read: the turn that read it, None if none did.
+    hash: of the credited samples.
     """
 
     turn: int
@@ -68,11 +72,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A schedule, the engine it ran on, and all that came of it.
+    """A schedule, the engine it ran on, its steps and results.
 
-    fresh: whether the engine's cache and row state were blank at the start. Replays start so; where the law is
-    broken, a run that did not need not repeat. model_path: None for the embedded model.
-    batched, alone: by request id. Requests not run alone are not in `alone`.
+    identity: model, options, versions and device of the engine.
+    model_path: None for the embedded model.
+    fresh: whether the engine's cache and row state were blank at the start, as in replays; where the law is broken, a
+        run that started otherwise may not repeat.
+    schedule: requests and actions.
+    steps: in the order in which they were started.
+    batched: what the schedule generated, by request id.
+    alone: what each request generated alone; requests that were not run alone are left out.
     """
 
     identity: EngineIdentity

@@ -1,6 +1,6 @@
 """Records as small JSON files: one line per request and per step.
 
-Reading believes nothing: whatever is not a record as this version writes it is a RecordError that says where and why.
+What is not a record as this version writes it is refused by a RecordError that says where and why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Watching an engine while it runs a schedule, and the record of it."""
+"""Making records: an engine is watched while it runs a schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Credit:
 
 
 class Recorder:
-    """Watches an idle engine while it runs one schedule; `planned` and `was_read` are for those who check."""
+    """Runs one schedule on an idle engine and notes its steps.
+
+    Subclasses that compare override `planned`, `runs_again` and `was_read`.
+    """
 
     def __init__(self, engine: XlaBatchEngine, schedule: Schedule) -> None:
         snapshot = engine.snapshot()
@@ -65,13 +68,13 @@ class Recorder:
             self._engine.on_step = None
 
     def planned(self, number: int, step: Step) -> None:
-        """A step was started."""
+        """Called when a step was started."""
 
     def runs_again(self, request_id: str) -> None:
-        """A request lost its slot and will be credited its tokens anew."""
+        """Called when a request lost its slot and its tokens, which will come again."""
 
     def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
-        """A step was read and its tokens credited."""
+        """Called when a step was read and its tokens were credited."""
 
     def _on_step(self, plan: Plan, events: Events | None) -> None:
         number = plan.step - self._first_step
@@ -123,9 +126,9 @@ def record_schedule(
     blank: bool = False,
     on_action: Callable[[Action, bool], None] | None = None,
 ) -> tuple[dict[str, CompletionOutput], Record]:
-    """`run_schedule`, and the record of it. `blank` clears cache and row state before.
+    """Run a schedule and record it. `blank` clears cache and row state before.
 
-    What the slots are known to hold is forgotten in any case, so that the plans repeat.
+    The prefix cache is forgotten in any case, so that the plans repeat.
     """
     engine.reset_prefix_cache()
     if blank:
@@ -146,7 +149,7 @@ def record_schedule(
 
 
 class RecordKeeper:
-    """Records schedule after schedule and keeps the first one that differs from the alone-runs, else the last."""
+    """Records schedule after schedule and keeps one: the first that differs from the alone-runs, else the last."""
 
     def __init__(self) -> None:
         self.record: Record | None = None
@@ -159,7 +162,7 @@ class RecordKeeper:
         alone: Mapping[str, CompletionOutput],
         on_action: Callable[[Action, bool], None] | None = None,
     ) -> dict[str, CompletionOutput]:
-        """`run_schedule` from a blank cache, so that it repeats, recorded."""
+        """Run a schedule from a blank cache, so that it repeats, and record it until one that differs is kept."""
         if self.record is not None and self.record.first_difference is not None:
             return run_schedule(engine, schedule, on_action=on_action)
         results, self.record = record_schedule(engine, schedule, alone=alone, blank=True, on_action=on_action)

@@ -1,12 +1,12 @@
-"""The in-house oracle: one sequence, the whole forward pass for every token.
+"""A plain forward pass to compare the engine with: one sequence, computed anew for every token.
 
-It shares the decoder with the engine and nothing else: no cache, no batch, no sampler, no scheduler.
+Only the decoder is the engine's; there is no cache, batch, sampler or scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,10 @@ _PADDING = 64  # sequence lengths are padded to multiples of this, so that few s
 
 
 class Reference:
-    """Full-forward evaluation of one checkpoint, in an engine of `max_model_len` (rope scalings look at it).
+    """Computes logits of one checkpoint by whole forward passes.
 
-    `quantized`: with matrices, and what they multiply, in int8.
+    max_model_len: of the engine to compare with, as rope scalings depend on it.
+    quantized: matrices, and the rows they multiply, are in int8.
     """
 
     def __init__(
@@ -90,6 +91,27 @@ class Reference:
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
         return model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)
+
+
+class LogitGap(NamedTuple):
+    """The two most likely tokens after a prefix, and their logits."""
+
+    first: int
+    second: int
+    first_logit: float
+    second_logit: float
+
+    @property
+    def size(self) -> float:
+        """How far the logits are apart."""
+        return self.first_logit - self.second_logit
+
+
+def logit_gap(reference: Reference, prefix: Sequence[int]) -> LogitGap:
+    """The two largest logits after `prefix`, by the forward pass without a cache."""
+    logits = reference.logits(prefix)[-1]
+    second, first = np.argsort(logits, kind="stable")[-2:].tolist()
+    return LogitGap(first, second, float(logits[first]), float(logits[second]))
 
 
 def _follow(form: DeltaForm | None, own: DeltaWeights, projected: jax.Array) -> jax.Array:

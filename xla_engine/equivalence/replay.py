@@ -1,4 +1,4 @@
-"""Run a record again, step for step, and stop at the first difference of plan or of results."""
+"""Running a record again, step for step, up to the first difference of plan or results."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
-
-import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -26,9 +24,13 @@ Sampled = tuple[int, int | None]  # token id and logprob bits
 class Difference:
     """The first difference between a record and its replay.
 
-    what: in words. step, turn: where in the schedule. slot, request_id, position (of generated tokens): of the
-    request concerned, None where no single one is. recorded, found: what was sampled there, None past an end.
-    gap: the reference's two best logits there, in words, when it was computed.
+    what: the difference in words.
+    step, turn: where in the schedule it is.
+    slot, request_id: of the request concerned; None where it is not one request alone.
+    position: of the generated token.
+    recorded: what was sampled there, None past the end of the request.
+    found: the same in the replay.
+    gap: the two largest logits there by the reference, in words; None where they were not computed.
     """
 
     what: str
@@ -58,7 +60,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """What a replay found. steps, tokens: replayed without a difference."""
+    """What a replay found.
+
+    steps, tokens: replayed without a difference. difference: the first one. fresh: as in `Record`.
+    """
 
     steps: int
     tokens: int
@@ -130,7 +135,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     """Run a record's schedule on an idle engine with a blank cache and compare plan by plan, step by step.
 
     Raises RecordMismatchError for another engine than the record's, unless `force` is given; ScheduleError where the
-    engine refuses a request of the record; EngineFaultError when the device fails.
+    engine refuses a request of the record; EngineFaultError when a step failed.
     """
     if not force:
         check_identity(engine, record)
@@ -142,7 +147,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
         check.compare_ends(results)
     if engine.stats().recoveries > faults:
         raise EngineFaultError(
-            f"a step failed during the replay, which tells nothing then: {engine.last_fault}"
+            f"a step failed during the replay, so that it proves nothing: {engine.last_fault}"
         )
     difference = check.difference
     if difference is not None and difference.position is not None:
@@ -153,11 +158,11 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
 
 
 class _Stop(Exception):
-    """Enough was seen."""
+    """Ends a replay at its first difference."""
 
 
 class _Check(Recorder):
-    """Holds each plan and each read against the record and keeps the first difference."""
+    """Compares each plan and each read with the record and keeps the first difference."""
 
     def __init__(self, engine: XlaBatchEngine, record: Record) -> None:
         super().__init__(engine, record.schedule)
@@ -201,7 +206,7 @@ class _Check(Recorder):
         self.same_tokens += len(credits)
 
     def compare_ends(self, results: Mapping[str, CompletionOutput]) -> None:
-        """After the last turn: nothing recorded is missing."""
+        """After the last turn, find what the record has and the replay has not."""
         if self.difference is None and len(self.steps) < len(self._record.steps):
             what = f"plan: the replay ends after {len(self.steps)} steps, the record goes on"
             self.difference = Difference(what=what, step=len(self.steps))
@@ -292,19 +297,10 @@ def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) ->
         case for case in (*record.schedule.cases, *record.schedule.neighbours) if case.request_id == name
     )
     prefix = (*case.prompt_token_ids, *record.batched[name].token_ids[:position])
-    return replace(difference, gap=logit_gap(engine, prefix))
-
-
-def logit_gap(engine: XlaBatchEngine, prefix: Sequence[int]) -> str | None:
-    """The two best next tokens after a prefix and how far their logits are apart, by the uncached reference.
-
-    None where the weights are too large to hold twice.
-    """
     if engine.runner.weights_bytes > _CHEAP_BYTES:
-        return None
-    from xla_engine.equivalence.reference import Reference
+        return difference
+    from xla_engine.equivalence.reference import Reference, logit_gap
 
-    logits = Reference(engine.checkpoint).logits(prefix)[-1]
-    second, first = np.argsort(logits, kind="stable")[-2:].tolist()
-    gap = float(logits[first]) - float(logits[second])
-    return f"best token {first} at {logits[first]:.6g}, then {second}; gap {gap:.6g} (uncached reference)"
+    gap = logit_gap(Reference(engine.checkpoint), prefix)
+    words = f"best token {gap.first} at {gap.first_logit:.6g}, then {gap.second}; gap {gap.size:.6g}"
+    return replace(difference, gap=f"{words} (uncached reference)")

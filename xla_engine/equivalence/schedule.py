@@ -1,7 +1,4 @@
-"""Requests and schedules drawn at random, and running them: what verification, records and replays share.
-
-A schedule is data: which actions happen before which turn of the engine. Running it is deterministic.
-"""
+"""Schedules: which actions happen before which turn of the engine. A schedule is data; running it is deterministic."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Actions in order of their turns, over requests by id. `neighbours` are there to disturb and may be aborted."""
+    """Actions in order of their turns, over requests by id. `neighbours` only disturb, and may be aborted."""
 
     lag: int
     cases: tuple[Case, ...]
@@ -40,7 +37,7 @@ class Schedule:
 def draw_schedule(
     cases: Sequence[Case], seed: int | str, *, lag: int, preempts: Sequence[str] = ()
 ) -> Schedule:
-    """Random arrival turns in random order, among neighbours of which most are aborted at random turns.
+    """Let cases arrive in random order at random turns, among neighbours most of which are aborted.
 
     preempts: ways in which requests lose their slots at random turns, about one request in three.
     """
@@ -75,7 +72,7 @@ def draw_schedule(
 
 
 def run_alone(engine: XlaBatchEngine, case: Case) -> CompletionOutput:
-    """The reference run: the request by itself through the same executables, and nothing of it known from before."""
+    """Run a request by itself through the same executables, with nothing of it in the prefix cache."""
     engine.reset_prefix_cache()
     engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
     (output,) = engine.drain()
@@ -91,9 +88,11 @@ def run_schedule(
 ) -> dict[str, CompletionOutput]:
     """Run a schedule to its end; returns the final output of every request, neighbours included.
 
-    `on_action` sees each action and whether it took effect (an abort may come too late). `on_turn` sees each turn's
-    number and outputs; of turns in which nothing can happen it sees the last only, as they are passed over. The engine
-    must be idle, and is idle again whatever is raised: ScheduleError where it refuses a request.
+    on_action: called with each action and whether it took effect (an abort may come too late).
+    on_turn: called with each turn's number and outputs; turns before which the engine waits for the next arrival are
+        passed over but for the last.
+
+    The engine must be idle, and is idle again however this ends. Raises ScheduleError where it refuses a request.
     """
     requests: Mapping[str, Case] = {case.request_id: case for case in (*schedule.cases, *schedule.neighbours)}
     results: dict[str, CompletionOutput] = {}

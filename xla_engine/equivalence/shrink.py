@@ -53,7 +53,11 @@ def ddmin(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShrinkReport:
-    """What shrinking came to. record: the smallest failing one, None when nothing failed to begin with."""
+    """The result of shrinking a schedule.
+
+    record: of the smallest schedule that fails; None when `before` does not fail.
+    runs: batched runs made. exhausted: whether there were as many as allowed.
+    """
 
     record: Record | None
     runs: int
@@ -105,7 +109,7 @@ def shrink(
 
 
 class _OutOfRuns(Exception):
-    """The budget is spent."""
+    """`max_runs` runs were made."""
 
 
 class Trials:
@@ -162,7 +166,7 @@ class Trials:
         )
 
 
-# -- reductions: each leaves `trials.smallest` at what it could not reduce further ------------------------------
+# The reductions follow. Each leaves `trials.smallest` at what it could not reduce further.
 
 
 def _requests(trials: Trials) -> None:
@@ -208,7 +212,7 @@ def _all_at_once(schedule: Schedule) -> Schedule:
 
 
 def _earlier(schedule: Schedule, index: int) -> Iterator[Schedule]:
-    """The gap before an action closed, halved, shortened by one."""
+    """The schedule with the gap before an action closed, halved, or shortened by one."""
     actions = schedule.actions
     gap = actions[index].turn - (actions[index - 1].turn if index else 0)
     for shorter in _shorter(gap, 0):
@@ -246,7 +250,7 @@ def _caps(trials: Trials) -> None:
 
 
 def _sampling(trials: Trials) -> None:
-    """Greedy without more ado, or else each sampling parameter at its default."""
+    """Greedy sampling without other fields, or else each sampling field at its default."""
     plain = SamplingParams()
     others = [
         each.name for each in fields(plain) if each.name not in ("temperature", "max_tokens", "logprobs")
@@ -266,7 +270,7 @@ def _sampling(trials: Trials) -> None:
 
 
 def _each_case(trials: Trials, smaller: Callable[[Case], Iterator[Case]]) -> None:
-    """Reduce request by request, each as long as one of its smaller forms fails too."""
+    """Reduce request by request, each as long as the schedule fails with a smaller form of it."""
     schedule = trials.smallest
     for name in [case.request_id for case in (*schedule.cases, *schedule.neighbours)]:
         while True:

@@ -1,4 +1,4 @@
-"""Level C: the engine's greedy tokens against those of Hugging Face transformers."""
+"""Level C of the equivalence promise: Hugging Face transformers chooses the same greedy tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.across_configurations import _EXPLAINED, LevelResult, logit_gap, run_together
+from xla_engine.equivalence.across_configurations import _EXPLAINED, LevelResult, run_together
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.reference import Reference, logit_gap
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ ORACLE_TOKENS = 48  # greedy tokens compared per prompt
 def against_transformers(
     engine: XlaBatchEngine, *, requests: int, seed: int, python: str | None = None
 ) -> LevelResult:
-    """Level C: greedy tokens in float32 against transformers, run as a worker of the interpreter `python`.
+    """Compare greedy tokens in float32 with those of transformers, run by the interpreter `python` (None: this one).
 
     Raises ConfigError when the worker cannot run.
     """
@@ -53,7 +53,7 @@ def against_transformers(
             prefix = (*case.prompt_token_ids, *tokens[: different[0]])
             result.notes.append(
                 f"transformers: request {case.request_id}, token {different[0]}: {tokens[different[0]]} against "
-                f"{expected[different[0]]}; logit gap {logit_gap(reference, prefix):.3g}"
+                f"{expected[different[0]]}; logit gap {logit_gap(reference, prefix).size:.3g}"
             )
     return result
 

@@ -1,7 +1,7 @@
-"""Law 1, checked: tokens and logprob bits of a request equal those of the same request run alone.
+"""Level A of the equivalence promise: among peers a request has the tokens and logprob bits that it has alone.
 
-The alone-run goes through the same engine, the same executables and the same batch width, with every other row
-dead. The batched run draws arrival steps, neighbours that are aborted, slots (by arrival) and lags at random.
+The alone-run goes through the same engine, executables and batch width, with every other row inactive. The batched
+run draws arrival steps, neighbours that are aborted, slots (by arrival) and lags at random.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """First difference of one request between its alone-run and a batched run."""
+    """Where a request first differs between its alone-run and a batched run; a sample is (token id, logprob)."""
 
     request_id: str
     schedule: int
@@ -41,7 +41,21 @@ class Divergence:
 
 @dataclass(slots=True, kw_only=True)
 class VerifyReport:
-    """Counts of one verification. `differing_bits` counts logprobs whose float32 bits differ."""
+    """What one verification compared and found.
+
+    requests, schedules: how many were drawn.
+    tokens: compared ones.
+    aborted_neighbours: requests aborted to disturb the others.
+    preempted: slots taken away.
+    cached_tokens: prompt tokens found in the prefix cache.
+    admitted_mid_stream: requests that came while others ran.
+    finish_reasons: of the alone-runs, counted.
+    differing_tokens: tokens with another id than alone.
+    differing_bits: equal tokens whose logprobs differ in their float32 bits.
+    compiles_after_warmup: must be zero.
+    start_up_check: what the engine's own check promises.
+    divergences: the first difference of each request that differs.
+    """
 
     requests: int = 0
     schedules: int = 0
@@ -93,7 +107,11 @@ def verify(
     progress: Callable[[str], None] | None = None,
     keeper: RecordKeeper | None = None,
 ) -> VerifyReport:
-    """Draw `requests` requests, run each alone and in one of `schedules` random schedules, and compare bits."""
+    """Draw `requests` requests, run each alone and in one of `schedules` random schedules, and compare bits.
+
+    lags: of the schedules, in turn. progress: called after each run of a request, with "alone" or "batched". keeper:
+    records the schedules.
+    """
     report = VerifyReport(requests=requests, schedules=schedules)
     if engine.self_check is not None:
         report.start_up_check = engine.self_check.promise

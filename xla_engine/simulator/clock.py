@@ -1,15 +1,15 @@
-"""Time in a simulation: what the host and the device have done when, by a cost model."""
+"""The clock of a simulation: host and device take the time that a cost model says."""
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import cycle
 
-from xla_engine.simulator.cost import CostModel, HostWork, Work
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork
 
 
 class Clock:
-    """The device runs its steps in order; a read waits for its step.
+    """Advances through a host that starts and reads steps, and a device that runs them in order.
 
     now: seconds, as the host sees them.
     """
@@ -22,32 +22,33 @@ class Clock:
         self._noise = cycle(cost.noise)
 
     def wait(self, until: float) -> bool:
-        """Nothing is to be done before; false if it is not in the future."""
+        """Let the host be idle until a time; false if that has passed."""
         late = until <= self.now
         self.now = max(self.now, until)
         return not late
 
     def submit(self) -> None:
-        """The host takes a request."""
+        """Let the host take a request."""
         self._work(self.cost.submit)
 
-    def start(self, host: HostWork, device: Work) -> None:
-        """The host comes to a step and starts it."""
+    def start(self, host: HostWork, device: DeviceWork) -> None:
+        """Let the host prepare a step and start it."""
         self._work(self.cost.host(host))
         self._run(self.cost.device(device))
 
     def read(self) -> float:
-        """The oldest step not yet read is over; returns when."""
+        """Let the host wait for the oldest step that it has not read; returns when that is over."""
         self.now = max(self.now, self._done.popleft())
         return self.now
 
     def steady(
         self, steps: int, until: float, *, first_host: float, host: float, device: float, growth: float
     ) -> list[float]:
-        """The times at which steps are read that go on as before, at most `steps` and none started from `until` on.
+        """Run steps that only decode the same rows; returns the times at which they are read.
 
-        Seconds: first_host of the host before the first of them, host before each later one; device of the first step,
-        by growth more of each later one.
+        steps: at most so many. until: no step starts at this time or later.
+        first_host, host: seconds the host takes before the first step, and before each later one.
+        device, growth: seconds the first step takes on the device, and by how much each later one takes longer.
         """
         reads: list[float] = []
         while len(reads) < steps and self.now < until:
@@ -58,7 +59,7 @@ class Clock:
         return reads
 
     def _work(self, seconds: float) -> None:
-        """The host is busy, and keeps the device from its steps meanwhile."""
+        """Let the host work, which slows down what the device runs meanwhile."""
         if (busy := self._free - self.now) > 0:
             delay = self.cost.overlap * min(seconds, busy)
             self._free += delay

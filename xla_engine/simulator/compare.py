@@ -1,4 +1,4 @@
-"""A recorded run beside its simulation: the same schedule, and how far the times are apart."""
+"""A recorded run beside its simulation: whether the schedules are the same, and how far the times are apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from xla_engine.scheduler import Plan, SchedulerConfig
 from xla_engine.simulator.clock import Clock
-from xla_engine.simulator.cost import CostModel, HostWork, Work, machine_of
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, machine_of
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import of_step_log
@@ -14,7 +14,7 @@ from xla_engine.tracing.step_log import StepLog
 
 
 class RecordedClock(Clock):
-    """The times of a recorded run, whatever a model would say."""
+    """Takes the times of a recorded run in place of a cost model's."""
 
     def __init__(self, cost: CostModel, log: StepLog) -> None:
         super().__init__(cost)
@@ -25,7 +25,7 @@ class RecordedClock(Clock):
     def submit(self) -> None:
         self.now = next(self._submitted, self.now)
 
-    def start(self, host: HostWork, device: Work) -> None:
+    def start(self, host: HostWork, device: DeviceWork) -> None:
         self.now = next(self._started, self.now)
 
     def read(self) -> float:
@@ -35,9 +35,11 @@ class RecordedClock(Clock):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """measured, predicted: the same figures from the recorded times and from the cost model.
+    """A recorded run and its simulation.
 
-    first_difference: the first step that was planned, or read, in another way than recorded; None if there is none.
+    steps: of the recorded run.
+    first_difference: the first step that was planned, or read, otherwise than recorded; None if there is none.
+    measured, predicted: the figures by the recorded times, and by those of the cost model.
     """
 
     steps: int
@@ -46,7 +48,7 @@ class Comparison:
     predicted: Report
 
     def lines(self) -> list[str]:
-        """For people: each figure measured, predicted, and the difference."""
+        """The comparison as text: each figure measured, predicted, and the difference."""
         same = f"all {self.steps} steps as recorded"
         if self.first_difference is not None:
             same = f"step {self.first_difference} is the first that is not as recorded"
@@ -77,7 +79,7 @@ def figure(report: Report, name: str) -> float:
 
 
 def compare(log: StepLog, cost: CostModel) -> Comparison:
-    """Simulate the requests of a recorded run as they came, with its own times and with those of the model."""
+    """Simulate the requests of a recorded run as they came, once with its own times and once with the model's."""
     config = SchedulerConfig(**log.scheduler)
     reports = []
     difference: int | None = None
@@ -92,8 +94,11 @@ def compare(log: StepLog, cost: CostModel) -> Comparison:
 
 
 def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int | None:
-    """The first step that differs from the record in who was admitted, which chunks ran in which slots, which slots
-    decoded, what was moved (of blocks: how many), or after how many steps it was read."""
+    """The first step that differs from the log; None if there is none.
+
+    Compared are the admitted requests, the chunks and their slots, the slots that decoded, what was parked, resumed or
+    reused, the number of copied blocks, and after how many steps each step was read.
+    """
     names = [request.name for request in log.requests]
     for number, step in enumerate(log.steps):
         if number >= len(plans):

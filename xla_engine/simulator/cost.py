@@ -1,6 +1,6 @@
 """What a step costs: a linear model of what its plan holds, fitted to a recorded run by least squares.
 
-Two clocks tick. The device works through the steps in order; a step costs it
+The device works through the steps in order. A step costs it
 
     sum over prefill calls (call of that many lanes + its tokens + keys its chunks read)
     + decode + rows + keys the rows read
@@ -8,16 +8,17 @@ Two clocks tick. The device works through the steps in order; a step costs it
 
     + its share of what the host did in that time, where both run on the same cores
 
-The host, between reading one step and having started the next, takes
+The host, from having read one step to having started the next, takes
 
-    turn + tokens read + requests that ended + prefill calls started + waking up, where there was nothing to do before
+    turn + tokens read + requests that ended + prefill calls started + waking up, if it had nothing to do before
 
-and a time of its own for each request that is submitted.
+and some time for each request that is submitted.
 
-Steps of the same content differ: threads wake up late, other programs run. A step takes longer or shorter on the
-device by what recorded steps did, in a fixed order that looks random.
+Steps of the same content differ: threads wake up late, other programs run. So each simulated step takes longer or
+shorter by as much as some recorded step did, in a fixed order that looks random.
 
-Where attention has one program for each of several key lengths, every lane or row reads that many keys.
+Where attention has several programs, one for each key length, every lane or row reads as many keys as its program
+has.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ from typing import Any, NamedTuple
 from xla_engine.tracing.step_log import StepLog
 
 
-class Work(NamedTuple):
-    """What a step asks of the device. calls: lanes of each prefill call. prefill_keys, keys: as in `Machine`.
+class DeviceWork(NamedTuple):
+    """What a step asks of the device.
 
-    moved: KV entries that are parked or resumed. prompt_tokens: of all calls.
+    calls: lanes of each prefill call.
+    prefill_keys: keys that the chunks read, see `Machine.prefill_keys`.
+    rows: rows that decode.
+    keys: keys that these read, see `Machine.decode_keys`.
+    moved: KV entries that are parked or resumed.
+    prompt_tokens: of all calls.
     """
 
     calls: tuple[int, ...] = ()
@@ -45,7 +51,11 @@ class Work(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """What the host does between reading a step and having started the next. woken: 1 if it had nothing to do."""
+    """What the host does from having read a step to having started the next.
+
+    tokens: read with the step. ended: requests that ended with it. calls: prefill calls it starts.
+    woken: 1 if it had nothing to do before, else 0.
+    """
 
     tokens: int = 0
     ended: int = 0
@@ -55,9 +65,10 @@ class HostWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The programs an engine has: lanes of its prefill calls and key lengths of its attention, ascending.
+    """The programs of an engine.
 
-    rows: rows of the decode program.
+    lanes: of its prefill programs, ascending. key_buckets: key lengths of its attention, ascending.
+    rows: of the decode program.
     """
 
     lanes: tuple[int, ...]
@@ -86,8 +97,7 @@ class Machine:
         return total if len(self.key_buckets) == 1 else self.rows * self._bucket(longest)
 
     def steps_alike(self, longest: int) -> int:
-        """Decode steps, from one whose longest row holds `longest` keys on, that read a number of keys which grows
-        evenly."""
+        """How many decode steps, the first with `longest` keys in its longest row, read evenly more keys each."""
         if len(self.key_buckets) == 1:
             return 1 << 30
         return self._bucket(longest) - longest
@@ -97,7 +107,7 @@ class Machine:
 
 
 def machine_of(log: StepLog) -> Machine:
-    """The programs of the engine that was recorded."""
+    """The programs of the engine that wrote a step log."""
     return Machine(
         lanes=tuple(log.engine["prefill_lanes"]),
         key_buckets=tuple(log.engine["key_buckets"]),
@@ -107,13 +117,27 @@ def machine_of(log: StepLog) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds of each part. call: by lanes, a prefill call without its tokens and keys.
+    """Seconds that each part of a step takes.
 
-    noise: seconds that steps on the device took more than fitted, or less, in the order in which simulated steps take
-        them, again and again; their mean is zero.
-    overlap: seconds that a second of the host's work adds to a step that runs meanwhile.
-    residual: root of the mean squared error of a step's device time, as a share of the mean step; host_residual the
-    same of the host's part. steps: how many it was fitted to.
+    call: a prefill call without its tokens and keys, by lanes.
+    prompt_token: each token of a prefill call.
+    prefill_key: each key that its chunks read.
+    decode: a decode call without its rows and keys.
+    row: each row that decodes.
+    key: each key that these read.
+    move: each KV entry that is parked or resumed.
+    turn: the host, for a turn in which nothing is read.
+    token: the host, for each token read.
+    end: the host, for each request that ended.
+    start_call: the host, for each prefill call started.
+    submit: the host, for each request submitted.
+    wake: the host, for a turn before which it had nothing to do.
+    overlap: added to a step on the device by each second of the host's work meanwhile.
+    noise: what recorded steps took more or less than fitted, to be added to simulated steps in this order, again and
+        again; the mean is zero.
+    residual: root mean square error of a step's time on the device, as a share of the mean step.
+    host_residual: the same of the host's turns.
+    steps: how many the model was fitted to.
     """
 
     call: Mapping[int, float]
@@ -135,8 +159,8 @@ class CostModel:
     host_residual: float = 0.0
     steps: int = 0
 
-    def device(self, work: Work) -> float:
-        """Seconds a step keeps the device busy."""
+    def device(self, work: DeviceWork) -> float:
+        """Seconds that a step takes on the device."""
         seconds = self.prefill_key * work.prefill_keys + self.row * work.rows + self.key * work.keys
         seconds += self.move * work.moved + self.prompt_token * work.prompt_tokens
         if work.rows:
@@ -146,7 +170,7 @@ class CostModel:
         return seconds
 
     def host(self, work: HostWork) -> float:
-        """Seconds of a turn of the host's."""
+        """Seconds that a turn takes on the host."""
         return (
             self.turn
             + self.token * work.tokens
@@ -156,7 +180,7 @@ class CostModel:
         )
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The model as text, in microseconds."""
         us = 1e6
         calls = ", ".join(f"{lanes} lanes {us * seconds:.0f}" for lanes, seconds in sorted(self.call.items()))
         return [

@@ -1,4 +1,4 @@
-"""A cost model from a recorded run."""
+"""Fitting a cost model to a recorded run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from operator import mul
 from typing import NamedTuple
 
 from xla_engine.errors import RecordError
-from xla_engine.simulator.cost import CostModel, HostWork, Work, least_squares, machine_of
+from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, least_squares, machine_of
 from xla_engine.tracing.step_log import StepLog
 
-NOISES = 1021  # a prime, so that no period of a schedule meets the same ones again and again
-FEWEST = 20  # samples; fewer say nothing
+NOISES = 1021  # a prime, so that a schedule that repeats does not meet the same ones each time
+FEWEST = 20  # samples that a fit needs
 BLOCKED = 0.3  # a read tells how long the device took if the host waited for at least this share of it
 
 
-def works_of(log: StepLog) -> list[Work]:
+def works_of(log: StepLog) -> list[DeviceWork]:
     """What each step of a log asked of the device."""
     machine = machine_of(log)
     holder: dict[int, int] = {}  # slot -> request
@@ -35,7 +35,7 @@ def works_of(log: StepLog) -> list[Work]:
             holder[slot], base[request] = request, length + 1 - number
         held = [base[holder[slot]] + number for slot in step.decode]
         found.append(
-            Work(
+            DeviceWork(
                 calls=machine.calls(len(ends)),
                 prefill_keys=machine.prefill_keys(ends),
                 rows=len(held),
@@ -48,7 +48,7 @@ def works_of(log: StepLog) -> list[Work]:
 
 
 class _Turn(NamedTuple):
-    """A turn of the host's. submitted: requests it took as well."""
+    """A timed turn of the host. submitted: requests that it took as well."""
 
     work: HostWork
     submitted: int
@@ -60,15 +60,15 @@ class _Turn(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step whose time on the device is known. meanwhile: row of the turn that the host did in that time."""
+    """A step whose time on the device is known. meanwhile: the turn that the host took in that time, as a row."""
 
-    work: Work
+    work: DeviceWork
     seconds: float
     meanwhile: Sequence[int]
 
 
 def fit(log: StepLog) -> CostModel:
-    """Fit to a recorded run. Raises RecordError for one that is too short or has no times."""
+    """The cost model of a recorded run. Raises RecordError for a run that is too short."""
     lanes = machine_of(log).lanes
     turns, steps = _timed(log)
     if len(steps) < FEWEST or len(turns) < FEWEST:
@@ -122,7 +122,7 @@ def fit(log: StepLog) -> CostModel:
 
 
 def _timed(log: StepLog) -> tuple[list[_Turn], list[_Step]]:
-    """The host's turns, from reading a step to having started the next, and the steps the host has waited for."""
+    """Turns of the host, from having read a step to having started the next; and steps that the host waited for."""
     works = works_of(log)
     turns: list[_Turn] = []
     steps: list[_Step] = []
@@ -178,7 +178,7 @@ def _noise(errors: Sequence[float]) -> tuple[float, ...]:
 
 
 def _fill(lanes: tuple[int, ...], call: dict[int, float]) -> dict[int, float]:
-    """A call of a size that the run never made costs in proportion to its lanes what the nearest one does."""
+    """Costs of all calls: one that the run never made costs, lane for lane, as much as the nearest one."""
     known = [size for size in lanes if call[size] > 0]
     if not known:
         return call

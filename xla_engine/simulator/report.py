@@ -1,4 +1,4 @@
-"""What simulations found: figures, a table of several for people, a picture."""
+"""Results of simulations: figures, a table, a picture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import SchedulerConfig
 from xla_engine.utils.quantiles import Quantiles
+from xla_engine.utils.tables import aligned
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
 REFUSED = "refused"  # among the ends of requests: it needs more blocks than there are
@@ -19,9 +20,18 @@ REFUSED = "refused"  # among the ends of requests: it needs more blocks than the
 class Report:
     """What a simulation found. Times in seconds.
 
-    wall: from the first arrival to the last token. steps, skipped: all of them, and those passed over in bulk.
-    row_steps: rows scheduled in all decode steps. most_waiting: the longest queue.
-    queued, first_token, inter_token, whole: to the slot, to the first token, between two tokens, to the last one.
+    config: of the scheduler.
+    wall: from the first arrival to the last token.
+    steps: all of them. skipped: those that were passed over in bulk.
+    decode_steps: steps in which a row decoded. row_steps: rows of all these.
+    requests, prompt_tokens, new_tokens: how many there were.
+    finished: requests by the reason of their end.
+    most_waiting: the longest queue.
+    preemptions: how often a request lost its slot.
+    queued: from arrival to a slot.
+    first_token: from arrival to the first token.
+    inter_token: between two tokens of a request.
+    whole: from arrival to the last token.
     """
 
     config: SchedulerConfig
@@ -47,13 +57,13 @@ class Report:
 
     @property
     def occupancy(self) -> float:
-        """Share of the decode steps' rows that were scheduled."""
+        """Share of the rows of all decode steps that decoded."""
         slots = self.decode_steps * self.config.max_num_seqs
         return self.row_steps / slots if slots else 0.0
 
 
 def table(reports: Mapping[str, Report]) -> list[str]:
-    """A line per simulation. Times to the first token, between tokens and of whole requests at p50 and p99."""
+    """The reports as a table, one line each; times at the 50th and 99th percentile."""
     head = (
         "",
         "tok/s",
@@ -81,8 +91,7 @@ def table(reports: Mapping[str, Report]) -> list[str]:
                 f"{whole.at(0.5):.3g} / {whole.at(0.99):.3g}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = aligned(rows, right=range(len(head)))
     for name, report in reports.items():
         if refused := report.finished.get(REFUSED):
             lines.append(f"{name}: {refused} of {report.requests} requests never fit into the blocks")
@@ -114,7 +123,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
-    """Draw which share of requests and of token intervals took no longer than so long. Raises ConfigError."""
+    """Draw the distributions of the times. Raises ConfigError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:

@@ -15,7 +15,7 @@ from xla_engine.scheduler import Events, FinishReason, Plan, Request, Row, Sched
 from xla_engine.scheduler.fast_forward import next_deadline, skip, steady_steps
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.simulator.clock import Clock
-from xla_engine.simulator.cost import HostWork, Machine, Work
+from xla_engine.simulator.cost import DeviceWork, HostWork, Machine
 from xla_engine.simulator.report import REFUSED, Report
 from xla_engine.simulator.stops import STOPS, StopTokens
 from xla_engine.simulator.trace import Arrival, distinct
@@ -27,8 +27,10 @@ from xla_engine.tracing.step_log_writer import StepLogWriter
 class _Live:
     """A live request.
 
-    last_token: when its latest one came; kept of those only that do not get one in every step. away: it lost its slot
-    and had no token since; back: the step from which it has a slot again, None while it waits.
+    came: when it arrived. had_token: whether it has one.
+    last_token: when its latest token came; kept only for requests that do not get one in every step.
+    away: whether it lost its slot and had no token since.
+    back: the step from which it has a slot again, None while it waits.
     """
 
     arrival: Arrival
@@ -40,10 +42,11 @@ class _Live:
 
 
 class Simulation:
-    """One run of a trace.
+    """Runs a trace through a scheduler of its own.
 
-    machine: the programs steps are made of. lag: as in `EngineConfig`. log: takes every step, at the cost of skipping
-    none. on_plan sees every plan that is started.
+    machine: the programs that steps are made of.
+    lag: as in `EngineConfig`.
+    log: takes every step; none is skipped then.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class Simulation:
         if arrival.gives_up is not None:
             heapq.heappush(self._gives_up, (arrival.gives_up[0], arrival.name, arrival.gives_up[1]))
         if self._log is not None:
-            self._log.submitted(request, self._clock.now)
+            self._log.submitted(request, self._clock.now, arrival.custom_id)
 
     def _turn(self) -> None:
         scheduler = self._scheduler
@@ -149,7 +152,7 @@ class Simulation:
         if started:
             self._start(plan)
         while len(self._in_flight) > (self._lag if started else 0):
-            self._take_back()  # a caller may have given up while the host waited
+            self._take_back()  # a request may have been taken back while the host waited
             self._read()
             started = True
 
@@ -185,7 +188,7 @@ class Simulation:
         rows = len(plan.decode)
         report.decode_steps += rows > 0
         report.row_steps += rows
-        work = Work(
+        work = DeviceWork(
             calls=self._machine.calls(len(ends)) if ends else (),
             prefill_keys=self._machine.prefill_keys(ends) if ends else 0,
             rows=rows,
@@ -202,13 +205,13 @@ class Simulation:
             self.plans.append(plan)
 
     def _begin(self, name: str, step: int, *, keys: int, sampled: int) -> None:
-        """A request decodes from `step` on, where it reads so many keys; it has `sampled` tokens before."""
+        """Let a request decode from `step` on, in which it reads `keys` keys; it has `sampled` tokens before."""
         self._live[name].back = step
         self._base[name] = keys - step
         self._stops.begin(name, step, sampled)
 
     def _lose_slot(self, name: str, step: int) -> None:
-        """A request does not decode from `step` on."""
+        """Take a request's slot: it does not decode from `step` on."""
         self._stops.lose_slot(name, step)
         live = self._live[name]
         live.back = None
@@ -266,9 +269,9 @@ class Simulation:
                 self._end(name, reason)
 
     def _skip(self, ahead: Arrival | None) -> bool:
-        """Pass over turns that only decode the rows of the one before, exactly as if they were taken one by one.
+        """Pass over turns that only decode the same rows, with the same result as taking them one by one.
 
-        Whether there were any.
+        Returns whether there were any.
         """
         rows, step = self._rows, self._next_step
         if self._log is not None or self.plans is not None or len(self._in_flight) != self._lag or not rows:
@@ -295,7 +298,7 @@ class Simulation:
             until,
             first_host=cost.host(self._take_host_work(0)),
             host=cost.host(HostWork(tokens=len(rows))),
-            device=cost.device(Work(rows=len(rows), keys=keys)),
+            device=cost.device(DeviceWork(rows=len(rows), keys=keys)),
             growth=cost.key * (self._keys(step + 1) - keys),
         )
         for now in reads:

@@ -15,9 +15,11 @@ STOPS = frozenset({STOP.token_id})
 
 @dataclass(slots=True)
 class _Request:
-    """step: the one that samples its stop token, None while it does not decode.
+    """A live request that gets fewer tokens than it asks for.
 
-    In host_gated: the step from which it decodes, and the tokens it has sampled.
+    step: the one that samples its stop token, None while it does not decode.
+
+    Of a host-gated request: the step from which it decodes, and the tokens it has sampled.
     """
 
     number: int
@@ -27,25 +29,25 @@ class _Request:
 
 
 class StopTokens:
-    """Samples in the place of a device with `slots` rows.
+    """Samples in place of a device with `slots` rows.
 
-    apart: no answer has a token of another, so that none is taken for another.
+    apart: whether each request gets tokens of its own, so that no answer is found in the cache for another.
     """
 
     def __init__(self, slots: int, *, apart: bool) -> None:
         self._own: dict[str, Sample] | None = {} if apart else None  # what each live request samples
-        self._nobody_stops = Decoded(tokens=[TOKEN.token_id] * slots)
+        self._no_stop = Decoded(tokens=[TOKEN.token_id] * slots)
         self._requests: dict[str, _Request] = {}  # live ones that get fewer tokens than they ask for
         self._host_gated = 0  # of these
         self._heap: list[tuple[int, int, str]] = []  # (step, number, request), stale ones among them
 
     @property
     def next_step(self) -> int | None:
-        """No stop token is sampled before it."""
+        """The earliest step that may sample a stop token, None if none will."""
         return self._heap[0][0] if self._heap else None
 
     def submit(self, number: int, arrival: Arrival) -> None:
-        """A request comes, the `number`-th."""
+        """Take a request, the `number`-th."""
         if self._own is not None:
             self._own[arrival.name] = Sample(number + 2)
         if arrival.new_tokens < arrival.max_tokens or arrival.fails:
@@ -53,7 +55,7 @@ class StopTokens:
             self._host_gated += arrival.host_gated
 
     def begin(self, name: str, step: int, sampled: int) -> None:
-        """A request decodes from `step` on; it has `sampled` tokens before."""
+        """Let a request decode from `step` on; it has `sampled` tokens before."""
         request = self._requests.get(name)
         if request is not None and request.arrival.host_gated:
             request.step, request.tokens = step, sampled
@@ -62,13 +64,13 @@ class StopTokens:
             heapq.heappush(self._heap, (request.step, request.number, name))
 
     def lose_slot(self, name: str, step: int) -> None:
-        """A request does not decode from `step` on; what it sampled before is on its way all the same."""
+        """Take a request's slot: it does not decode from `step` on. What it sampled before still comes."""
         request = self._requests.get(name)
         if request is not None and not request.arrival.host_gated and (request.step or 0) >= step:
             request.step = None
 
     def end(self, name: str) -> None:
-        """A request is over."""
+        """Forget a request that has ended."""
         if self._own is not None:
             del self._own[name]
         if (request := self._requests.pop(name, None)) is not None:
@@ -78,7 +80,7 @@ class StopTokens:
         """What a step samples."""
         stopping = self._stopping(plan)
         first = [self._usual(chunk.request_id) for chunk in plan.first_rows]
-        decode = self._nobody_stops
+        decode = self._no_stop
         if stopping:
             for at, chunk in enumerate(plan.first_rows):
                 name = chunk.request_id

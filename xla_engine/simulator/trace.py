@@ -1,4 +1,4 @@
-"""Workloads to simulate: when requests come and how many tokens they bring and get.
+"""Traces: when requests come, how long their prompts are and how many tokens they get.
 
 Traces are read one line at a time. Files are CSV with a header, packed if named .gz, in one of these layouts:
 
@@ -29,12 +29,18 @@ SPREAD = 1 << 24  # token ids of one prompt
 class Arrival:
     """A request to come.
 
-    time: seconds since the first one. new_tokens: how many it gets; max_tokens: how many it asks for, at least that.
-    moment: when it comes in steps of the loop, in place of the time; None in traces that do not say.
-    gives_up: when it ends by no token of its own, and the reason. fails: its last token is none, the device could not
-        choose one.
-    deadline: seconds after its arrival.
+    name: its id.
+    time: seconds since the first request.
+    prompt_tokens: length of its prompt.
+    new_tokens: how many tokens it gets.
+    max_tokens: how many it asks for, at least `new_tokens`.
+    priority, host_gated, reads_prefix_cache: as in `Request`.
+    moment: when it comes, in steps of the loop, in place of the time; None in traces that do not say.
+    gives_up: when its caller, its time or its text ends it, and the reason; None where a token does.
+    fails: whether the device cannot choose its last token.
+    deadline: seconds after its arrival, None without one.
     prompt: token ids that stand for the real ones, where it is known what prompts have in common; else None.
+    custom_id: the caller's name for it, None where that is not known.
     """
 
     name: str
@@ -50,15 +56,16 @@ class Arrival:
     fails: bool = False
     deadline: float | None = None
     prompt: Sequence[int] | None = None
+    custom_id: str | None = None
 
 
 def distinct(number: int, tokens: int) -> range:
-    """A prompt that begins as none of another number does."""
+    """A prompt that has no token in common with those of other numbers."""
     return range(number * SPREAD, number * SPREAD + tokens)
 
 
 def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
-    """The requests of a recorded run, arriving before the steps they came before, or at the times they came."""
+    """The requests of a recorded run, at the times they came or, without `by_time`, before the same steps."""
     prompts: list[Sequence[int]] = []
     for number, each in enumerate(log.requests):
         prompt: Sequence[int] = distinct(number, each.prompt_tokens)
@@ -83,6 +90,7 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             gives_up=gives_up,
             fails=each.end == "error" and gives_up is None,
             prompt=prompt,
+            custom_id=each.custom_id,
         )
 
 

@@ -1,15 +1,15 @@
-"""Who held which slot in which steps, and what it did there."""
+"""Timelines: which request held which slot in which steps, and what it did there."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from xla_engine.tracing.step_log import StepLog, is_step_log, read_step_log
+from xla_engine.tracing.step_log import LoggedRequest, StepLog, is_step_log, read_step_log
 
 if TYPE_CHECKING:
     from xla_engine.equivalence.record import Record
@@ -20,9 +20,10 @@ KINDS = ("prefill", "decode", "held", "cached", "parked")  # idle is where there
 class Segment(NamedTuple):
     """One stretch of steps, first and last included, in which a slot did one thing for one request.
 
-    lane: the slot; from `Timeline.slots` on, places of parked requests. kind: one of `KINDS`; "held" is a slot whose
-    request did not run, for want of token budget or because its last token was not read yet, "cached" the step in
-    which a prompt began with what a slot held of it.
+    lane: the slot; from `Timeline.slots` on, places of parked requests.
+    first, last: steps.
+    kind: one of `KINDS`. "held": the request did not run, for want of token budget or because its last token was not
+        read yet. "cached": the step in which a prompt began with what a slot held of it.
     request: index into `Timeline.requests`.
     """
 
@@ -34,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A request. tokens: new ones, None where not known. end: None if it did not end."""
+    """What is shown of a request. tokens: new ones, None where not known. end: the reason, None if it did not end."""
 
     name: str
     prompt_tokens: int
@@ -44,9 +45,14 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Segments by lane and step.
+    """A run as segments by lane and step.
 
-    times: (begin, end) of each step in seconds, None where the record has no times.
+    title: model, type and device.
+    slots: lanes that are slots.
+    steps: how many.
+    requests: in the order of their submission.
+    segments: sorted.
+    times: (begin, end) of each step in seconds; None where they were not recorded.
     waiting: requests without a slot in each step.
     """
 
@@ -186,7 +192,7 @@ def of_step_log(log: StepLog) -> Timeline:
         slots=int(log.scheduler["max_num_seqs"]),
         steps=len(steps),
         requests=tuple(
-            Label(each.name, each.prompt_tokens, each.tokens if each.end else None, each.end)
+            Label(_name(each), each.prompt_tokens, each.tokens if each.end else None, each.end)
             for each in log.requests
         ),
         segments=_build(steps, int(log.scheduler["max_num_seqs"]), over),
@@ -195,25 +201,36 @@ def of_step_log(log: StepLog) -> Timeline:
     )
 
 
+def _name(request: LoggedRequest) -> str:
+    """The caller's name for a request, and which of its n sequences it is; else the engine's."""
+    if request.custom_id is None:
+        return request.name
+    _, bracket, sequence = request.name.partition("[")
+    return request.custom_id + bracket + sequence
+
+
 def of_record(record: Record) -> Timeline:
     """The timeline of a verified schedule, which has steps but no times."""
     schedule, slots = record.schedule, int(record.identity.config["max_num_seqs"])
     cases = (*schedule.cases, *schedule.neighbours)
     number = {case.request_id: index for index, case in enumerate(cases)}
+    started = [step.turn for step in record.steps]
+    parks = _parks(record, started)
     steps = [
         _Step(
             [number[name] for name, *_ in step.admitted],
             [(number[name], slot) for name, slot, *_ in step.chunks],
             step.decode,
+            parks=[(number[name], slot) for name, slot in parks.get(at, ())],
             resumes=[(number[name], slot) for name, slot, *_ in step.admitted],
         )
-        for step in record.steps
+        for at, step in enumerate(record.steps)
     ]
-    started = [step.turn for step in record.steps]
-    turns: dict[str, dict[str, int]] = {"submit": {}, "abort": {}}
+    turns: dict[str, dict[str, int]] = {}  # by kind of action: the step before which a request had its first
     for action in schedule.actions:
-        turns[action.kind].setdefault(action.request_id, bisect_left(started, action.turn))
-    aborts = {number[name]: at for name, at in turns["abort"].items()}
+        at = bisect_left(started, action.turn)
+        turns.setdefault(action.kind, {}).setdefault(action.request_id, at)
+    aborts = {number[name]: at for name, at in turns.get("abort", {}).items()}
     labels = []
     for case in cases:
         found = record.batched.get(case.request_id)
@@ -228,6 +245,26 @@ def of_record(record: Record) -> Timeline:
         times=None,
         waiting=_waiting(steps, [turns["submit"][name] for name in number], aborts),
     )
+
+
+def _parks(record: Record, started: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
+    """(request, slot) by the step before which a request was parked.
+
+    A record says what was asked for, not whether it took effect; a request that gets a slot again had lost one.
+    """
+    admissions: dict[str, list[tuple[int, int]]] = {}  # (step, slot)
+    for at, step in enumerate(record.steps):
+        for name, slot, _ in step.admitted:
+            admissions.setdefault(name, []).append((at, slot))
+    found: dict[int, list[tuple[str, int]]] = {}
+    done = set()
+    for action in record.schedule.actions:
+        at = bisect_left(started, action.turn)
+        for (first, slot), (again, _) in pairwise(admissions.get(action.request_id, ())):
+            if action.kind == "park" and first < at <= again and (action.request_id, again) not in done:
+                done.add((action.request_id, again))
+                found.setdefault(at, []).append((action.request_id, slot))
+    return found
 
 
 def _waiting(steps: Sequence[_Step], submitted: Sequence[int], ended: Mapping[int, int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A timeline into a file whose ending says as what."""
+"""Writing a timeline as a page, trace events or a figure; the file's ending says which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A JSON file that says what an engine is doing, for whoever looks at it from outside. Touches no device."""
+"""A JSON file that says what an engine is doing, written while it runs. Touches no device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Step logs: what a scheduler was asked, planned and got back, with times; one JSON line per event.
 
-`xla-engine run --record` writes one while it runs, a simulation writes the same, and `timeline` and `simulate` read
-them. Unlike the records of `xla_engine.equivalence.record` a step log has no prompts and no tokens, only how many,
-and it is written as it happens, in bounded memory.
+`xla-engine run --step-log` and `simulate --step-log` write them while they run, `timeline` and `simulate` read them.
+Unlike the records of `xla_engine.equivalence.record` a step log has no prompts and no tokens, only how many, and it
+is written as it happens, in bounded memory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,17 @@ class Moment(NamedTuple):
 class LoggedRequest:
     """One request. Times in seconds since the log began.
 
-    came: when it was submitted. like: an earlier request, and how many tokens both prompts begin with; None if none is
-        known. What it has in common with the answer to an earlier one, or their answers with each other, is not known.
-    reads_prefix_cache: as in `Request`.
-    end: why it ended, None if it did not. over: when. taken_back: the same where its caller, its time or its text
-        ended it; None where a token did. tokens: new tokens it had then, since it began anew if it had to.
+    name: the engine's id.
+    prompt_tokens: length of its prompt.
+    max_tokens, priority, host_gated, reads_prefix_cache: as in `Request`.
+    submitted: when it was submitted. came: the same in steps.
+    like: an earlier request, and how many tokens both prompts begin with; None if none is known. What prompts have in
+        common with answers is not known.
+    custom_id: the caller's name for it, None where that is not known.
+    end: the reason of its end, None if it did not end.
+    ended: when. over: the same in steps.
+    taken_back: as `over`, where its caller, its time or its text ended it; None where a token did.
+    tokens: new tokens it had then; after a preemption that made it begin anew, those since.
     """
 
     name: str
@@ -48,6 +54,7 @@ class LoggedRequest:
     submitted: float
     came: Moment
     like: tuple[int, int] | None = None
+    custom_id: str | None = None
     end: str | None = None
     ended: float | None = None
     over: Moment | None = None
@@ -59,12 +66,16 @@ class LoggedRequest:
 class LoggedStep:
     """One step. Requests are indices into `StepLog.requests`.
 
-    started: when it was dispatched. read: when its tokens were there, None if nobody read it.
-    read_after: how many steps had been started by then.
-    admitted: requests that got a slot. chunks: (request, slot, start, length, whether it ends the prompt).
-    decode: the slots that decoded. parks, resumes: (request, slot, KV entries) that went to the host or came back.
+    started: when it was dispatched.
+    admitted: requests that got a slot.
+    chunks: (request, slot, start, length, whether it ends the prompt).
+    decode: the slots that decoded.
+    parks: (request, slot, KV entries) that went to the host.
+    resumes: (request, slot, KV entries) that came back.
     reuses: (request, slot, source, KV entries) of prompts that were taken from what slots held.
-    copies: (source, target) of pages that were copied.
+    copies: (source, target) of blocks that were copied.
+    read: when its tokens were on the host, None if they were never read.
+    read_after: how many steps had been started by then.
     """
 
     started: float
@@ -81,7 +92,10 @@ class LoggedStep:
 
 @dataclass(slots=True, kw_only=True)
 class StepLog:
-    """A whole log. scheduler: fields of `SchedulerConfig`. engine: what else shapes a step, see `describe_engine`."""
+    """A step log as read from a file.
+
+    scheduler: fields of `SchedulerConfig`. engine: what else shapes a step, see `describe_engine`.
+    """
 
     scheduler: Mapping[str, Any]
     engine: Mapping[str, Any]
@@ -145,6 +159,7 @@ def _read(file: TextIO) -> StepLog:
                     submitted=at,
                     came=Moment(len(log.steps), reads, ends),
                     like=_like(line, len(log.requests)),
+                    custom_id=_custom_id(line),
                 )
             )
         elif "step" in line:
@@ -167,6 +182,13 @@ def _read(file: TextIO) -> StepLog:
                 if "read" not in line:
                     request.taken_back = request.over
     return log
+
+
+def _custom_id(line: Mapping[str, Any]) -> str | None:
+    name = line.get("custom_id")
+    if not isinstance(name, str | None):
+        raise ValueError(f"a custom_id is a string, not {name!r:.60}")
+    return name
 
 
 def _like(line: Mapping[str, Any], number: int) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,16 +18,18 @@ from xla_engine.tracing.step_log import FORMAT, VERSION, delta
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
-SHORTEST = 16  # a common beginning of fewer tokens is told only if it is a page, or both whole prompts
+SHORTEST = 16  # a common beginning of fewer tokens is told only if it is a block, or both whole prompts
 REMEMBERED = 1 << 20  # tokens of the latest prompts
 
 _Entry = tuple[tuple[str | int, ...], int]  # salt and tokens of a prompt, and its number
 
 
 class _Prefixes:
-    """Finds the earlier prompt that begins most like a new one: in lexicographic order it is a neighbour.
+    """Finds the earlier prompt that has the longest beginning in common with a new one.
 
-    What any two prompts have in common follows from these pairs: the less of what each has with a third.
+    In lexicographic order the two are neighbours.
+
+    What any two prompts have in common follows from these pairs: it is the lesser of what each has with a third.
     shortest: fewer tokens in common are told of equal prompts only.
     """
 
@@ -90,8 +92,8 @@ class StepLogWriter:
         head = {"format": FORMAT, "version": VERSION, "scheduler": dict(scheduler), "engine": dict(engine)}
         self._write(head)
 
-    def submitted(self, request: Request, now: float) -> None:
-        """A request was queued."""
+    def submitted(self, request: Request, now: float, custom_id: str | None = None) -> None:
+        """Write that a request was queued. custom_id: the caller's name for it, if any."""
         self._numbers[request.request_id], self._tokens[request.request_id] = self._count, 0
         self._count += 1
         line: dict[str, Any] = {
@@ -99,6 +101,8 @@ class StepLogWriter:
         }
         if like := self._prefixes.add(self._count - 1, request.prompt_token_ids, request.cache_salt):
             line["like"] = like
+        if custom_id is not None:
+            line["custom_id"] = custom_id
         if request.priority:
             line["priority"] = request.priority
         if request.host_gated:
@@ -108,7 +112,7 @@ class StepLogWriter:
         self._write({**line, "at": self._at(now)})
 
     def started(self, plan: Plan, now: float) -> None:
-        """A step was dispatched."""
+        """Write that a step was dispatched."""
         if plan.decode is not self._decode:
             self._decode, before = plan.decode, self._slots
             self._slots = tuple(row.slot.index for row in plan.decode)
@@ -147,7 +151,7 @@ class StepLogWriter:
         return [self._numbers[swap.request_id], swap.slot.index, swap.length]
 
     def read(self, plan: Plan, events: Events, now: float) -> None:
-        """The tokens of a step were credited."""
+        """Write that the tokens of a step were credited."""
         tokens, ends = self._tokens, []
         for name, _, reason in events:
             tokens[name] += 1
@@ -157,7 +161,7 @@ class StepLogWriter:
         self._write({**line, "end": ends} if ends else line)
 
     def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
-        """A request was ended by its caller or by its time; not news if a token ended it."""
+        """Write that a request was ended by its caller or by its time; nothing if a token ended it."""
         if request_id in self._numbers:
             number, tokens = self._numbers.pop(request_id), self._tokens.pop(request_id)
             self._write({"end": [[number, str(reason), tokens]], "at": self._at(now)})
@@ -170,10 +174,14 @@ class StepLogWriter:
 
 
 @contextlib.contextmanager
-def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
+def logging_steps(
+    engine: XlaBatchEngine, path: Path | str, *, names: Callable[[str], str | None] = lambda request_id: None
+) -> Iterator[None]:
     """Write everything an idle engine does inside the block to `path`. Raises OSError.
 
-    The log begins with slots that are not known to hold anything, so that it says all that its plans follow from.
+    names: the caller's name for an engine request, None where it has none.
+
+    The prefix cache is forgotten first, so that the plans follow from the log alone.
     """
     engine.reset_prefix_cache()
     with open(path, "w", encoding="utf-8") as file:
@@ -191,7 +199,9 @@ def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
                 writer.read(plan, events, time.monotonic())
 
         engine.on_step = on_step
-        engine.on_submit = lambda request: writer.submitted(request, time.monotonic())
+        engine.on_submit = lambda request: writer.submitted(
+            request, time.monotonic(), names(request.request_id)
+        )
         engine.on_end = lambda request_id, reason: writer.ended(request_id, reason, time.monotonic())
         try:
             yield
@@ -200,7 +210,7 @@ def logging_steps(engine: XlaBatchEngine, path: Path | str) -> Iterator[None]:
 
 
 def describe_engine(engine: XlaBatchEngine) -> dict[str, Any]:
-    """What shapes the cost of a step beside the plan: sizes of the programs, and for people model and device."""
+    """What the cost of a step depends on beside its plan: sizes of the programs, model and device."""
     directory = engine.checkpoint.path
     return {
         "model": Path(directory).name,

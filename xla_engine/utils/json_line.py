@@ -1,8 +1,8 @@
 """One line of bytes as one JSON object, strictly.
 
 A line must be an I-JSON object (RFC 7493: UTF-8, no duplicate names, no NaN or Infinity, no lone surrogates;
-integers within 64 bits) nested at most `MAX_NESTING` deep: what other readers would see differently is refused
-here rather than guessed at. Lines are bounded in bytes before they come here; parsing may hold 25 times as much.
+integers within 64 bits) nested at most `MAX_NESTING` deep: what other readers might read differently is refused.
+Lines are bounded in bytes before they come here; parsing may hold 25 times as much.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a person sees of a batch run: how far it is while it runs, and a summary at its end."""
+"""Progress bars on a terminal, and lines now and then elsewhere."""
 
 from __future__ import annotations
 

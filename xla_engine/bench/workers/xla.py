@@ -205,8 +205,8 @@ class Int8(Engine):
     quantization = "int8"
 
 
-class Pages(Engine):
-    """More slots in the same memory, of which they borrow pages."""
+class Blocks(Engine):
+    """More slots in the same memory, of which they borrow blocks."""
 
     def laid_out(self, config: EngineConfig, positions: int) -> EngineConfig:
         blocks = config.device_rows * positions // config.block_size

@@ -20,8 +20,10 @@ from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
-from xla_engine.batch.tally import RunTotals, summary_lines
-from xla_engine.cli import _common, _files, _signals
+from xla_engine.batch.totals import RunTotals, summary_lines
+from xla_engine.cli import _common
+from xla_engine.cli._run.files import open_input, silence_stdout
+from xla_engine.cli._run.signals import interrupts
 from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.tracing.status_file import StatusFile
 from xla_engine.tracing.step_log_writer import logging_steps
@@ -35,19 +37,19 @@ _imported_at = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """What `run` reads and writes. errors, status, record: None where not asked for."""
+    """Paths that `run` reads and writes; errors, status and step_log are None where not asked for."""
 
     source: str
     output: str
     errors: str | None
     status: str | None
-    record: str | None
+    step_log: str | None
     mode: Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of `run` beside files and engine."""
+    """Options of `run` beside those of files and engine."""
 
     defaults: dict[str, Any]
     ordered: bool
@@ -60,22 +62,22 @@ class Settings:
 def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -> None:
     """Complete every line and exit with the command's status."""
     try:
-        tally, summary = _run(files, settings, engine_options)
+        totals, summary = _run(files, settings, engine_options)
     except OSError as error:
         _output_failed(files, error)
-    _explain(tally, files)
+    _explain(totals, files)
     for text in summary:
         click.echo(text, err=True)
-    if tally.interrupted:
+    if totals.interrupted:
         sys.exit(_common.INTERRUPTED)
-    if tally.failed or tally.failure is not None:
+    if totals.failed or totals.failure is not None:
         sys.exit(_common.SOME_FAILED)
 
 
 def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tuple[RunTotals, list[str]]:
     with contextlib.ExitStack() as stack:
-        with _common.starting():
-            source = stack.enter_context(_files.open_input(files.source))
+        with _common.startup_errors():
+            source = stack.enter_context(open_input(files.source))
             total = count_lines(source, settings.max_line_bytes) if settings.progress else None
             lines = read_lines(source, settings.max_line_bytes)
             first = next(lines, None)
@@ -91,9 +93,11 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             for output in outputs:
                 output.claim(done)
             engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
-            stamp = _stamp(engine, settings, done, engine_options["model"])
-            if files.record is not None:
-                stack.enter_context(logging_steps(engine, files.record))
+            header = _header(engine, settings, done, engine_options["model"])
+            if files.step_log is not None:
+                stack.enter_context(
+                    logging_steps(engine, files.step_log, names=lambda name: batch.custom_id(name))
+                )
             sinks = [output.begin() for output in outputs]
         began = time.monotonic()
         screen = sys.stderr if settings.progress else None
@@ -103,23 +107,23 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             itertools.chain([first], lines),
             sinks[0],
             errors=sinks[-1],
-            stamp=stamp,
+            header=header,
             defaults=settings.defaults,
             ordered=settings.ordered,
             done=done,
             on_turn=lambda: show(),
         )
         status = _status_file(files, engine, batch)
-        show = functools.partial(_show, progress, engine, batch.tally, status)
-        with progress, _signals.interrupts(batch.interrupt, "finishing the requests under way"):
-            tally = batch.run()
+        show = functools.partial(_show, progress, engine, batch.totals, status)
+        with progress, interrupts(batch.interrupt, "finishing the requests under way"):
+            totals = batch.run()
         show(last=True)
         if status is not None and status.failure is not None:
             click.echo(f"the status file could not be written: {status.failure}", err=True)
         ended = time.monotonic()
         stats = engine.stats()
-    cold_start = None if tally.first_token_at is None else tally.first_token_at - _process_start()
-    return tally, summary_lines(tally, stats, wall=ended - began, cold_start=cold_start)
+    cold_start = None if totals.first_token_at is None else totals.first_token_at - _process_start()
+    return totals, summary_lines(totals, stats, wall=ended - began, cold_start=cold_start)
 
 
 def _check_distinct(opened: list[Any], files: Files) -> None:
@@ -129,10 +133,10 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
             raise OutputError(f"{first} and {second} are the same file; results need one of their own")
 
 
-def _stamp(
+def _header(
     engine: XlaBatchEngine, settings: Settings, done: FinishedLines, model: str | None
 ) -> ResultHeader:
-    """What all results say. A resumed run says what the first one said."""
+    """The header of all results. A resumed run takes over what the first run wrote."""
     digest = engine.identity().digest()
     if done.system_fingerprint not in (None, digest):
         raise OutputError(
@@ -154,55 +158,55 @@ def _status_file(files: Files, engine: XlaBatchEngine, batch: BatchRun) -> Statu
         return None
 
     def run() -> dict[str, Any]:
-        return {"draining": batch.draining, **run_state(batch.tally)}
+        return {"draining": batch.draining, **run_state(batch.totals)}
 
     status = StatusFile(files.status, engine, names=batch.custom_id, run=run)
-    with _common.starting():
+    with _common.startup_errors():
         status.write()
     return status
 
 
-def run_state(tally: RunTotals) -> dict[str, Any]:
-    """What a run has done, as JSON values."""
-    state = {name: getattr(tally, name) for name in ("ok", "resumed", "prompt_tokens", "generated_tokens")}
-    return {**state, "failed": dict(tally.failed), "interrupted": tally.interrupted}
+def run_state(totals: RunTotals) -> dict[str, Any]:
+    """The totals of a run as JSON values, for its status file."""
+    state = {name: getattr(totals, name) for name in ("ok", "resumed", "prompt_tokens", "generated_tokens")}
+    return {**state, "failed": dict(totals.failed), "interrupted": totals.interrupted}
 
 
 def _show(
     progress: Progress,
     engine: XlaBatchEngine,
-    tally: RunTotals,
+    totals: RunTotals,
     status: StatusFile | None,
     *,
     last: bool = False,
 ) -> None:
     if last or progress.due:
-        done = tally.done + tally.resumed
+        done = totals.done + totals.resumed
         progress.show(done=done, tokens=engine.stats().generation_tokens, busy=engine.num_running)
     if status is not None:
         status.update(force=last)
 
 
-def _explain(tally: RunTotals, files: Files) -> None:
-    """Say what went wrong, before the summary."""
+def _explain(totals: RunTotals, files: Files) -> None:
+    """Print what went wrong; the summary comes after it."""
     where = files.errors or files.output
-    for error in tally.first_errors:
+    for error in totals.first_errors:
         click.echo(f"line {error.line}: {error.code}: {error.message}", err=True)
-    if (more := tally.failed.total() - len(tally.first_errors)) > 0:
+    if (more := totals.failed.total() - len(totals.first_errors)) > 0:
         click.echo(f"... and {more} more lines with an error in {where}", err=True)
-    explain_failure(tally.failure)
-    if tally.interrupted:
+    explain_failure(totals.failure)
+    if totals.interrupted:
         click.echo(
-            f"interrupted: {tally.written} results are written; {tally.unwritten} requests under way "
+            f"interrupted: {totals.written} results are written; {totals.unwritten} requests under way "
             "and the lines not read yet have none",
             err=True,
         )
-    if (tally.interrupted or tally.failure is not None) and files.output != "-":
+    if (totals.interrupted or totals.failure is not None) and files.output != "-":
         click.echo("to go on, run the same command with --resume", err=True)
 
 
 def explain_failure(failure: Exception | None) -> None:
-    """Why a run ended early, with a traceback where this program did not expect it."""
+    """Print why a run ended early, with a traceback where the error was not foreseen."""
     if failure is None:
         return
     if not isinstance(failure, (XlaEngineError, OSError)):
@@ -212,7 +216,7 @@ def explain_failure(failure: Exception | None) -> None:
 
 def _output_failed(files: Files, error: OSError) -> NoReturn:
     if "-" in (files.output, files.errors):
-        _files.silence_stdout()
+        silence_stdout()
     again = "" if files.output == "-" else ", --resume goes on after them"
     message = f"cannot write {_common.os_message(error, files.output)}; the lines before are complete{again}"
     click.echo(f"Error: {message}", err=True)
@@ -220,7 +224,7 @@ def _output_failed(files: Files, error: OSError) -> NoReturn:
 
 
 def _process_start() -> float:
-    """When this process began, on the monotonic clock; if the system does not say, when this was imported."""
+    """When this process began, on the monotonic clock; if the system does not tell, when this module was imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

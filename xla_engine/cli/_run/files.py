@@ -14,6 +14,7 @@ from xla_engine.batch.resume import is_packed
 
 @contextlib.contextmanager
 def open_input(path: str) -> Iterator[BinaryIO]:
+    """Open a file of requests for reading; `-` is standard input, a name that ends in .gz is unpacked."""
     if path == "-":
         yield sys.stdin.buffer
     elif is_packed(path):
@@ -25,6 +26,6 @@ def open_input(path: str) -> Iterator[BinaryIO]:
 
 
 def silence_stdout() -> None:
-    """After a write to standard output has failed: what is still buffered must not fail again at exit."""
+    """Discard what standard output still holds after a failed write, so that it does not fail again at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

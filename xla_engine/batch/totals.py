@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 from xla_engine.batch.requests import LineError
 from xla_engine.engine.stats import EngineStats
 from xla_engine.outputs import RequestOutput
-
-
-class Latencies:
-    """Quantiles of any number of durations in constant memory: counts in buckets 1 % wide."""
-
-    _WIDTH = math.log(1.01)
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, seconds: float) -> None:
-        self._counts[round(math.log(max(seconds, 1e-9)) / self._WIDTH)] += 1
-
-    def quantile(self, share: float) -> float | None:
-        """Nearest-rank quantile in seconds, right to 1 %; None when nothing was added."""
-        rank, seen = max(1, math.ceil(share * self._counts.total())), 0
-        for bucket in sorted(self._counts):
-            seen += self._counts[bucket]
-            if seen >= rank:
-                return math.exp(bucket * self._WIDTH)
-        return None
+from xla_engine.utils.quantiles import Quantiles
 
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
     """What a run has done so far.
 
-    ok, failed: lines with a result, and lines without one by error code. first_errors: a few of these.
-    prompt_tokens, generated_tokens: of the lines with a result. ttft, inter_token: of the same, in seconds.
-    first_token_at: on the run's clock; None before the first token.
+    ok: lines with a result.
+    failed: lines without one, by error code.
+    first_errors: a few of these, in the order of the input.
+    prompt_tokens, generated_tokens: of the lines with a result.
+    ttft: seconds to the first token, of the same lines.
+    inter_token: seconds between tokens, of the same lines.
+    first_token_at: seconds on the run's clock; None before the first token.
     resumed: lines passed over because an earlier run had answered them.
-    interrupted: the user stopped the run. failure: the engine died, the input could not be read on, or the output
-        was that of another run.
-    written: output lines, errors too. unwritten: lines read that have none after an interrupt; lines not yet read
-        come on top.
+    interrupted: whether the user stopped the run.
+    failure: why the run ended early: the engine died, the input could not be read on, or the output was another run's.
+    written: output lines, errors among them.
+    unwritten: after an interrupt, the lines that were read and have no output.
     """
 
     ok: int = 0
@@ -51,8 +34,8 @@ class RunTotals:
     first_errors: list[LineError] = field(default_factory=list)
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    ttft: Latencies = field(default_factory=Latencies)
-    inter_token: Latencies = field(default_factory=Latencies)
+    ttft: Quantiles = field(default_factory=Quantiles)
+    inter_token: Quantiles = field(default_factory=Quantiles)
     first_token_at: float | None = None
     resumed: int = 0
     interrupted: bool = False
@@ -81,28 +64,28 @@ class RunTotals:
 
 
 def summary_lines(
-    tally: RunTotals, stats: EngineStats, *, wall: float, cold_start: float | None
+    totals: RunTotals, stats: EngineStats, *, wall: float, cold_start: float | None
 ) -> list[str]:
     """The lines printed when a run is over.
 
     wall: seconds from the first line read to the last one written. cold_start: seconds from the start of the
     process to the first token, None when there was none.
     """
-    rate = tally.generated_tokens / max(wall, 1e-9)
-    codes = ", ".join(f"{code} {count}" for code, count in sorted(tally.failed.items()))
-    before = f"; {tally.resumed} done before" if tally.resumed else ""
+    rate = totals.generated_tokens / max(wall, 1e-9)
+    codes = ", ".join(f"{code} {count}" for code, count in sorted(totals.failed.items()))
+    before = f"; {totals.resumed} done before" if totals.resumed else ""
     rows = [
         (
             "requests",
-            f"{tally.done}: {tally.ok} ok, {tally.failed.total()} failed"
+            f"{totals.done}: {totals.ok} ok, {totals.failed.total()} failed"
             + (codes and f" ({codes})")
             + before,
         ),
         ("wall time", f"{wall:.2f} s"),
-        ("tokens", f"{tally.prompt_tokens} prompt, {tally.generated_tokens} generated, {rate:.1f} tok/s"),
+        ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
         *_memory_lines(stats),
-        ("time to first token", _quantiles(tally.ttft)),
-        ("inter-token latency", _quantiles(tally.inter_token)),
+        ("time to first token", _quantiles(totals.ttft)),
+        ("inter-token latency", _quantiles(totals.inter_token)),
         ("slot occupancy", f"{stats.occupancy:.1%}"),
         ("start-up", f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
         (
@@ -115,7 +98,7 @@ def summary_lines(
 
 
 def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
-    """What was not computed because it lay in memory, and what had to leave it; nothing where there was neither."""
+    """Tokens found in the prefix cache, and preemptions; no line for what did not happen."""
     lines = []
     if stats.cached_tokens:
         lines.append(("prefix cache", f"{stats.cached_tokens} tokens found, {stats.prompt_tokens} computed"))
@@ -124,6 +107,7 @@ def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
     return lines
 
 
-def _quantiles(latencies: Latencies) -> str:
-    p50, p99 = latencies.quantile(0.5), latencies.quantile(0.99)
-    return "none" if p50 is None or p99 is None else f"p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms"
+def _quantiles(seconds: Quantiles) -> str:
+    if not seconds.count:
+        return "none"
+    return f"p50 {seconds.at(0.5) * 1e3:.1f} ms, p99 {seconds.at(0.99) * 1e3:.1f} ms"

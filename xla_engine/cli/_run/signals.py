@@ -13,7 +13,7 @@ _ASKED = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def interrupts(interrupt: Callable[[], None], doing: str) -> Iterator[None]:
-    """Call `interrupt` on each signal; after the first one say what is going on. Not in other than main threads."""
+    """Call `interrupt` on each signal, and after the first print what the program is `doing`. Main thread only."""
     said = False
 
     def handle(*_: Any) -> None:

@@ -1,0 +1,22 @@
+"""Tables in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """One line per row, its cells padded so that columns line up, two spaces apart.
+
+    rows: all of the same length, at least one. right: columns, from 0, that line up on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(pad(row, widths, right)).rstrip() for row in rows]
+
+
+def pad(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> list[str]:
+    """The cells of a row, each as wide as its column."""
+    return [
+        cell.rjust(width) if column in right else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
