@@ -35,7 +35,7 @@ run() { # NAME OPTIONS...
 
 run slots --max-num-seqs 4 --no-enable-prefix-caching
 run prefix_cache --max-num-seqs 4
-run pages --max-num-seqs 16 --num-blocks 24                     # of 64 tokens: what three slots of 512 take
+run blocks --max-num-seqs 16 --num-blocks 24                     # of 64 tokens: what three slots of 512 take
 run bytes --max-num-seqs 16 --kv-cache-memory-bytes 12000000
 run no_room_on_the_host --max-num-seqs 4 --swap-space 0         # who loses its slot runs again
 run turns --max-num-seqs 4 --policy round_robin --quantum 8 --step-log steps.jsonl

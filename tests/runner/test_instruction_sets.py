@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conftest import TINY_ENGINE
+from tests.support.models import TINY_ENGINE
 from xla_engine.config import ISAS, EngineConfig, requested_isa
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
