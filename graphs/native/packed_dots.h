@@ -122,23 +122,62 @@ struct DotKernel {
   }
 };
 
+// Four words of features `feature`, `feature` + 4 .., as many as fit in a register, four lanes each.
+inline BitRegister Lanes(const Word* from, int64_t pitch) {
+#if defined(__AVX512F__)
+  typedef uint32_t Four __attribute__((vector_size(16)));
+  const auto four = [&](int64_t lane) { return (__m128i)LoadAs<Four>(from + 4 * lane * pitch); };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(2)), four(3), 1);
+  return (BitRegister)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#elif defined(__AVX2__)
+  const auto* one = reinterpret_cast<const __m128i*>(from);
+  const auto* other = reinterpret_cast<const __m128i*>(from + 4 * pitch);
+  return (BitRegister)_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(one)), _mm_loadu_si128(other), 1);
+#else
+  return LoadAs<BitRegister>(from);
+#endif
+}
+
+// Of each lane of a and b the first two words in turns, or the last two.
+template <bool kLast>
+BitRegister Unpack(BitRegister a, BitRegister b) {
+#if defined(__AVX512F__)
+  return (BitRegister)(kLast ? _mm512_unpackhi_epi32((__m512i)a, (__m512i)b) : _mm512_unpacklo_epi32((__m512i)a, (__m512i)b));
+#elif defined(__AVX2__)
+  return (BitRegister)(kLast ? _mm256_unpackhi_epi32((__m256i)a, (__m256i)b) : _mm256_unpacklo_epi32((__m256i)a, (__m256i)b));
+#else
+  return kLast ? __builtin_shufflevector(a, b, 2, 6, 3, 7) : __builtin_shufflevector(a, b, 0, 4, 1, 5);
+#endif
+}
+
+// The same by pairs of words.
+template <bool kLast>
+BitRegister UnpackPairs(BitRegister a, BitRegister b) {
+#if defined(__AVX512F__)
+  return (BitRegister)(kLast ? _mm512_unpackhi_epi64((__m512i)a, (__m512i)b) : _mm512_unpacklo_epi64((__m512i)a, (__m512i)b));
+#elif defined(__AVX2__)
+  return (BitRegister)(kLast ? _mm256_unpackhi_epi64((__m256i)a, (__m256i)b) : _mm256_unpacklo_epi64((__m256i)a, (__m256i)b));
+#else
+  return kLast ? __builtin_shufflevector(a, b, 2, 3, 6, 7) : __builtin_shufflevector(a, b, 0, 1, 4, 5);
+#endif
+}
+
 // Packs sixteen features of `words` words each, `pitch` words apart, as [word][feature]; features behind `count` are zero.
 inline void Pack(const Word* rows, int64_t pitch, int64_t count, int64_t words, char* to) {
-  typedef uint32_t Four __attribute__((vector_size(16)));
-  const auto load = [&](int64_t feature, int64_t word) {
-    return feature < count ? LoadAs<Four>(rows + feature * pitch + word) : Four{};
-  };
   int64_t word = 0;
-  for (; word + 4 <= words; word += 4) {
-    for (int64_t first = 0; first < 16; first += 4) {
-      const Four a = load(first, word), b = load(first + 1, word), c = load(first + 2, word), d = load(first + 3, word);
-      const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-      const Four ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7), cd2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  for (; count == 16 && word + 4 <= words; word += 4) {
+    for (int64_t first = 0; first < 16; first += kRegister) {
+      const Word* from = rows + first * pitch + word;
+      const BitRegister a = Lanes(from, pitch), b = Lanes(from + pitch, pitch), c = Lanes(from + 2 * pitch, pitch);
+      const BitRegister d = Lanes(from + 3 * pitch, pitch);
+      const BitRegister ab = Unpack<false>(a, b), cd = Unpack<false>(c, d), more_ab = Unpack<true>(a, b);
+      const BitRegister more_cd = Unpack<true>(c, d);
       char* at = to + word * 64 + first * 4;
-      StoreAs(at, __builtin_shufflevector(ab, cd, 0, 1, 4, 5));
-      StoreAs(at + 64, __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
-      StoreAs(at + 128, __builtin_shufflevector(ab2, cd2, 0, 1, 4, 5));
-      StoreAs(at + 192, __builtin_shufflevector(ab2, cd2, 2, 3, 6, 7));
+      StoreAs(at, UnpackPairs<false>(ab, cd));
+      StoreAs(at + 64, UnpackPairs<true>(ab, cd));
+      StoreAs(at + 128, UnpackPairs<false>(more_ab, more_cd));
+      StoreAs(at + 192, UnpackPairs<true>(more_ab, more_cd));
     }
   }
   for (; word < words; ++word)

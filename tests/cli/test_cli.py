@@ -117,6 +117,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "kv_cache_memory_bytes": None,
         "quantization": None,
         "attention_backend": "auto",
+        "isa": "auto",
         "generation_config": "engine",
     }
     assert result.exit_code == 1 and records[0]["error"]["code"] == "token_limit_exceeded"
