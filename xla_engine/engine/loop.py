@@ -32,6 +32,7 @@ from xla_engine.scheduler import (
     Swap,
 )
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
+from xla_engine.scheduler.restart import restarted
 
 NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
@@ -146,6 +147,8 @@ class Loop:
         try:
             for request_id, reason in self.scheduler.expire(self.clock()):
                 self._end(request_id, reason)
+            if self._faults.acquit(self.scheduler.credited):
+                self._restart()
             # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
             started = len(self._in_flight) <= self.lag and self._start_next()
             if len(self._in_flight) > (self.lag if started else 0):
@@ -276,15 +279,20 @@ class Loop:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def _recover(self, cause: str) -> None:
-        """After a failed turn run all live requests again; those in its step that failed before end with `error`."""
+        """After a failed turn run the live requests again, or those that may have been its cause apart from others.
+
+        One that fails alone ends with `error`.
+        """
         if not self._faults.record(cause):
             self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
             return
+        live = (self._table[name] for name in self._table)
+        culprit = self._faults.blame(live, self.scheduler.credited)
         self._restart()
-        for request in self._faults.exhausted(self._table[name] for name in self._table):
-            self.scheduler.finish(request.request_id, FinishReason.ERROR)
-            message = f"a step failed again with this request in it: {cause}"
-            self._end(request.request_id, FinishReason.ERROR, message)
+        if culprit is not None and not culprit.finished:
+            self.scheduler.finish(culprit.request_id, FinishReason.ERROR)
+            message = f"a step failed again with this request alone in it: {cause}"
+            self._end(culprit.request_id, FinishReason.ERROR, message)
 
     def _settle(self) -> None:
         """Start afresh after an interrupt in the middle of a turn, which leaves unknown what was done."""
@@ -299,7 +307,7 @@ class Loop:
         goes on.
         """
         self._in_flight.clear()
-        self.scheduler = self.scheduler.restarted()
+        self.scheduler = restarted(self.scheduler, self._faults.only)
         for name in self._table:
             self._table[name].rewind()
         self._table.token_buffer.clear()
