@@ -71,6 +71,7 @@ class Loop:
         self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
         self._closed: str | None = None
+        self._draining = False  # takes no more requests
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -92,18 +93,25 @@ class Loop:
             self._table.take_back(request_id)
             raise
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now, keeping what it has; False when it is unknown or already over."""
+    def abort(self, request_id: str, cause: str | None = None) -> bool:
+        """End a request now, keeping what it has; False when it is unknown or already over.
+
+        cause: what its output says as `error`.
+        """
         self._settle()
         ended = [name for name in self._table.sequences(request_id) if self.scheduler.abort(name)]
         for name in ended:
-            self._end(name, FinishReason.ABORT)
+            self._end(name, FinishReason.ABORT, cause)
         return bool(ended)
 
-    def abort_all(self) -> None:
-        """End every live request now."""
+    def abort_all(self, cause: str | None = None) -> None:
+        """End every live request now; `cause` as in `abort`."""
         for name in self._table:
-            self.abort(name)
+            self.abort(name, cause)
+
+    def stop_taking(self) -> None:
+        """Refuse requests from now on; those that are here go on."""
+        self._draining = True
 
     def _take_away(self, name: str, *, how: str | None, to_back: bool) -> bool:
         """Preempt a sequence; true if it held a slot."""
