@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
 
 from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
@@ -37,11 +37,11 @@ class Scheduler:
     once: by a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, only: Collection[str] | None = None) -> None:
         self.config = config
         self._states: dict[str, RequestState] = {}  # every live request
         self._kv = KVAllocator(config)
-        self._waiting = WaitingQueue(config)
+        self._waiting = WaitingQueue(config, only)
         takes_turns = config.scheduling_policy == "round_robin"
         self._round_robin = RoundRobin(config.quantum if takes_turns else None, config.max_num_seqs)
         self._deadlines = Deadlines()
@@ -95,31 +95,6 @@ class Scheduler:
             expired.append((state.request_id, reason))
         return expired
 
-    def restarted(self) -> Scheduler:
-        """A scheduler of the same live requests and totals in which nothing has run yet: every request waits.
-
-        For an engine that lost the device's state, or was interrupted in the middle of a call. Requests keep their
-        places in line; tokens they were credited count as dropped, since they will be sampled again. A request that
-        had a slot before cannot time out in the queue any more.
-        """
-        fresh = Scheduler(self.config)
-        fresh._submitted, fresh._finished = self._submitted, dict(self._finished)
-        fresh._next_step = fresh._committer.steps = self._next_step
-        fresh._waiting.turns, fresh._preemption.count = self._waiting.turns, self._preemption.count
-        fresh._cached_tokens = self._cached_tokens
-        self._settle()
-        lost = sum(state.credited for state in self._states.values())
-        fresh._committer.credited = self._committer.credited - lost
-        fresh._committer.dropped = self._committer.dropped + lost
-        fresh._waiting.max_waiting = None  # they were all taken once
-        for state in sorted(self._states.values(), key=lambda state: state.arrival):
-            request = state.request
-            if state.status is not Status.WAITING:
-                request = replace(request, queue_deadline=None)
-            fresh._queue(RequestState(request=request, arrival=state.arrival, turn=state.turn))
-        fresh._waiting.max_waiting = self.config.max_waiting
-        return fresh
-
     def plan(self) -> Plan:
         """Decide the next step, and count it as started: fill free slots from the head of the queue, decode every
         live row, and run prompt chunks in what that leaves of the token budget."""
@@ -162,6 +137,13 @@ class Scheduler:
             self._kv.used(reuse.source, self._next_step)
         self._next_step += not plan.is_empty
         return plan
+
+    def credited(self, request_id: str) -> int | None:
+        """New tokens that a request was credited since it last began; None when it is not live."""
+        if (state := self._states.get(request_id)) is None:
+            return None
+        state.settle(self._committer.steps)
+        return state.credited
 
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> str | None:
         """Take a request's slot away, to be given to others by the next plan; it waits in line to go on later.

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
-from xla_engine.engine.protocol import RequestOptions, pop_options
+from xla_engine.engine.protocol import RequestOptions, drained, pop_options
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM, Prompt
 from xla_engine.outputs import RequestOutput
@@ -108,6 +108,17 @@ class AsyncLLM:
     def abort(self, request_id: str) -> bool:
         """End a request now; its reader gets a last output. False when it is unknown or already over."""
         return self.engine.abort(request_id)
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Take no more requests, and return when all have ended; those left after `timeout_s` seconds are aborted.
+
+        Later requests raise EngineClosedError. Close the engine afterwards.
+        """
+        self.engine.stop_taking()
+        if self._driver is not None and not self._driver.done():
+            await asyncio.wait([self._driver], timeout=timeout_s)
+            self.engine.abort_all(drained(timeout_s))
+            await asyncio.wait([self._driver])
 
     async def close(self) -> None:
         """Abort what is live, whose readers get their last output, and free the device memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from operator import itemgetter
 
@@ -33,9 +33,10 @@ class WaitingQueue:
 
     max_waiting: most requests to take at the back, None for no bound.
     turns: numbers for requests that come, or go to the back.
+    only: ids that may get a slot, None for all. The others are held back: in the queue, and never next.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, only: Collection[str] | None = None) -> None:
         self.max_waiting = config.max_waiting
         self.turns = itertools.count()
         self._place = policy.POLICIES[config.scheduling_policy]
@@ -51,12 +52,19 @@ class WaitingQueue:
         # Of the requests that wait, by id, the longest first. An OrderedDict, because finding the first key of a dict
         # scans all that were deleted before it.
         self._places: OrderedDict[str, tuple[Place, RequestState]] = OrderedDict()
+        self._only = only
+        self._held: dict[str, RequestState] = {}  # held back, oldest first
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._held)
+
+    def __bool__(self) -> bool:
+        """Whether there is a next in line."""
+        return bool(self._places)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (state for _, state in sorted(self._places.values(), key=itemgetter(0)))
+        yield from (state for _, state in sorted(self._places.values(), key=itemgetter(0)))
+        yield from self._held.values()
 
     def place(self, state: RequestState) -> Place:
         """A request's place in line; the lowest goes first. It is the same whether the request waits or runs."""
@@ -116,6 +124,9 @@ class WaitingQueue:
     def put_back(self, state: RequestState, *, to_back: bool) -> None:
         """Put a request in its place, whatever the bound: it was taken once. to_back: it is the latest to come."""
         assert state.request_id not in self._places, f"request {state.request_id!r} waits already"
+        if self._only is not None and state.request_id not in self._only:
+            self._held[state.request_id] = state
+            return
         place = self.place(state)
         self._places[state.request_id] = place, state
         if not to_back:
@@ -131,6 +142,8 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands. Raises KeyError when it does not wait."""
+        if self._held.pop(state.request_id, None) is not None:
+            return
         if state is self.oldest:
             self._passed = 0
         del self._places[state.request_id]
@@ -141,7 +154,7 @@ class WaitingQueue:
     def check(self) -> None:
         """Raise AssertionError unless everything in here waits, in its place."""
         waiting = {entry[2].request_id: entry[::2] for entry in self._heap if self._waits(entry)}
-        if waiting != self._places:
+        if waiting != self._places or waiting.keys() & self._held.keys():
             raise AssertionError(f"the heap has {waiting}, not {self._places}")
         for state in self:
             if state.status not in (Status.WAITING, Status.PARKED):

@@ -254,3 +254,37 @@ def test_close_while_tasks_read_gives_each_its_end(make_engine: Callable[..., Xl
             await read(llm, PROMPTS[0])
 
     run(main())
+
+
+def test_a_drain_lets_readers_finish_and_refuses_new_requests(
+    make_engine: Callable[..., XlaBatchEngine], alone: list[tuple[int, ...]]
+) -> None:
+    async def main() -> None:
+        async with AsyncLLM.from_engine(make_engine()) as llm:
+            tasks = [asyncio.create_task(read(llm, prompt)) for prompt in PROMPTS]
+            while not llm.engine.num_running:
+                await asyncio.sleep(0)
+            draining = asyncio.create_task(llm.drain())
+            await asyncio.sleep(0)
+            with pytest.raises(EngineClosedError, match="takes no more"):
+                await read(llm, PROMPTS[0])
+            await draining
+            assert [output.outputs[0].token_ids for output in await asyncio.gather(*tasks)] == alone
+
+    run(main())
+
+
+def test_a_drain_without_time_aborts_what_runs_and_says_why(
+    make_engine: Callable[..., XlaBatchEngine],
+) -> None:
+    async def main() -> None:
+        async with AsyncLLM.from_engine(make_engine()) as llm:
+            tasks = [asyncio.create_task(read(llm, prompt)) for prompt in PROMPTS]
+            while not llm.engine.num_running:
+                await asyncio.sleep(0)
+            await llm.drain(timeout_s=0)
+            outputs = await asyncio.gather(*tasks)
+            assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
+            assert all("told to end" in str(output.error) for output in outputs)
+
+    run(main())

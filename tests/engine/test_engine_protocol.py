@@ -153,3 +153,12 @@ def test_a_closed_engine_has_told_every_reader_and_takes_no_more(
     assert [request.output().outputs[0].finish_reason for request in collector.take()] == ["abort"]
     with pytest.raises(EngineClosedError):
         engine.step()
+
+
+def test_a_drain_ends_what_is_not_finished_in_time(engine: Engine) -> None:
+    names = submit(engine, 3 * engine.max_num_seqs)
+    outputs = engine.drain(timeout_s=0)
+    assert ends(outputs) == dict.fromkeys(names, "abort")
+    assert engine.num_running == engine.num_waiting == 0 and not engine.has_unfinished
+    submit(engine, 1)  # and goes on afterwards
+    assert ends(engine.drain()) == {"r0": "length"}

@@ -107,33 +107,107 @@ def test_what_was_delivered_is_not_delivered_again(
     assert tiny.stats().generation_tokens - generated == sum(seen.values())
 
 
-def test_a_fault_that_comes_again_ends_those_in_its_step_and_no_others(
+def test_a_fault_that_comes_again_ends_no_request_that_was_not_alone_in_its_step(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 3 and 5 fail: a request in both is over, with the tokens it had; those that waited never notice."""
-    in_step: list[set[str]] = []
-    real = tiny.runner.start
-
-    def start(plan: Any, *rest: Any) -> Any:
-        in_step.append({part.request_id for part in (*plan.chunks, *plan.decode)})
-        return real(plan, *rest)
-
+    """Steps 3 and 5 fail, each with many requests in it: none of them was the cause."""
     tiny.lag = 0
-    tokens = {case.request_id: run_alone(tiny, case).token_ids for case in cases}
-    monkeypatch.setattr(tiny.runner, "start", start)
     fail_at(monkeypatch, tiny, "wait", {3, 5}, RuntimeError("planted"))
     submit_all(tiny, cases)
+    assert {name: bits(output.outputs[0]) for name, output in ends(tiny.drain()).items()} == alone
+
+
+def test_a_fault_that_comes_again_with_one_request_alone_ends_it_with_the_tokens_it_had(
+    tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.lag = 0
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tiny.submit([5, 6, 7], params)
+    (whole,) = tiny.drain()
+    fail_at(monkeypatch, tiny, "wait", {3, 5}, RuntimeError("planted"))
+    tiny.submit([5, 6, 7], params)
+    (output,) = tiny.drain()
+    tokens = output.outputs[0].token_ids
+    assert output.outputs[0].finish_reason == "error" and "planted" in str(output.error)
+    assert 0 < len(tokens) < 12 and tokens == whole.outputs[0].token_ids[: len(tokens)]
+
+
+def poison(
+    monkeypatch: pytest.MonkeyPatch, engine: XlaBatchEngine, fails: Callable[[Any], bool]
+) -> list[set[str]]:
+    """Let each step fail whose plan `fails`; returns the requests of each step, as they come."""
+    real, steps = engine.runner.wait, []
+
+    def wait(step: Any) -> StepResult:
+        steps.append({part.request_id for part in (*step.plan.chunks, *step.plan.decode)})
+        if fails(step.plan):
+            raise RuntimeError("poison")
+        return real(step)
+
+    monkeypatch.setattr(engine.runner, "wait", wait)
+    return steps
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("culprits", [1, 3])
+def test_a_prompt_that_fails_every_time_ends_alone(
+    tiny: XlaBatchEngine,
+    cases: list[Case],
+    alone: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    lag: int,
+    culprits: int,
+) -> None:
+    """The requests that share its steps get the bits that they have alone, and each has one end."""
+    tiny.lag = lag
+    bad = {case.request_id for case in cases[1 : 4 * culprits : 4]}
+    poison(monkeypatch, tiny, lambda plan: any(chunk.request_id in bad for chunk in plan.chunks))
+    submit_all(tiny, cases)
     outputs = ends(tiny.drain())
-    twice = in_step[2] & in_step[4]
-    assert twice and len(twice) <= SLOTS
-    for name, output in outputs.items():
-        found = output.outputs[0]
-        if name in twice:
-            assert found.finish_reason == "error" and "planted" in str(output.error)
-            assert found.token_ids == tokens[name][: len(found.token_ids)]
-        else:
-            assert bits(found) == alone[name] and output.error is None
-    assert {name for name, output in outputs.items() if output.outputs[0].finish_reason == "error"} == twice
+    for name in bad:
+        assert outputs[name].outputs[0].finish_reason == "error" and "poison" in str(outputs.pop(name).error)
+    assert {name: bits(output.outputs[0]) for name, output in outputs.items()} == {
+        name: alone[name] for name in alone if name not in bad
+    }
+
+
+def test_a_request_that_fails_in_the_middle_ends_alone_and_keeps_its_tokens(
+    tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that came while suspects run apart wait, are in no step with them, and end by themselves."""
+    tiny.lag = 0
+    with monkeypatch.context() as patch:
+        decoded = 0
+
+        def fails(plan: Any) -> bool:
+            nonlocal decoded
+            rows = [row for row in plan.decode if row.request_id == "bad"]
+            decoded = 0 if any(chunk.request_id == "bad" for chunk in plan.chunks) else decoded + len(rows)
+            return bool(rows) and decoded == 5
+
+        steps = poison(patch, tiny, fails)
+        tiny.submit([9, 8, 7], SamplingParams(max_tokens=30, ignore_eos=True), request_id="bad")
+        submit_all(tiny, cases[:12])
+        outputs = []
+        while tiny.stats().recoveries < 2:
+            outputs += tiny.step(only_finished=True)
+        submit_all(tiny, cases[12:])
+        late = {case.request_id for case in cases[12:]}
+        outputs += tiny.drain()
+    found = ends(outputs)
+    bad = found.pop("bad")
+    assert bad.outputs[0].finish_reason == "error" and len(bad.outputs[0].token_ids) >= 4
+    assert {name: bits(output.outputs[0]) for name, output in found.items()} == alone
+    assert {"bad"} in steps and not any("bad" in step and step & late for step in steps)
+
+
+def test_requests_that_fail_together_and_not_apart_all_end_by_themselves(
+    tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when there is memory for fewer rows than there are slots."""
+    poison(monkeypatch, tiny, lambda plan: len(plan.decode) > SLOTS // 2)
+    submit_all(tiny, cases)
+    assert {name: bits(output.outputs[0]) for name, output in ends(tiny.drain()).items()} == alone
 
 
 @pytest.mark.parametrize("verb", ["start", "wait"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -295,3 +296,29 @@ def test_snapshot_and_stats_touch_no_device(tiny: XlaBatchEngine, monkeypatch: p
     places = [view.arrival + view.priority * tiny.config.priority_aging for view in snapshot.waiting]
     assert places == sorted(places)
     assert asdict(stats)["steps"] > 0 and asdict(snapshot)["counters"]["submitted"] >= SLOTS + 3
+
+
+def test_a_drain_finishes_what_it_can_and_takes_nothing(tiny: XlaBatchEngine) -> None:
+    """Time passes by the step. The one that was still running says why it ended; a request that comes is refused."""
+    ticks = iter(range(10**6))
+    refused: list[Exception] = []
+
+    def late() -> None:
+        try:
+            tiny.submit([1])
+        except EngineClosedError as error:
+            refused.append(error)
+
+    tiny.submit([1, 2], SamplingParams(max_tokens=200, ignore_eos=True), request_id="long")
+    short = SamplingParams(max_tokens=2, ignore_eos=True)
+    tiny.submit([1, 2], short, request_id="short")
+    tiny.submit([1, 2], short, request_id="read", collector=OutputCollector(on_news=late))
+    tiny.clock = lambda: next(ticks)
+    try:
+        found = {output.request_id: output for output in tiny.drain(timeout_s=60)}
+    finally:
+        tiny.clock = time.monotonic
+    assert found["short"].outputs[0].finish_reason == "length" and found["short"].error is None
+    assert found["long"].outputs[0].finish_reason == "abort" and "60 s later" in str(found["long"].error)
+    assert found["long"].outputs[0].token_ids and "takes no more" in str(refused[0])
+    assert not tiny.has_unfinished

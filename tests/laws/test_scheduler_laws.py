@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support import fake_runner
 from tests.support.fake_runner import VOCABULARY, Loop, expected
 from tests.support.faults import credit_goes_to_the_slot
 from xla_engine.scheduler import (
@@ -370,15 +371,15 @@ def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None
 
 def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a request went on where it was, with its state on the device gone."""
-    restarted = Scheduler.restarted
+    restarted = fake_runner.restarted
 
-    def careless(self: Scheduler) -> Scheduler:
-        fresh = restarted(self)
-        for request_id, state in self._states.items():
+    def careless(old: Scheduler) -> Scheduler:
+        fresh = restarted(old)
+        for request_id, state in old._states.items():
             fresh._states[request_id].credited = state.credited
         return fresh
 
-    monkeypatch.setattr(Scheduler, "restarted", careless)
+    monkeypatch.setattr(fake_runner, "restarted", careless)
 
 
 def one_slot_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,12 @@ class FakeEngine:
             self.advance()
         return [each.output() for each in self.collector.take() if each.finished or not only_finished]
 
-    def drain(self) -> list[RequestOutput]:
+    def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
         ended = []
         while self.has_unfinished:
+            if timeout_s is not None:  # time passes at once here
+                for request_id in list(self.live):
+                    self.abort(request_id)
             ended += self.step(only_finished=True)
         return ended
 

@@ -36,6 +36,7 @@ from xla_engine.scheduler import (
     Swap,
 )
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
+from xla_engine.scheduler.restart import restarted
 
 VOCABULARY = 13
 
@@ -355,7 +356,7 @@ class Loop:
 
     def restart(self) -> None:
         """The device's state is lost: begin again with everything that lives."""
-        self.scheduler = self.scheduler.restarted()
+        self.scheduler = restarted(self.scheduler)
         self.runner.lose_everything()
         self.in_flight.clear()
         for request_id, life in self.live.items():

@@ -72,6 +72,12 @@ from xla_engine.sampling_params import SamplingParams
 )
 @click.option("--created", type=int, help='Unix time written as "created".  [default: now]')
 @click.option("--fingerprint", is_flag=True, help="Results carry hashes for `xla-engine compare`.")
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="After SIGTERM, requests that are not finished so much later are cancelled.  [default: wait for all]",
+)
 @click.option("--no-progress", is_flag=True, help="Print only the summary.")
 def run(
     input_path: str | None,
@@ -91,6 +97,7 @@ def run(
     max_line_bytes: int,
     created: int | None,
     fingerprint: bool,
+    drain_timeout: float | None,
     no_progress: bool,
     **options: Any,
 ) -> None:
@@ -119,8 +126,8 @@ def run(
 
     \b
     Exit status: 0 all lines have results, 1 some failed, 2 could not start, 130 interrupted by Ctrl-C or SIGTERM.
-    The first Ctrl-C lets the requests under way finish, the second stops at once; requests without a result get
-    no line then.
+    The first Ctrl-C or SIGTERM lets the requests under way finish, the second stops at once, and so does
+    --drain-timeout after a SIGTERM; requests without a result get no line then.
 
     \b
     Examples:
@@ -156,7 +163,7 @@ def run(
     elif stream:
         from xla_engine.cli._run.stream import run_stream
 
-        run_stream(input_path, status_path, step_log_path, defaults, max_line_bytes, options)
+        run_stream(input_path, status_path, step_log_path, defaults, max_line_bytes, drain_timeout, options)
     elif output_path is None:
         raise click.UsageError("Missing option '-o': where results go, - for standard output.")
     else:
@@ -176,6 +183,7 @@ def run(
             created=created,
             fingerprint=fingerprint,
             progress=not no_progress,
+            drain_timeout_s=drain_timeout,
         )
         batch.run_file(files, settings, options)
 

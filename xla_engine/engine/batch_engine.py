@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.loop import Loop
 from xla_engine.engine.output_collector import OutputCollector, Readable
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, drained
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.seeds import request_seed
@@ -138,6 +139,8 @@ class XlaBatchEngine(Loop):
         self._settle()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
+        if self._draining:
+            raise EngineClosedError("the engine finishes what it has and takes no more requests")
         params = params or self.default_params
         request_id = str(self._table.submitted) if request_id is None else request_id
         self._table.check_free(request_id, params.n)
@@ -225,12 +228,20 @@ class XlaBatchEngine(Loop):
             request.output() for request in self._collector.take() if request.finished or not only_finished
         ]
 
-    def drain(self) -> list[RequestOutput]:
-        """Run until nothing is left; returns the finished requests in order of completion."""
+    def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
+        """Run until nothing is left; returns the finished requests in order of completion.
+
+        timeout_s: what runs or waits after so many seconds ends with reason "abort"; None waits for all. Meanwhile
+            no request is taken.
+        """
         ended: list[Readable] = []
         self._collector.every_token = False
+        until = math.inf if timeout_s is None else self.clock() + timeout_s
+        draining, self._draining = self._draining, True
         try:
             while self.has_unfinished:
+                if self._table and self.clock() >= until:
+                    self.abort_all(drained(timeout_s))
                 if self._closed is None or not self._collector:
                     self.advance()
                 ended += (request for request in self._collector.take() if request.finished)
@@ -240,6 +251,7 @@ class XlaBatchEngine(Loop):
             raise
         finally:
             self._collector.every_token = True
+            self._draining = draining
         return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:

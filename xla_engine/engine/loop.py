@@ -32,6 +32,7 @@ from xla_engine.scheduler import (
     Swap,
 )
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
+from xla_engine.scheduler.restart import restarted
 
 NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
@@ -70,6 +71,7 @@ class Loop:
         self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
         self._closed: str | None = None
+        self._draining = False  # takes no more requests
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -91,18 +93,25 @@ class Loop:
             self._table.take_back(request_id)
             raise
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now, keeping what it has; False when it is unknown or already over."""
+    def abort(self, request_id: str, cause: str | None = None) -> bool:
+        """End a request now, keeping what it has; False when it is unknown or already over.
+
+        cause: what its output says as `error`.
+        """
         self._settle()
         ended = [name for name in self._table.sequences(request_id) if self.scheduler.abort(name)]
         for name in ended:
-            self._end(name, FinishReason.ABORT)
+            self._end(name, FinishReason.ABORT, cause)
         return bool(ended)
 
-    def abort_all(self) -> None:
-        """End every live request now."""
+    def abort_all(self, cause: str | None = None) -> None:
+        """End every live request now; `cause` as in `abort`."""
         for name in self._table:
-            self.abort(name)
+            self.abort(name, cause)
+
+    def stop_taking(self) -> None:
+        """Refuse requests from now on; those that are here go on."""
+        self._draining = True
 
     def _take_away(self, name: str, *, how: str | None, to_back: bool) -> bool:
         """Preempt a sequence; true if it held a slot."""
@@ -146,6 +155,8 @@ class Loop:
         try:
             for request_id, reason in self.scheduler.expire(self.clock()):
                 self._end(request_id, reason)
+            if self._faults.acquit(self.scheduler.credited):
+                self._restart()
             # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
             started = len(self._in_flight) <= self.lag and self._start_next()
             if len(self._in_flight) > (self.lag if started else 0):
@@ -276,15 +287,20 @@ class Loop:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def _recover(self, cause: str) -> None:
-        """After a failed turn run all live requests again; those in its step that failed before end with `error`."""
+        """After a failed turn run the live requests again, or those that may have been its cause apart from others.
+
+        One that fails alone ends with `error`.
+        """
         if not self._faults.record(cause):
             self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
             return
+        live = (self._table[name] for name in self._table)
+        culprit = self._faults.blame(live, self.scheduler.credited)
         self._restart()
-        for request in self._faults.exhausted(self._table[name] for name in self._table):
-            self.scheduler.finish(request.request_id, FinishReason.ERROR)
-            message = f"a step failed again with this request in it: {cause}"
-            self._end(request.request_id, FinishReason.ERROR, message)
+        if culprit is not None and not culprit.finished:
+            self.scheduler.finish(culprit.request_id, FinishReason.ERROR)
+            message = f"a step failed again with this request alone in it: {cause}"
+            self._end(culprit.request_id, FinishReason.ERROR, message)
 
     def _settle(self) -> None:
         """Start afresh after an interrupt in the middle of a turn, which leaves unknown what was done."""
@@ -299,7 +315,7 @@ class Loop:
         goes on.
         """
         self._in_flight.clear()
-        self.scheduler = self.scheduler.restarted()
+        self.scheduler = restarted(self.scheduler, self._faults.only)
         for name in self._table:
             self._table[name].rewind()
         self._table.token_buffer.clear()

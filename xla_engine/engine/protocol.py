@@ -45,6 +45,11 @@ def pop_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
 
 
+def drained(timeout_s: float | None) -> str:
+    """Why a request ends when an engine was drained for as long as it may be."""
+    return f"the engine was told to end, and the request was not finished {timeout_s} s later"
+
+
 class Engine(Protocol):
     """Runs requests turn by turn, as `XlaBatchEngine` does, whose methods document these."""
 
@@ -74,7 +79,7 @@ class Engine(Protocol):
 
     def advance(self) -> None: ...
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
-    def drain(self) -> list[RequestOutput]: ...
+    def drain(self, timeout_s: float | None = None) -> list[RequestOutput]: ...
 
     def snapshot(self) -> Snapshot: ...
     def stats(self) -> EngineStats: ...

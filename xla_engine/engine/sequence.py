@@ -21,7 +21,7 @@ class LiveSequence:
     """Accumulates what the device samples for one sequence until it ends.
 
     collector: takes its news. reader: what is put there, the sequence itself or the group it is part of.
-    faults: failed steps it was in.
+    faults: failed steps it was in. acquittals: times it got past such a step apart from others.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LiveSequence:
         self.request_id = request_id
         self.collector = collector
         self.reader: Readable = self
-        self.faults = 0
+        self.faults = self.acquittals = 0
         self._token_buffer = token_buffer
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None

@@ -57,6 +57,7 @@ class Settings:
     created: int | None
     fingerprint: bool
     progress: bool
+    drain_timeout_s: float | None
 
 
 def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -> None:
@@ -115,7 +116,8 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
         )
         status = _status_file(files, engine, batch)
         show = functools.partial(_show, progress, engine, batch.totals, status)
-        with progress, interrupts(batch.interrupt, "finishing the requests under way"):
+        doing = "finishing the requests under way"
+        with progress, interrupts(batch.interrupt, doing, settings.drain_timeout_s):
             totals = batch.run()
         show(last=True)
         if status is not None and status.failure is not None:

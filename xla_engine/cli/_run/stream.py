@@ -32,6 +32,7 @@ def run_stream(
     step_log_path: str | None,
     defaults: dict[str, Any],
     max_line_bytes: int,
+    drain_timeout_s: float | None,
     options: dict[str, Any],
 ) -> None:
     """Serve until the input ends; exit with the command's status."""
@@ -58,7 +59,7 @@ def run_stream(
             )
             with _common.startup_errors():
                 status.write()
-        with interrupts(stream.interrupt, "finishing the requests under way"):
+        with interrupts(stream.interrupt, "finishing the requests under way", drain_timeout_s):
             totals = stream.run()
         if status is not None:
             status.update(force=True)
