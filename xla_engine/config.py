@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -262,9 +263,13 @@ def compiler() -> str:
 
 
 def cache_directory() -> Path:
-    """Our part of the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "xla-engine"
+    """Our part of the user's cache directory; among the temporary files for a user who has no home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "xla-engine"
+    try:
+        return Path.home() / ".cache" / "xla-engine"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"xla-engine-{os.getuid()}"
 
 
 def embedded_model_directory() -> Path:

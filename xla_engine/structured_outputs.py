@@ -57,6 +57,11 @@ class StructuredOutputsParams:
             _check_choice(self.choice)
             object.__setattr__(self, "choice", tuple(self.choice))
 
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
     @classmethod
     def from_mapping(cls, values: object) -> StructuredOutputsParams:
         """Build from JSON-like fields; an unknown or unsupported one is an error that names it."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from xla_engine.runner.library_cache import private_directory
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _total = 0
 _listening = False
@@ -47,12 +49,12 @@ class CompileCounter:
 
 
 def use_compile_cache(directory: Path) -> None:
-    """Keep compiled programs in `directory`, unless the process already chose a cache of its own.
+    """Keep compiled programs in `directory` where that is ours, unless the process already chose a cache of its own.
 
     JAX keys entries by program, jaxlib version, flags and device kind.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_compilation_cache_dir", str(private_directory(directory)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

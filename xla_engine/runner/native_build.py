@@ -10,10 +10,8 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
-import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import jax
@@ -24,6 +22,7 @@ from xla_engine.graphs.attention.native import TARGET
 from xla_engine.graphs.delta_net.native import DELTA_RULE
 from xla_engine.graphs.experts.native import EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
+from xla_engine.runner import library_cache
 from xla_engine.runner.instruction_sets import InstructionSet, available, processor
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
@@ -81,14 +80,13 @@ def build(isa: InstructionSet, *flags: str) -> Path:
     version = _run([program, "--version"])
     identity = "\0".join((version, *options, text, _headers(), processor()))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    library = native_cache_directory() / f"native-{isa.name}-{digest}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            made = Path(scratch) / library.name
-            _run([*command, "-o", str(made)])
-            os.replace(made, library)  # whole or not at all, also when two processes build
-    return library
+    try:
+        name = f"native-{isa.name}-{digest}.so"
+        return library_cache.library(
+            native_cache_directory(), name, lambda made: _run([*command, "-o", str(made)])
+        )
+    except OSError as error:
+        raise NativeBuildError(f"the library cannot be kept: {error}") from error
 
 
 def _run(command: list[str]) -> str:

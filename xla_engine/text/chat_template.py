@@ -6,14 +6,14 @@ no bound to time or memory, so it runs in a process of its own (`chat_worker`) u
 
 from __future__ import annotations
 
-import atexit
 import json
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from xla_engine.errors import ChatTemplateError, InvalidRequestError
 from xla_engine.model_loader.chat_templates import MAX_TEMPLATE, ChatTemplate
-from xla_engine.text.chat_process import ChatProcess
+from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
 
 Message = Mapping[str, Any]
 
@@ -25,8 +25,7 @@ _CONTEXT = frozenset({"messages", "tools", "add_generation_prompt"})
 _MARK = "\ue000continue here\ue000 "  # stands at the end of the message to continue; private use characters
 
 
-_PROCESS = ChatProcess()
-atexit.register(_PROCESS.stop)
+_PROCESS = WorkerProcess("chat_worker.py")
 
 
 def chosen_template(own: ChatTemplate | None, source: str | None) -> ChatTemplate | None:
@@ -168,7 +167,6 @@ def _render(source: str, context: dict[str, Any], cpu_limit_s: float, max_charac
             {
                 "template": source,
                 "context": context,
-                "cpu_limit_s": cpu_limit_s,
                 "max_characters": max_characters,
             }
         )
@@ -178,7 +176,12 @@ def _render(source: str, context: dict[str, Any], cpu_limit_s: float, max_charac
         raise InvalidRequestError(
             f"the conversation has {len(request)} bytes as JSON; at most {MAX_CONVERSATION}"
         )
-    answer = _PROCESS.ask(request, cpu_limit_s)
+    if find_spec("jinja2") is None:
+        raise ChatTemplateError("chat templates need jinja2: pip install 'jinja2>=3.1.6'")
+    try:
+        answer = _PROCESS.ask(cpu_limit_s, request)
+    except WorkerEndedError as error:
+        raise ChatTemplateError(f"rendering the chat template {error} on these messages") from error
     if "error" in answer:
         raise ChatTemplateError(f"the chat template cannot render these messages ({answer['error']})")
-    return answer["text"]
+    return str(answer["text"])

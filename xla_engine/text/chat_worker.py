@@ -1,16 +1,8 @@
-"""The process that renders chat templates: code from a checkpoint runs here, where it can be killed.
-
-It is started by path, imports jinja2 alone, reads one JSON request per line and answers each with one line. The
-kernel ends it when one rendering takes more processor time than allowed; memory is capped for the whole process.
-"""
+"""Renders chat templates in a worker process (`worker_main`): code from a checkpoint runs here."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import sys
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -75,7 +67,7 @@ def compiled(source: str) -> Template:
     return environment.from_string(source)
 
 
-def render(template: str, context: dict[str, Any], max_characters: int) -> dict[str, str]:
+def answer(template: str, context: dict[str, Any], max_characters: int) -> dict[str, str]:
     """{"text": ...} or {"error": why there is none}."""
     try:
         text = compiled(template).render(context)
@@ -86,29 +78,3 @@ def render(template: str, context: dict[str, Any], max_characters: int) -> dict[
     if len(text) > max_characters:
         return {"error": f"it makes {len(text)} characters; at most {max_characters} are allowed"}
     return {"text": text}
-
-
-def serve(limit_processor_time: Callable[[float], object]) -> None:
-    """Answer requests until standard input ends."""
-    for line in sys.stdin:
-        request = json.loads(line)
-        limit_processor_time(request.pop("cpu_limit_s"))
-        answer = render(**request)
-        limit_processor_time(0)
-        print(json.dumps(answer), flush=True)
-
-
-def main() -> None:
-    import resource
-
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # an interrupt is for the parent, which will end this process
-    with contextlib.suppress(ValueError, OSError):  # not every system caps the address space
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    # SIGPROF keeps its default action, which is to end the process: no code of a template can hold it off.
-    serve(lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,13 @@
-"""Grammars compiled for a tokenizer, and which tokens they allow next (llguidance)."""
+"""Grammars compiled for a tokenizer, and which tokens they allow next (llguidance).
+
+llguidance runs in this process, so a constraint is compiled here only when its trial (`trials`) ended well, and a row
+whose masks take too long ends.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -12,42 +17,63 @@ import numpy as np
 from xla_engine.errors import InvalidRequestError
 from xla_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.text.trials import ConstraintTrials
+from xla_engine.utils.shown import shown
 
+# Processor time that the masks of one sequence may take: so much, and so much more for each of its tokens.
+MASK_GRACE_S = 1.0
+MASK_BUDGET_S = 0.02
+MAX_DEPTH = 100  # of a schema
+_LARGEST_INTEGER = 2**64  # of a schema
 _KEPT = 32  # compiled constraints kept for requests that bring the same
+_LIMITS: dict[str, Any] = {"verbose_errors": False}  # of llguidance.LLParserLimits
 
 
 class Matcher:
     """Follows one sequence through its constraint."""
 
-    def __init__(self, state: Any, words: int) -> None:
+    def __init__(self, state: Any, words: int, name: str) -> None:
+        """name: what messages call the constraint."""
         self._state = state  # an llguidance.LLMatcher; it raises nothing, but may stand in error
         self._words = words
+        self._name = name
+        self._tokens = 0
+        self._left = MASK_GRACE_S
 
     def words(self) -> np.ndarray:
         """What may come next, u32 `[ceil(V / 32)]`; an eos id where the text may end. Raises InvalidRequestError."""
-        import numpy as np  # here: most imports of this module never ask for a mask
-
+        start = time.thread_time()
         words = np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._words]
+        self._left -= time.thread_time() - start
         self._check()
         return words
 
     def push(self, token_id: int) -> None:
         """Take the sampled token. Raises InvalidRequestError."""
+        start = time.thread_time()
         self._state.consume_token(token_id)
+        self._tokens += 1
+        self._left += MASK_BUDGET_S - (time.thread_time() - start)
         self._check()
 
     def reset(self) -> None:
         """Go back to the beginning."""
         self._state.reset()
+        self._tokens, self._left = 0, MASK_GRACE_S
         self._check()
 
     def copy(self) -> Matcher:
         """One that goes on from here by itself."""
-        return Matcher(self._state.deep_copy(), self._words)
+        return Matcher(self._state.deep_copy(), self._words, self._name)
 
     def _check(self) -> None:
         if self._state.is_error():
             raise InvalidRequestError(f"structured_outputs: {_first_line(self._state.get_error())}")
+        if self._left < 0:
+            raise InvalidRequestError(
+                f"structured_outputs: {self._name}: its masks take more than {MASK_GRACE_S:g} s and {MASK_BUDGET_S:g} "
+                f"s a token of processor time, after {self._tokens} tokens; make it less ambiguous"
+            )
 
 
 class Grammars:
@@ -65,10 +91,10 @@ class Grammars:
             raise InvalidRequestError("the model names no eos id, so a constrained text could not end")
         self._library = llguidance
         self._words = -(-vocab_size // 32)
-        self._tokenizer = llguidance.LLTokenizer(
-            tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
-        )
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        text = tokenizer.to_json()
+        self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._trials = ConstraintTrials(text, vocab_size, eos_token_ids, _LIMITS)
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
@@ -79,8 +105,11 @@ class Grammars:
                 f"structured_outputs: {len(grammar)} characters; at most {MAX_CONSTRAINT_CHARACTERS}"
             )
         if grammar not in self._compiled:
+            name = f"{params.kind} {shown(getattr(params, params.kind))}"
+            if (why := self._trials.why_not(grammar)) is not None:
+                raise InvalidRequestError(f"structured_outputs: {name}: {_first_line(why)}")
             state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-            compiled = Matcher(state, self._words)
+            compiled = Matcher(state, self._words, name)
             compiled.words()
             self._compiled[grammar] = compiled
             if len(self._compiled) > _KEPT:
@@ -99,10 +128,25 @@ class Grammars:
         schema: Any = {"type": "object"} if params.json_object else params.json
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
+            if len(text) <= MAX_CONSTRAINT_CHARACTERS:  # else it is refused by its size
+                _check_bounds(json.loads(text))
             options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
             return build.grammar_from_json_schema(text, overrides=options)
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidRequestError(f"structured_outputs: json is no schema: {error}") from error
+
+
+def _check_bounds(schema: object) -> None:
+    """Raise ValueError for a schema that is nested too deeply or has integers that are too large."""
+    values = [(schema, 1)]
+    while values:
+        value, depth = values.pop()
+        if isinstance(value, int) and abs(value) >= _LARGEST_INTEGER:
+            raise ValueError(f"an integer of more than 64 bits, {shown(value)}; use a smaller one")
+        if isinstance(value, dict | list) and depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}; make it flatter, for example with $ref")
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        values += [(each, depth + 1) for each in inner]
 
 
 def _first_line(message: str) -> str:

@@ -1,0 +1,95 @@
+"""Constraints and tokenizers are tried in a process that may die of them, before this one does the same.
+
+A few bytes can make the libraries recurse until the stack ends, or work for ever. What a trial did within its limits
+is safe here. Verdicts are remembered by hash, for the longest not asked ones forgotten first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess, why_ended
+
+CONSTRAINT_CPU_S = 1.0  # processor time of compiling a constraint and following it for some tokens
+TOKENIZER_CPU_S = 10.0  # of loading a tokenizer
+_VERDICTS = 4096
+
+_PROCESS = WorkerProcess("trial_worker.py")
+
+
+class Verdicts:
+    """What trials said, by the hash of what was tried: None where it is good, else why it is not."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        with self._lock:
+            return key in self._known
+
+    def __getitem__(self, key: bytes) -> str | None:
+        with self._lock:
+            self._known.move_to_end(key)
+            return self._known[key]
+
+    def __setitem__(self, key: bytes, verdict: str | None) -> None:
+        with self._lock:
+            self._known[key] = verdict
+            if len(self._known) > _VERDICTS:
+                self._known.popitem(last=False)
+
+
+class ConstraintTrials:
+    """Tries constraints for one tokenizer, which the process is told once."""
+
+    def __init__(
+        self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int], limits: dict[str, Any]
+    ) -> None:
+        """tokenizer: a tokenizer.json's text. limits: the fields of `llguidance.LLParserLimits`."""
+        kept = {"text": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
+        self._name = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+        self._set_up = json.dumps({"kind": "keep_tokenizer", "name": self._name, **kept})
+        self._limits = limits
+        self._verdicts = Verdicts()
+
+    def why_not(self, grammar: str) -> str | None:
+        """Why a grammar, as llguidance takes it, must not be compiled here; None where it may."""
+        key = hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        if key not in self._verdicts:
+            try:
+                answer = self._ask(grammar)
+            except WorkerEndedError as error:  # of something else, perhaps: not remembered
+                return f"trying it {error}; send it again"
+            self._verdicts[key] = _verdict(answer, CONSTRAINT_CPU_S)
+        return self._verdicts[key]
+
+    def _ask(self, grammar: str) -> dict[str, Any]:
+        fields = {"tokenizer": self._name, "grammar": grammar, "limits": self._limits}
+        request = json.dumps({"kind": "try_constraint", "seconds": CONSTRAINT_CPU_S, **fields})
+        answer = _PROCESS.ask(CONSTRAINT_CPU_S, request)
+        if answer.get("kept") is False:
+            _PROCESS.ask(TOKENIZER_CPU_S, self._set_up)
+            answer = _PROCESS.ask(CONSTRAINT_CPU_S, request)
+        return answer
+
+
+def why_not_load(tokenizer: Path) -> str | None:
+    """Why a tokenizer.json must not be loaded here; None where it may."""
+    request = {"kind": "try_tokenizer", "path": str(tokenizer), "seconds": TOKENIZER_CPU_S}
+    try:
+        return _verdict(_PROCESS.ask(TOKENIZER_CPU_S, json.dumps(request)), TOKENIZER_CPU_S)
+    except WorkerEndedError as error:
+        return f"trying it {error}"
+
+
+def _verdict(answer: dict[str, Any], seconds: float) -> str | None:
+    if "status" in answer:
+        return f"trying it {why_ended(answer['status'], seconds)}; make it simpler"
+    return answer.get("error")

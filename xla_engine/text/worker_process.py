@@ -1,0 +1,85 @@
+"""A process for work that could end or hold this one, from the side of its parent; `worker_main` runs in it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class WorkerEndedError(Exception):
+    """The worker did not survive a request; the text says why."""
+
+
+class WorkerProcess:
+    """A process that answers requests by one file of this folder, started when first needed and again after it died.
+
+    Any thread may ask; it answers one at a time. It ends with its parent.
+    """
+
+    def __init__(self, worker: str) -> None:
+        """worker: a file of this folder, as `worker_main` wants it."""
+        self._files = [str(Path(__file__).with_name(name)) for name in ("worker_main.py", worker)]
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+        atexit.register(self.stop)
+
+    def ask(self, cpu_limit_s: float, request: str) -> dict[str, Any]:
+        """Send a JSON object, return the one that answers it. Raises WorkerEndedError."""
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(f"{cpu_limit_s} {request}\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except OSError:
+                answer = ""
+            except BaseException:  # an interrupt: the answer must not be read by the next one
+                self.stop()
+                raise
+            if answer.endswith("\n"):
+                return dict(json.loads(answer))
+            status = process.wait()
+            self.stop()
+        raise WorkerEndedError(why_ended(status, cpu_limit_s))
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._owner != os.getpid():  # inherited by a fork: it answers the parent
+            self._process, self._owner = None, os.getpid()
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", *self._files],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    encoding="ascii",  # json escapes everything else, lone surrogates too
+                )
+            except OSError as error:
+                raise WorkerEndedError(f"cannot start its process ({error})") from error
+        return self._process
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            with contextlib.suppress(OSError):  # what was not flushed has no reader
+                process.communicate()
+
+
+def why_ended(status: int, cpu_limit_s: float) -> str:
+    """In words what an exit status, negative for a signal, says about a process under limits."""
+    if status == -signal.SIGPROF:
+        return f"used more than {cpu_limit_s:g} s of processor time"
+    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    return f"ended its process ({how})"
