@@ -63,7 +63,7 @@ class RequestTable:
     def open(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: str | None,
         token_ids: tuple[int, ...],
         params: SamplingParams,
         *,
@@ -89,7 +89,7 @@ class RequestTable:
             )
             self._live[name] = LiveSequence(
                 name,
-                prompt if isinstance(prompt, str) else None,
+                prompt,
                 token_ids,
                 part,
                 self._tokenizer,
