@@ -60,7 +60,7 @@ class SamplingParams:
     min_p: drop tokens less likely than min_p times the most likely one.
     seed: noise is a pure function of (seed, position); None derives one from the engine's seed and the request's
         id, so that a request still does not depend on its neighbours.
-    max_tokens: new tokens at most, the stop token included.
+    max_tokens: new tokens at most, the stop token included; None is all that fit after the prompt.
     min_tokens: new tokens before stop ids may be sampled and stop strings are looked for.
     repetition_penalty: divides positive logits of tokens that stand in prompt or output, multiplies negative ones.
     frequency_penalty: taken off the logits of tokens in the output, as often as each stands there.
@@ -91,7 +91,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -133,9 +133,10 @@ class SamplingParams:
             raise InvalidRequestError(f"min_p must be in [0, 1], not {self.min_p}")
         if self.seed is not None:
             _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
-        _integer("max_tokens", self.max_tokens, low=1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, low=1)
         _integer("min_tokens", self.min_tokens, low=0)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); lower one or raise the "
                 "other"
@@ -206,6 +207,13 @@ class SamplingParams:
                     f"unknown field {shown(name)}; known sampling fields: {', '.join(sorted(known))}"
                 )
         return cls(**values)
+
+    @property
+    def token_limit(self) -> int:
+        """`max_tokens` as a number. Raises InvalidRequestError where it is None, which only an engine can count."""
+        if self.max_tokens is None:
+            raise InvalidRequestError("max_tokens None is counted when a request is submitted; give a number")
+        return self.max_tokens
 
     @property
     def is_greedy(self) -> bool:

@@ -59,11 +59,22 @@ def test_chat_line() -> None:
     assert request.is_chat and parsed(talk(logprobs=False)).params.logprobs is None
 
 
+def test_without_max_tokens_a_chat_gets_all_that_fit_and_a_prompt_16_tokens() -> None:
+    assert parsed(talk()).params.max_tokens is None
+    assert parsed(talk(max_tokens=None)).params.max_tokens is None
+    assert parsed(json.dumps({"messages": MESSAGES}).encode()).params.max_tokens is None
+    assert parsed(talk(), max_tokens=9).params.max_tokens == 9
+    assert parsed(b'{"prompt": "x", "max_tokens": null}').params.max_tokens is None
+    assert parsed(b'{"prompt": "x"}').params.max_tokens == 16
+    assert parsed(batch({"prompt": "x", "max_tokens": None})).params.max_tokens == 16
+
+
 def test_response_format_is_structured_outputs() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     params = parsed(talk(response_format=wanted)).params
-    assert params == SamplingParams(structured_outputs=StructuredOutputsParams.from_response_format(wanted))
+    constraint = StructuredOutputsParams.from_response_format(wanted)
+    assert params == SamplingParams(structured_outputs=constraint, max_tokens=None)
     assert params.structured_outputs is not None and params.structured_outputs.json == schema
     raw = json.dumps({"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}).encode()
     assert parsed(raw).params.structured_outputs == StructuredOutputsParams(choice=["a", "b"])
@@ -167,7 +178,6 @@ PLAIN_REFUSED = {
     "negative token": ({"prompt": [1, -1]}, "prompt[1]"),
     "huge token": ({"prompt": [2**40]}, "prompt[0]"),
     "max_tokens 0": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-    "max_tokens null": ({"prompt": "x", "max_tokens": None}, "max_tokens"),
     "negative temperature": ({"prompt": "x", "temperature": -0.1}, "temperature"),
     "temperature as text": ({"prompt": "x", "temperature": "0"}, "temperature"),
     "top_p 0": ({"prompt": "x", "top_p": 0}, "top_p"),

@@ -481,3 +481,14 @@ def test_progress_can_be_off() -> None:
     with Progress(40, slots=16, stream=None) as progress:
         assert not progress.due
         progress.show(done=40, tokens=100, busy=0)
+
+
+def test_the_summary_counts_finish_reasons() -> None:
+    _, totals = run(prompts(3) + b'{"prompt": "", "max_tokens": 2}\n')
+    assert totals.finish_reasons.total() == 3
+    text = summary_lines(totals, EngineStats(), wall=1.0, cold_start=None)
+    assert any(
+        line.startswith("finish reasons") and line.endswith(f"{reason} {count}")
+        for line in text
+        for reason, count in totals.finish_reasons.items()
+    )

@@ -13,6 +13,8 @@ completions request, with OpenAI's names for its fields:
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "any", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 32}}
 
+Without `max_tokens`, a prompt gets 16 tokens and a chat all that fit, as with OpenAI and vLLM.
+
 The answer to each is an OpenAI Batch output line (`xla_engine.batch.results`).
 """
 
@@ -162,6 +164,8 @@ def parse_record(
         else:
             prompts, model, sampling = _openai(record)
         options = {name: sampling.pop(name) for name in _SUBMIT_FIELDS if name in sampling}
+        if isinstance(prompts[0], Chat):
+            defaults = {"max_tokens": None, **defaults}
         params = SamplingParams.from_mapping({**defaults, **sampling})
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)

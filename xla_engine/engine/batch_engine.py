@@ -147,6 +147,7 @@ class XlaBatchEngine(Loop):
             options["cache_salt"] = salt
         self.validator.check_options(**options)
         token_ids = self.validator.token_ids(content, params, add_special_tokens=add_special_tokens)
+        params = self.validator.with_limit(params, len(token_ids))
         stop_ids = self.validator.stop_token_ids(params)
         masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
         self.validator.check_queue(params.n, self.num_waiting)
@@ -170,7 +171,7 @@ class XlaBatchEngine(Loop):
                 Request(
                     request_id=name,
                     prompt_token_ids=token_ids,
-                    max_tokens=params.max_tokens,
+                    max_tokens=params.token_limit,
                     stop_token_ids=frozenset(stop_ids),
                     host_gated=masks[0] is not None and masks[0].host_gated,
                     cache_salt=options.get("cache_salt", ""),

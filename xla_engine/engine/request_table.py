@@ -80,7 +80,7 @@ class RequestTable:
         for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
             part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
             self.settings[name] = RowSettings(
-                max_tokens=params.max_tokens,
+                max_tokens=params.token_limit,
                 stop_token_ids=stop_ids,
                 params=part,
                 seed=sequence_seed(seed, index),
