@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.shown import shown
 
 MAX_N = 128
@@ -185,8 +186,10 @@ class SamplingParams:
             )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(cls, values: Mapping[str, Any], *, also_known: Iterable[str] = ()) -> SamplingParams:
         """Build from JSON-like fields; an unknown or unsupported field is an error that names it.
+
+        also_known: names of other fields that an unknown one may be a misspelling of.
 
         OpenAI's `response_format` may stand for `structured_outputs`.
         """
@@ -203,9 +206,9 @@ class SamplingParams:
             if name in UNSUPPORTED:
                 raise InvalidRequestError(f"field {shown(name)} is not supported by this version; remove it")
             if name not in known:
-                raise InvalidRequestError(
-                    f"unknown field {shown(name)}; known sampling fields: {', '.join(sorted(known))}"
-                )
+                hint = did_you_mean(name, sorted(known.union(also_known)))
+                hint = hint or f"; known sampling fields: {', '.join(sorted(known))}"
+                raise InvalidRequestError(f"unknown field {shown(name)}{hint}")
         return cls(**values)
 
     @property

@@ -133,10 +133,10 @@ def test_whatever_reading_a_line_raises_is_that_lines_error(
 ) -> None:
     """In a run, in a dry run, in a stream."""
 
-    def raising(value: Any) -> Any:
+    def raising(value: Any, **options: Any) -> Any:
         if b"bad" in (value if isinstance(value, bytes) else json.dumps(value).encode()):
             raise RuntimeError("a fault of ours")
-        return usual(value)
+        return usual(value, **options)
 
     usual = requests.load_object if where == "load_object" else SamplingParams.from_mapping
     monkeypatch.setattr(f"xla_engine.batch.requests.{where}", raising)
