@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from xla_engine.llm import LLM as LLM
     from xla_engine.outputs import CompletionOutput as CompletionOutput
     from xla_engine.outputs import RequestOutput as RequestOutput
+    from xla_engine.prompts import TextPrompt as TextPrompt
+    from xla_engine.prompts import TokensPrompt as TokensPrompt
     from xla_engine.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -32,6 +34,8 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
     "XlaEngineError": "errors",
 }
 __all__ = [
@@ -41,6 +45,8 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "XlaBatchEngine",
     "XlaEngineError",
 ]

@@ -12,8 +12,9 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import RequestOptions, drained, pop_options
 from xla_engine.errors import EngineClosedError
-from xla_engine.llm import LLM, Prompt
+from xla_engine.llm import LLM
 from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import StepResult
 from xla_engine.text.chat_template import Message

@@ -12,11 +12,11 @@ from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import SharedOptions, pop_options
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import Prompt, prompt_list
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.chat_template import Message
 from xla_engine.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 T = TypeVar("T")
 
 
@@ -83,7 +83,7 @@ class LLM:
         """Complete all prompts; results in the order of the prompts.
 
         Arguments:
-            prompts: text, a list of token ids, or a list of either.
+            prompts: text, token ids, vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of these.
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar.
             priority: -10 (soonest) to 10, one for all or one per prompt.
@@ -91,7 +91,7 @@ class LLM:
 
         Raises InvalidRequestError naming the first bad prompt before any of them runs.
         """
-        many = _as_list(prompts)
+        many = prompt_list(prompts)
         return self._complete(many, sampling_params, use_tqdm=use_tqdm, priority=priority, **options)
 
     def chat(
@@ -145,7 +145,7 @@ class LLM:
         Several streams may be read in turns: each read runs the engine for all. For readers that run at the same time
         there is `AsyncLLM`.
         """
-        many = _as_list(prompts)
+        many = prompt_list(prompts)
         outputs = self._run(many, sampling_params, only_finished=False, priority=priority, **options)
         return (output for _, output in outputs)
 
@@ -212,15 +212,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
 
 
 def _as_conversations(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.shown import shown
 
 MAX_N = 128
@@ -60,7 +61,7 @@ class SamplingParams:
     min_p: drop tokens less likely than min_p times the most likely one.
     seed: noise is a pure function of (seed, position); None derives one from the engine's seed and the request's
         id, so that a request still does not depend on its neighbours.
-    max_tokens: new tokens at most, the stop token included.
+    max_tokens: new tokens at most, the stop token included; None is all that fit after the prompt.
     min_tokens: new tokens before stop ids may be sampled and stop strings are looked for.
     repetition_penalty: divides positive logits of tokens that stand in prompt or output, multiplies negative ones.
     frequency_penalty: taken off the logits of tokens in the output, as often as each stands there.
@@ -91,7 +92,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -133,9 +134,10 @@ class SamplingParams:
             raise InvalidRequestError(f"min_p must be in [0, 1], not {self.min_p}")
         if self.seed is not None:
             _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
-        _integer("max_tokens", self.max_tokens, low=1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, low=1)
         _integer("min_tokens", self.min_tokens, low=0)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); lower one or raise the "
                 "other"
@@ -184,8 +186,10 @@ class SamplingParams:
             )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(cls, values: Mapping[str, Any], *, also_known: Iterable[str] = ()) -> SamplingParams:
         """Build from JSON-like fields; an unknown or unsupported field is an error that names it.
+
+        also_known: names of other fields that an unknown one may be a misspelling of.
 
         OpenAI's `response_format` may stand for `structured_outputs`.
         """
@@ -202,10 +206,17 @@ class SamplingParams:
             if name in UNSUPPORTED:
                 raise InvalidRequestError(f"field {shown(name)} is not supported by this version; remove it")
             if name not in known:
-                raise InvalidRequestError(
-                    f"unknown field {shown(name)}; known sampling fields: {', '.join(sorted(known))}"
-                )
+                hint = did_you_mean(name, sorted(known.union(also_known)))
+                hint = hint or f"; known sampling fields: {', '.join(sorted(known))}"
+                raise InvalidRequestError(f"unknown field {shown(name)}{hint}")
         return cls(**values)
+
+    @property
+    def token_limit(self) -> int:
+        """`max_tokens` as a number. Raises InvalidRequestError where it is None, which only an engine can count."""
+        if self.max_tokens is None:
+            raise InvalidRequestError("max_tokens None is counted when a request is submitted; give a number")
+        return self.max_tokens
 
     @property
     def is_greedy(self) -> bool:

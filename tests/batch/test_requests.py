@@ -59,11 +59,22 @@ def test_chat_line() -> None:
     assert request.is_chat and parsed(talk(logprobs=False)).params.logprobs is None
 
 
+def test_without_max_tokens_a_chat_gets_all_that_fit_and_a_prompt_16_tokens() -> None:
+    assert parsed(talk()).params.max_tokens is None
+    assert parsed(talk(max_tokens=None)).params.max_tokens is None
+    assert parsed(json.dumps({"messages": MESSAGES}).encode()).params.max_tokens is None
+    assert parsed(talk(), max_tokens=9).params.max_tokens == 9
+    assert parsed(b'{"prompt": "x", "max_tokens": null}').params.max_tokens is None
+    assert parsed(b'{"prompt": "x"}').params.max_tokens == 16
+    assert parsed(batch({"prompt": "x", "max_tokens": None})).params.max_tokens == 16
+
+
 def test_response_format_is_structured_outputs() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     params = parsed(talk(response_format=wanted)).params
-    assert params == SamplingParams(structured_outputs=StructuredOutputsParams.from_response_format(wanted))
+    constraint = StructuredOutputsParams.from_response_format(wanted)
+    assert params == SamplingParams(structured_outputs=constraint, max_tokens=None)
     assert params.structured_outputs is not None and params.structured_outputs.json == schema
     raw = json.dumps({"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}).encode()
     assert parsed(raw).params.structured_outputs == StructuredOutputsParams(choice=["a", "b"])
@@ -167,13 +178,14 @@ PLAIN_REFUSED = {
     "negative token": ({"prompt": [1, -1]}, "prompt[1]"),
     "huge token": ({"prompt": [2**40]}, "prompt[0]"),
     "max_tokens 0": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-    "max_tokens null": ({"prompt": "x", "max_tokens": None}, "max_tokens"),
     "negative temperature": ({"prompt": "x", "temperature": -0.1}, "temperature"),
     "temperature as text": ({"prompt": "x", "temperature": "0"}, "temperature"),
     "top_p 0": ({"prompt": "x", "top_p": 0}, "top_p"),
     "top-N logprobs": ({"prompt": "x", "logprobs": 21}, "logprobs"),
     "unknown field": ({"prompt": "x", "temprature": 0}, "'temprature'"),
-    "misspelt prompt": ({"promt": "x"}, 'no "prompt"'),
+    "misspelt prompt": ({"promt": "x"}, "did you mean 'prompt'?"),
+    "misspelt messages": ({"mesages": []}, "did you mean 'messages'?"),
+    "misspelt field": ({"prompt": "x", "temprature": 0}, "did you mean 'temperature'?"),
     "unsupported field": ({"prompt": "x", "best_of": 2}, "'best_of'"),
     "endless bias id": ({"prompt": "x", "logit_bias": {"7" * 5000: 1}}, "logit_bias id must be an integer"),
     "empty stop string": ({"prompt": "x", "stop": ["\n", ""]}, "stop string is empty"),
@@ -216,7 +228,19 @@ BATCH_REFUSED = {
     "messages as text": (talk(messages="hello"), "messages"),
     "prompt in a chat": (talk(prompt="x"), "'prompt'"),
     "messages in a completion": (batch({"prompt": "x", "messages": []}), "'messages'"),
-    "tools": (talk(tools=[{"type": "function"}]), "'tools'"),
+    "tools as text": (talk(tools="search"), "tools must be"),
+    "a tool that must be called": (talk(tool_choice="required"), "tool_choice"),
+    "echo as text": (batch({"prompt": "x", "echo": "yes"}), "echo must be"),
+    "echo of a chat": (talk(echo=True), "'echo'"),
+    "scores asked for twice": (
+        batch({"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 1}),
+        "remove prompt_logprobs",
+    ),
+    "nothing to do": (batch({"prompt": "x", "max_tokens": 0}), "max_tokens"),
+    "misspelt id": (batch({"prompt": "x"}, custom_idd="a"), "did you mean 'custom_id'?"),
+    "misspelt field": (batch({"prompt": "x", "max_token": 3}), "did you mean 'max_tokens'?"),
+    "misspelt option": (batch({"prompt": "x", "prioritty": 3}), "did you mean 'priority'?"),
+    "misspelt messages": (batch({"message": []}, url="/v1/chat/completions"), '"messages"'),
     "logprobs of a chat as number": (talk(logprobs=1), "true or false"),
     "top_logprobs alone": (talk(top_logprobs=1), "needs logprobs"),
     "top_logprobs of a completion": (batch({"prompt": "x", "top_logprobs": 1}), "'top_logprobs'"),

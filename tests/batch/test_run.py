@@ -133,10 +133,10 @@ def test_whatever_reading_a_line_raises_is_that_lines_error(
 ) -> None:
     """In a run, in a dry run, in a stream."""
 
-    def raising(value: Any) -> Any:
+    def raising(value: Any, **options: Any) -> Any:
         if b"bad" in (value if isinstance(value, bytes) else json.dumps(value).encode()):
             raise RuntimeError("a fault of ours")
-        return usual(value)
+        return usual(value, **options)
 
     usual = requests.load_object if where == "load_object" else SamplingParams.from_mapping
     monkeypatch.setattr(f"xla_engine.batch.requests.{where}", raising)
@@ -481,3 +481,14 @@ def test_progress_can_be_off() -> None:
     with Progress(40, slots=16, stream=None) as progress:
         assert not progress.due
         progress.show(done=40, tokens=100, busy=0)
+
+
+def test_the_summary_counts_finish_reasons() -> None:
+    _, totals = run(prompts(3) + b'{"prompt": "", "max_tokens": 2}\n')
+    assert totals.finish_reasons.total() == 3
+    text = summary_lines(totals, EngineStats(), wall=1.0, cold_start=None)
+    assert any(
+        line.startswith("finish reasons") and line.endswith(f"{reason} {count}")
+        for line in text
+        for reason, count in totals.finish_reasons.items()
+    )

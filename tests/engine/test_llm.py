@@ -110,3 +110,23 @@ def test_context_manager_closes() -> None:
         assert llm.generate("import sys", GREEDY, use_tqdm=False)[0].finished
     with pytest.raises(EngineClosedError, match=r"close\(\) was called"):
         llm.generate("import sys", GREEDY, use_tqdm=False)
+
+
+def test_without_max_tokens_a_request_runs_to_the_end_of_its_slot(llm: LLM) -> None:
+    open_ended = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    limit = llm.engine.max_model_len
+    prompt = [5] * (limit - 20)
+    [output] = llm.generate(prompt, open_ended, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 20 and output.outputs[0].finish_reason == "length"
+    with pytest.raises(TokenLimitError, match=r"max_tokens \(1\)"):
+        llm.generate([5] * limit, open_ended, use_tqdm=False)
+
+
+def test_without_max_tokens_a_request_gets_the_blocks_there_are() -> None:
+    with LLM(
+        max_num_seqs=8, max_model_len=256, prefill_lanes=(2,), num_blocks=6, block_size=32, self_check=False
+    ) as llm:
+        [output] = llm.generate(
+            [5] * 20, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), use_tqdm=False
+        )
+        assert 100 < len(output.outputs[0].token_ids) < 200

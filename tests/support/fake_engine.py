@@ -117,7 +117,7 @@ class FakeEngine:
             raise InvalidRequestError("priority must be an integer")
         if "!" in prompt:
             raise InvalidRequestError("not this one")
-        if len(prompt) + params.max_tokens > LONGEST:
+        if len(prompt) + (params.max_tokens or 1) > LONGEST:
             raise TokenLimitError(f"{len(prompt)} + {params.max_tokens} > {LONGEST}")
         self.submitted.append(request_id)
         collector = self.collector if collector is None else collector

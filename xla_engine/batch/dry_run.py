@@ -88,8 +88,9 @@ class DryRun:
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
         report.prompt_tokens += sum(lengths)
-        report.new_tokens += params.max_tokens * params.n * len(lengths)
-        report.longest = max(report.longest, max(lengths) + params.max_tokens)
+        limits = [self._validator.with_limit(params, length).token_limit for length in lengths]
+        report.new_tokens += params.n * sum(limits)
+        report.longest = max(report.longest, *map(sum, zip(lengths, limits, strict=True)))
         return None
 
     def _token_ids(self, prompt: str | tuple[int, ...] | Chat, request: LineRequest) -> tuple[int, ...]:

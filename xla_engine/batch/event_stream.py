@@ -177,6 +177,10 @@ class EventStream:
         if isinstance(request, LineError):
             self._error(request)
             return
+        if request.echo:
+            raise _Refused(
+                "invalid_request", "echo is for batch files: a stream answers with new tokens only"
+            )
         if len(request.prompts) > 1:
             raise _Refused("invalid_request", "a stream takes one prompt per line; give each its own")
         request_id = f"batch-{request.line}"  # as in a batch file, so that the same line gets the same noise

@@ -13,17 +13,30 @@ completions request, with OpenAI's names for its fields:
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "any", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 32}}
 
+Without `max_tokens`, a prompt gets 16 tokens and a chat all that fit, as with OpenAI and vLLM.
+
 The answer to each is an OpenAI Batch output line (`xla_engine.batch.results`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from xla_engine.batch.fields import (
+    BESIDE_BODY,
+    LINE_FIELDS,
+    SUBMIT_FIELDS,
+    TEMPLATE_FIELDS,
+    TEMPLATE_FLAGS,
+    take_cap,
+    take_echo,
+    without_neutral,
+)
 from xla_engine.errors import InvalidRequestError, XlaEngineError
-from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import kind, load_object
 
 MAX_CUSTOM_ID = 512  # characters
@@ -32,29 +45,6 @@ MAX_PROMPTS = 128  # in one line
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
-
-# OpenAI bodies spell out defaults: an unsupported field may be there with the value that asks for nothing.
-NEUTRAL: Mapping[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "stream": False,
-    "store": False,
-    "stop": [],
-    "tools": [],
-    "logit_bias": {},
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "tool_choice": "none",
-    "service_tier": "auto",
-    "modalities": ["text"],
-    "response_format": {"type": "text"},
-}
-# Labels for the caller's own use, without a meaning here.
-LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-
-_SUBMIT_FIELDS = ("priority", "deadline_s", "queue_timeout_s", "cache_salt")
-_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +68,9 @@ class LineRequest:
     line: number in the file, from 1.
     custom_id: the line's own, or `line-<n>`.
     prompts: text, token ids or a chat; more than one only where a completions body lists several.
-    model: the name the line asked for, to be echoed; None where it named none.
+    model: the name the line asked for, to be repeated; None where it named none.
+    echo: whether the text begins with the prompt.
+    generates: false where the prompt is all that was asked for: the one token that is generated is left out.
     options: `priority`, `deadline_s`, `queue_timeout_s` and `cache_salt` where given, for `submit` to check.
     """
 
@@ -87,6 +79,8 @@ class LineRequest:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     model: str | None = None
+    echo: bool = False
+    generates: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -161,8 +155,12 @@ def parse_record(
             prompts, model, sampling = _plain(body)
         else:
             prompts, model, sampling = _openai(record)
-        options = {name: sampling.pop(name) for name in _SUBMIT_FIELDS if name in sampling}
-        params = SamplingParams.from_mapping({**defaults, **sampling})
+        echo, generates = (False, True) if isinstance(prompts[0], Chat) else take_echo(sampling)
+        sampling = without_neutral(sampling, nulls="body" in record)
+        options = {name: sampling.pop(name) for name in SUBMIT_FIELDS if name in sampling}
+        if isinstance(prompts[0], Chat):
+            defaults = {"max_tokens": None, **defaults}
+        params = SamplingParams.from_mapping({**defaults, **sampling}, also_known=LINE_FIELDS)
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
     except Exception as error:  # not foreseen: this line must not end the run all the same
@@ -174,6 +172,8 @@ def parse_record(
         prompts=tuple(_with_template(prompt, template) for prompt in prompts),
         params=params,
         model=model,
+        echo=echo,
+        generates=generates,
         options=options,
     )
 
@@ -201,7 +201,9 @@ _Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any]]  # prompts, model
 
 
 def _plain(body: dict[str, Any]) -> _Parts:
+    take_cap(body)
     if "messages" not in body:
+        _check_prompt_is_there(body)
         return (_prompt(body.pop("prompt", ...)),), None, body
     if "prompt" in body:
         raise InvalidRequestError('both "prompt" and "messages" given; keep one')
@@ -210,10 +212,9 @@ def _plain(body: dict[str, Any]) -> _Parts:
 
 def _openai(record: Mapping[str, Any]) -> _Parts:
     for name in record:
-        if name not in ("custom_id", "id", "method", "url", "body"):
-            raise InvalidRequestError(
-                f"unknown field {name!r} beside the body; sampling fields belong into the body"
-            )
+        if name not in BESIDE_BODY:
+            hint = did_you_mean(name, BESIDE_BODY) or "; sampling fields belong into the body"
+            raise InvalidRequestError(f"unknown field {name!r} beside the body{hint}")
     method, url, body = record.get("method", "POST"), record.get("url"), record.get("body")
     if method != "POST":
         raise InvalidRequestError(f'method must be "POST", not {method!r}')
@@ -230,12 +231,14 @@ def _openai(record: Mapping[str, Any]) -> _Parts:
     model = body.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise InvalidRequestError(f"model must be a string, not {model!r}")
+    take_cap(body)
     if url == COMPLETIONS_URL:
+        _check_prompt_is_there(body)
         prompts = _prompts(body.pop("prompt", ...))
     else:
         prompts = (_take_chat(body),)
         body = _chat_sampling(body)
-    return prompts, model, _without_neutral(body)
+    return prompts, model, body
 
 
 def _take_chat(body: dict[str, Any]) -> Chat:
@@ -243,19 +246,30 @@ def _take_chat(body: dict[str, Any]) -> Chat:
     messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError('"messages" must be a list of at least one {"role": ..., "content": ...}')
-    options = {name: body.pop(name) for name in _TEMPLATE_FIELDS if body.get(name) is not None}
-    for name in _TEMPLATE_FIELDS[:2]:
+    if (choice := body.pop("tool_choice", None)) not in (None, "none", "auto"):
+        raise InvalidRequestError(
+            f'tool_choice must be "auto" or "none", not {choice!r}: the model is shown the tools and not made to call '
+            "one; structured_outputs can do that"
+        )
+    given = {name: body.pop(name, None) for name in TEMPLATE_FIELDS}
+    options = {
+        name: value for name, value in given.items() if value is not None and (name, value) != ("tools", [])
+    }
+    for name in TEMPLATE_FLAGS:
         if not isinstance(options.get(name, False), bool):
             raise InvalidRequestError(f"{name} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("chat_template_kwargs", {}), dict):
         raise InvalidRequestError(
-            f"chat_template_kwargs must be an object, not {options[_TEMPLATE_FIELDS[2]]!r}"
+            f"chat_template_kwargs must be an object, not {options['chat_template_kwargs']!r}"
         )
+    tools = options.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequestError(f"tools must be a list of objects, not {tools!r}")
     return Chat(messages=tuple(messages), options=options)
 
 
 def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat API's names for `logprobs` and `max_tokens` as `SamplingParams` has them."""
+    """The chat API's names for `logprobs` as `SamplingParams` has them."""
     wanted, top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if not isinstance(wanted, (bool, type(None))):
         raise InvalidRequestError(f"logprobs of a chat must be true or false, not {wanted!r}")
@@ -263,12 +277,14 @@ def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError("top_logprobs needs logprobs: true")
     if wanted:
         body["logprobs"] = 0 if top is None else top
-    most = body.pop("max_completion_tokens", None)
-    if most is not None:
-        if body.get("max_tokens") is not None:
-            raise InvalidRequestError("both max_tokens and max_completion_tokens given; keep one")
-        body["max_tokens"] = most
     return body
+
+
+def _check_prompt_is_there(body: Mapping[str, Any]) -> None:
+    """A misspelt "prompt" is told apart from a missing one."""
+    wrong = next((name for name in body if did_you_mean(name, ("prompt", "messages"))), None)
+    if "prompt" not in body and wrong is not None:
+        raise InvalidRequestError(f'no "prompt", but {wrong!r}{did_you_mean(wrong, ("prompt", "messages"))}')
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
@@ -295,22 +311,3 @@ def _prompt(value: object) -> str | tuple[int, ...]:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
             raise InvalidRequestError(f"prompt[{position}] must be a token id, not {token_id!r}")
     return tuple(value)
-
-
-def _without_neutral(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling fields without those that ask for nothing: null, and the defaults of fields that are not supported."""
-    known = {entry.name for entry in fields(SamplingParams)}.union(
-        UNSUPPORTED, NEUTRAL, LABELS, _SUBMIT_FIELDS
-    )
-
-    def asks_for_nothing(name: str, value: object) -> bool:
-        if value is None:
-            return name in known
-        neutral = NEUTRAL.get(name)
-        return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-    return {
-        name: value
-        for name, value in sampling.items()
-        if name not in LABELS and not asks_for_nothing(name, value)
-    }

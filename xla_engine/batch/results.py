@@ -83,6 +83,26 @@ def output_error(request: LineRequest, output: RequestOutput) -> LineError | Non
     return replace(line_error(request.line, code, message, request.custom_id), partial=texts)
 
 
+def asked_for(request: LineRequest, output: RequestOutput) -> RequestOutput:
+    """A result without the token that was generated only because the engine generates at least one."""
+    if request.generates:
+        return output
+    completions = [
+        replace(
+            completion,
+            text="",
+            token_ids=(),
+            cumulative_logprob=None if completion.logprobs is None else 0.0,
+            logprobs=None if completion.logprobs is None else (),
+            top_logprobs=None if completion.top_logprobs is None else (),
+            finish_reason="length",
+            stop_reason=None,
+        )
+        for completion in output.outputs
+    ]
+    return replace(output, outputs=tuple(completions))
+
+
 def result_line(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> bytes:
@@ -103,7 +123,7 @@ def result_line(
         "system_fingerprint": header.system_fingerprint,
         "choices": [
             {"index": number // per_prompt * per_prompt + completion.index}
-            | _choice(request, completion, header.tokenizer)
+            | _choice(request, outputs[number // per_prompt], completion, header.tokenizer)
             for number, completion in enumerate(completions)
         ],
         "usage": {
@@ -113,7 +133,7 @@ def result_line(
         },
     }
     for number, output in enumerate(outputs):
-        if output.prompt_logprobs is not None:
+        if output.prompt_logprobs is not None and not (request.echo and request.params.logprobs is not None):
             body["choices"][number * per_prompt]["prompt_logprobs"] = _prompt_logprobs(output)
     if header.hashes and header.system_fingerprint is not None:
         body["xla_engine"] = _hashes(header.system_fingerprint, completions)
@@ -130,7 +150,7 @@ def error_line(error: LineError, name: str) -> bytes:
 
 
 def _choice(
-    request: LineRequest, completion: CompletionOutput, tokenizer: TokenText | None
+    request: LineRequest, output: RequestOutput, completion: CompletionOutput, tokenizer: TokenText | None
 ) -> dict[str, Any]:
     """One choice without its index; `stop_reason` is vLLM's."""
     content: dict[str, Any]
@@ -138,8 +158,10 @@ def _choice(
         content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
         block = _chat_logprobs(completion, request.params, tokenizer)
     else:
-        content = {"text": completion.text}
+        content = {"text": (_prompt_text(output, tokenizer) if request.echo else "") + completion.text}
         block = _text_logprobs(completion, request.params, tokenizer)
+        if block is not None and request.echo:
+            block = _with_prompt(block, output, request.params, tokenizer)
     end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     return {**content, **end, "logprobs": block}
 
@@ -155,10 +177,7 @@ def _text_logprobs(
         return None
     top = None
     if completion.top_logprobs is not None:
-        top = [
-            {_token_text(token_id, tokenizer): value for token_id, value in reversed(_likeliest(found))}
-            for found in completion.top_logprobs
-        ]
+        top = [_top_texts(found, tokenizer) for found in completion.top_logprobs]
     return {
         "tokens": [_token_text(token_id, tokenizer) for token_id in completion.token_ids],
         "token_logprobs": [_finite(value) for value in completion.logprobs],
@@ -166,6 +185,42 @@ def _text_logprobs(
         "text_offset": _offsets(completion.token_ids, params, tokenizer),
         "token_ids": list(completion.token_ids),
     }
+
+
+def _with_prompt(
+    block: dict[str, Any], output: RequestOutput, params: SamplingParams, tokenizer: TokenText | None
+) -> dict[str, Any]:
+    """The block with the prompt's tokens in front; null for the first one, which nothing predicts."""
+    ids = output.prompt_token_ids
+    scores = output.prompt_logprobs or (None,) * len(ids)
+    start = len(_prompt_text(output, tokenizer))
+    offsets = _offsets(ids, params, tokenizer)
+    values = [
+        None if found is None else _finite(found[token_id].logprob)
+        for token_id, found in zip(ids, scores, strict=True)
+    ]
+    return {
+        "tokens": [_token_text(token_id, tokenizer) for token_id in ids] + block["tokens"],
+        "token_logprobs": values + block["token_logprobs"],
+        "top_logprobs": None
+        if block["top_logprobs"] is None
+        else [None if found is None else _top_texts(found, tokenizer) for found in scores]
+        + block["top_logprobs"],
+        "text_offset": None if offsets is None else offsets + [start + each for each in block["text_offset"]],
+        "token_ids": [*ids, *block["token_ids"]],
+    }
+
+
+def _prompt_text(output: RequestOutput, tokenizer: TokenText | None) -> str:
+    """The prompt as it was given, or what its token ids spell."""
+    if output.prompt is not None or tokenizer is None:
+        return output.prompt or ""
+    text = tokenizer.incremental()
+    return "".join(map(text.push, output.prompt_token_ids)) + text.flush()
+
+
+def _top_texts(found: Mapping[int, Logprob], tokenizer: TokenText | None) -> dict[str, float]:
+    return {_token_text(token_id, tokenizer): value for token_id, value in reversed(_likeliest(found))}
 
 
 def _chat_logprobs(

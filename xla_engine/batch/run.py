@@ -18,6 +18,7 @@ from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, explain, line_error
 from xla_engine.batch.results import (
     ResultHeader,
+    asked_for,
     error_line,
     line_digest,
     output_error,
@@ -232,7 +233,7 @@ class BatchRun:
             del self._live[output.request_id]
             self._fail(job, error)
             return
-        job.outputs[index] = output
+        job.outputs[index] = asked_for(job.request, output)
         if all(job.outputs):
             self._finish(job, [done for done in job.outputs if done is not None])
         del self._live[output.request_id]  # last, so that an interrupt leaves no line half done

@@ -18,6 +18,7 @@ class RunTotals:
     ok: lines with a result.
     failed: lines without one, by error code.
     first_errors: a few of these, in the order of the input.
+    finish_reasons: of the sequences of these lines, with how often each came.
     prompt_tokens, generated_tokens: of the lines with a result.
     ttft: seconds to the first token, of the same lines.
     inter_token: seconds between tokens, of the same lines.
@@ -32,6 +33,7 @@ class RunTotals:
     ok: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     first_errors: list[LineError] = field(default_factory=list)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     generated_tokens: int = 0
     ttft: Quantiles = field(default_factory=Quantiles)
@@ -52,6 +54,7 @@ class RunTotals:
         """Add the tokens and times of a finished request."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self.finish_reasons.update(str(completion.finish_reason) for completion in output.outputs)
         if (metrics := output.metrics) is None:
             return
         at = metrics.first_token_time
@@ -72,7 +75,7 @@ def summary_lines(
     process to the first token, None when there was none.
     """
     rate = totals.generated_tokens / max(wall, 1e-9)
-    codes = ", ".join(f"{code} {count}" for code, count in sorted(totals.failed.items()))
+    codes = _counts(totals.failed)
     before = f"; {totals.resumed} done before" if totals.resumed else ""
     rows = [
         (
@@ -81,6 +84,7 @@ def summary_lines(
             + (codes and f" ({codes})")
             + before,
         ),
+        ("finish reasons", _counts(totals.finish_reasons) or "none"),
         ("wall time", f"{wall:.2f} s"),
         ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
         *_memory_lines(stats),
@@ -105,6 +109,10 @@ def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
     if stats.preemptions:
         lines.append(("preemptions", f"{stats.preemptions}"))
     return lines
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
 def _quantiles(seconds: Quantiles) -> str:

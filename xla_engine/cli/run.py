@@ -64,7 +64,9 @@ from xla_engine.sampling_params import SamplingParams
     metavar="FILE",
     help="A jinja2 template to use for chats in place of the checkpoint's.",
 )
-@click.option("--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16]")
+@click.option(
+    "--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16; for chats all that fit]"
+)
 @click.option("--temperature", type=float, help="temperature of lines without one.  [default: 1.0]")
 @click.option("--ordered", is_flag=True, help="Write results in the order of the input, not as they finish.")
 @click.option(

@@ -26,6 +26,7 @@ from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.generation_config import sampling_defaults
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import Prompt, prompt_parts
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check import SelfCheck, run_self_check
 from xla_engine.sampling_params import SamplingParams
@@ -118,7 +119,7 @@ class XlaBatchEngine(Loop):
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -126,7 +127,7 @@ class XlaBatchEngine(Loop):
         collector: OutputCollector | None = None,
         **options: Unpack[RequestOptions],
     ) -> str:
-        """Queue a prompt (text or token ids); returns the request's id.
+        """Queue a prompt (text, token ids or a dict around either); returns the request's id.
 
         request_id: None counts up. It names the request in outputs and, without a seed of its own, keys its noise.
         add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
@@ -144,15 +145,19 @@ class XlaBatchEngine(Loop):
         params = params or self.default_params
         request_id = str(self._table.submitted) if request_id is None else request_id
         self._table.check_free(request_id, params.n)
+        content, text, salt = prompt_parts(prompt)
+        if salt is not None:
+            options["cache_salt"] = salt
         self.validator.check_options(**options)
-        token_ids = self.validator.token_ids(prompt, params, add_special_tokens=add_special_tokens)
+        token_ids = self.validator.token_ids(content, params, add_special_tokens=add_special_tokens)
+        params = self.validator.with_limit(params, len(token_ids))
         stop_ids = self.validator.stop_token_ids(params)
         masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
         self.validator.check_queue(params.n, self.num_waiting)
         now = self.clock()
         sequences = self._table.open(
             request_id,
-            prompt,
+            text,
             token_ids,
             params,
             masks=masks,
@@ -169,7 +174,7 @@ class XlaBatchEngine(Loop):
                 Request(
                     request_id=name,
                     prompt_token_ids=token_ids,
-                    max_tokens=params.max_tokens,
+                    max_tokens=params.token_limit,
                     stop_token_ids=frozenset(stop_ids),
                     host_gated=masks[0] is not None and masks[0].host_gated,
                     cache_salt=options.get("cache_salt", ""),

@@ -63,7 +63,7 @@ class RequestTable:
     def open(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: str | None,
         token_ids: tuple[int, ...],
         params: SamplingParams,
         *,
@@ -80,7 +80,7 @@ class RequestTable:
         for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
             part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
             self.settings[name] = RowSettings(
-                max_tokens=params.max_tokens,
+                max_tokens=params.token_limit,
                 stop_token_ids=stop_ids,
                 params=part,
                 seed=sequence_seed(seed, index),
@@ -89,7 +89,7 @@ class RequestTable:
             )
             self._live[name] = LiveSequence(
                 name,
-                prompt if isinstance(prompt, str) else None,
+                prompt,
                 token_ids,
                 part,
                 self._tokenizer,

@@ -5,8 +5,9 @@ An engine asks before it queues a request; a dry run asks without having an engi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -63,11 +64,19 @@ class RequestValidator:
                     "the model's vocabulary"
                 )
         self._check_length(len(token_ids), params)
-        if (why := self.never_fits(len(token_ids), params.max_tokens)) is not None:
+        if (why := self.never_fits(len(token_ids), _least_tokens(params))) is not None:
             raise TokenLimitError(
                 f"prompt and max_tokens never fit: {why}; ask for less or give more num_blocks"
             )
         return token_ids
+
+    def with_limit(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
+        """Return `params` with `max_tokens` as a number: where it is None, all that fit after the prompt."""
+        if params.max_tokens is not None:
+            return params
+        room = range(1, self.max_model_len - prompt_tokens + 1)
+        fits = bisect_left(room, True, key=lambda tokens: self.never_fits(prompt_tokens, tokens) is not None)
+        return replace(params, max_tokens=fits)
 
     def check_queue(self, n: int, waiting: int) -> None:
         """Raise QueueFullError unless all n sequences of a request fit behind those that wait.
@@ -177,9 +186,15 @@ class RequestValidator:
             )
 
     def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
-        total = prompt_tokens + params.max_tokens
+        least = _least_tokens(params)
+        total = prompt_tokens + least
         if total > self.max_model_len:
             raise TokenLimitError(
-                f"prompt ({prompt_tokens} tokens) plus max_tokens ({params.max_tokens}) is {total}, more than "
+                f"prompt ({prompt_tokens} tokens) plus max_tokens ({least}) is {total}, more than "
                 f"max_model_len {self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
+
+
+def _least_tokens(params: SamplingParams) -> int:
+    """New tokens that a request must have room for."""
+    return max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens

@@ -96,7 +96,7 @@ def _context(config: EngineConfig, engine: XlaBatchEngine) -> int:
 
 
 def _length(case: Case) -> int:
-    return len(case.prompt_token_ids) + case.params.max_tokens
+    return len(case.prompt_token_ids) + case.params.token_limit
 
 
 def _compare_all(

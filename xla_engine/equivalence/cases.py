@@ -72,7 +72,7 @@ def draw_fields(
         return draw.sample(range(vocabulary), min(count, vocabulary))
 
     fields: dict[str, Any] = {
-        "min_tokens": draw.randint(0, params.max_tokens),
+        "min_tokens": draw.randint(0, params.token_limit),
         "repetition_penalty": draw.choice((0.7, 1.3)),
         "frequency_penalty": draw.choice((-1.0, 1.5)),
         "presence_penalty": draw.choice((-1.5, 2.0)),

@@ -242,7 +242,7 @@ def _caps(trials: Trials) -> None:
 
     def shorter(case: Case) -> Iterator[Case]:
         params = case.params
-        for cap in _shorter(params.max_tokens, 1):
+        for cap in _shorter(params.token_limit, 1):
             least = min(params.min_tokens, cap)
             yield replace(case, params=replace(params, max_tokens=cap, min_tokens=least))
 
@@ -298,5 +298,5 @@ def _size(schedule: Schedule) -> str:
     cases = (*schedule.cases, *schedule.neighbours)
     last = max((action.turn for action in schedule.actions), default=0)
     prompts = sum(len(case.prompt_token_ids) for case in cases)
-    caps = sum(case.params.max_tokens for case in cases)
+    caps = sum(case.params.token_limit for case in cases)
     return f"{len(cases)} requests, last action in turn {last}, {prompts} prompt tokens, {caps} new at most"
