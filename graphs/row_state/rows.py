@@ -57,12 +57,15 @@ class Tables:
     mask: u32 `[B, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set where token t is allowed.
     block_changes: i32 `[3, U]`, entries of `Rows.block_tables` to set before all else: (slot, index, block),
         slot B for none. None where slots are contiguous.
+    draft_masks: u32 `[B, K, ceil(V / 32)]`, the masks behind a row's first, second, ... draft, where the host made
+        them; None in an engine without drafts.
     """
 
     bias_ids: jax.Array
     bias: jax.Array
     mask: jax.Array
     block_changes: jax.Array | None = None
+    draft_masks: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -161,14 +164,17 @@ def make_sampling_rows(count: int) -> SamplingRows:
     )
 
 
-def make_tables(count: int, vocabulary: int, *, has_blocks: bool = False) -> Tables:
-    """No bias, everything allowed, no change of blocks (room for one a row), as host arrays."""
+def make_tables(count: int, vocabulary: int, *, has_blocks: bool = False, drafts: int = 0) -> Tables:
+    """No bias, everything allowed, no change of blocks (room for one a row), as host arrays. drafts: per row."""
     host: Any = np
     return Tables(
         bias_ids=host.full((count, MAX_LOGIT_BIAS), vocabulary, np.int32),
         bias=host.zeros((count, MAX_LOGIT_BIAS), np.float32),
         mask=host.full((count, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
         block_changes=host.full((3, count), count, np.int32) if has_blocks else None,
+        draft_masks=(
+            host.full((count, drafts, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32) if drafts else None
+        ),
     )
 
 

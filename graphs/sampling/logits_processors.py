@@ -29,6 +29,7 @@ class SamplingContext:
     history: that of `Rows`, of all slots.
     tables: bias and masks of all slots.
     block_tables: those of `Rows`, of all slots.
+    draft: i32 `[N]`, behind which of its drafts the row stands, for its mask; 0 behind none. None: no row has drafts.
     """
 
     live: jax.Array
@@ -40,6 +41,7 @@ class SamplingContext:
     history: jax.Array
     tables: Tables
     block_tables: jax.Array | None = None
+    draft: jax.Array | None = None
 
     @property
     def tokens(self) -> jax.Array:
@@ -48,6 +50,15 @@ class SamplingContext:
             return self.history[self.slot]
         blocks = self.history.at[self.block_tables[self.slot]].get(mode="clip")
         return blocks.reshape(len(self.slot), -1)
+
+    @property
+    def mask(self) -> jax.Array:
+        """The rows' masks, u32 `[N, ceil(V / 32)]`."""
+        own = self.tables.mask[self.slot]
+        if self.draft is None or self.tables.draft_masks is None:
+            return own
+        behind = self.tables.draft_masks[self.slot, jnp.maximum(self.draft - 1, 0)]
+        return jnp.where((self.draft > 0)[:, None], behind, own)
 
 
 def wants_adjustment(rows: SamplingRows, context: SamplingContext) -> jax.Array:
@@ -127,7 +138,7 @@ def _forbid_stops(
 def _forbid_masked(
     logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
 ) -> jax.Array:
-    words = context.tables.mask[context.slot].T  # [ceil(V / 32), N]
+    words = context.mask.T  # [ceil(V / 32), N]
     bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :, None]) & 1
     allowed = bits.reshape(-1, logits.shape[1])[: logits.shape[0]] != 0
     return jnp.where(allowed | ~wanted, logits, -jnp.inf)

@@ -14,7 +14,7 @@ from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_pr
 from xla_engine.graphs.kv_cache.cache import places
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.row_state.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
@@ -74,42 +74,20 @@ def prefill_chunk(
     count, width = lanes.tokens.shape
     rows = rows.with_tables(tables)
     model = spec.merge(weights)
-    where = places(spec)
-    position = jnp.minimum(lanes.start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
-    angles = rope[:, position]  # [K, P, T, 2, Dh/2]
-    fresh = (lanes.count > 0) & (lanes.start == 0)
-    updated: KVCache = [
-        spec.attention.clear_values(store, lanes.slot, fresh)
-        if isinstance(store, LayerCache) and rows.block_tables is None
-        else store
-        for store in cache
-    ]
-
-    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-        store, layer_in_store = where[index]
-        layer, at = updated[store], {"slot": lanes.slot, "start": lanes.start, "count": lanes.count}
-        if isinstance(layer, DeltaState):
-            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
-            updated[store], out = delta_prefill(
-                spec.config.delta, own, layer, projected, **at, native=spec.native_state
-            )
-            return out
-        assert isinstance(own, AttentionWeights)
-        call = AttentionCall(
-            form=spec.config.attention(index),
-            weights=own,
-            rope=angles[spec.config.rope_index(index)],
-            key_length=key_length,
-            compute_dtype=spec.dtype,
-            block_tables=rows.block_tables,
-            layer_in_store=layer_in_store,
-        )
-        updated[store], out = spec.attention.attend_prefill(layer, projected, call, **at)
-        return out
-
     products = spec.products or ROWS_LEFT
-    used = (jnp.arange(width, dtype=jnp.int32) < lanes.count[:, None]).reshape(-1)
-    hidden = model.hidden(lanes.tokens.reshape(-1), attend, products.for_rows(used))  # [P * T, D]
+    updated, hidden = through_layers(
+        spec,
+        key_length,
+        model,
+        rope,
+        cache,
+        rows,
+        lanes.tokens,
+        lanes.slot,
+        lanes.start,
+        lanes.count,
+        clears=True,
+    )  # [P * T, D]
     final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
@@ -136,6 +114,65 @@ def prefill_chunk(
     token, logprob, top = sampled.token[:count], sampled.logprob[:count], sampled.top[:, :count]
     armed = _arm(rows, lanes, token, length)
     return updated, armed, pack_samples(jnp.where(lanes.is_last, token, -1), logprob), top, hidden
+
+
+def through_layers(
+    spec: ModelSpec,
+    key_length: int,
+    model: Decoder,
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    tokens: jax.Array,
+    slot: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    clears: bool = False,
+) -> tuple[KVCache, jax.Array]:
+    """Feed lanes of `tokens i32 [P, T]` through all layers: `tokens[p, :count[p]]` are positions `start[p] ..` of slot
+    `slot[p]`, each `[P]`.
+
+    clears (static): a lane may begin its slot anew; otherwise none does.
+    Returns the cache, and the residual stream behind the last layer f32 `[P * T, D]`.
+    """
+    width, where = tokens.shape[1], places(spec)
+    position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
+    angles = rope[:, position]  # [K, P, T, 2, Dh/2]
+    fresh = (count > 0) & (start == 0) if clears else None
+    updated: KVCache = [
+        spec.attention.clear_values(store, slot, fresh)
+        if fresh is not None and isinstance(store, LayerCache) and rows.block_tables is None
+        else store
+        for store in cache
+    ]
+
+    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+        store, layer_in_store = where[index]
+        layer, at = updated[store], {"slot": slot, "start": start, "count": count}
+        if isinstance(layer, DeltaState):
+            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
+            updated[store], out = delta_prefill(
+                spec.config.delta, own, layer, projected, **at, native=spec.native_state
+            )
+            return out
+        assert isinstance(own, AttentionWeights)
+        call = AttentionCall(
+            form=spec.config.attention(index),
+            weights=own,
+            rope=angles[spec.config.rope_index(index)],
+            key_length=key_length,
+            compute_dtype=spec.dtype,
+            block_tables=rows.block_tables,
+            layer_in_store=layer_in_store,
+        )
+        updated[store], out = spec.attention.attend_prefill(layer, projected, call, **at)
+        return out
+
+    products = spec.products or ROWS_LEFT
+    used = (jnp.arange(width, dtype=jnp.int32) < count[:, None]).reshape(-1)
+    hidden = model.hidden(tokens.reshape(-1), attend, products.for_rows(used))
+    return updated, hidden
 
 
 def _widen(count: int, rows: jax.Array) -> jax.Array:

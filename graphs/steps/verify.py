@@ -1,0 +1,205 @@
+"""The verify step: each live row is fed its last token and guesses at what follows, and keeps the right ones.
+
+Every position is sampled by the row's own sampler at (seed, position), and a draft is kept while it is the token that
+was sampled. So what a row emits is what decode would give it one by one, whatever the drafts; they decide only how
+many tokens a step brings. What rejected drafts wrote lies behind the row's length, where nothing reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import NO_CHOICE, Rows, Tables, pack_samples
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
+from xla_engine.graphs.sampling.sampler import sample
+from xla_engine.graphs.steps.prefill import through_layers
+
+LOOKUP = (4, 3, 2)  # tokens at a row's end that are looked for further up, the longest first
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """One verify call. Drafts come from the host where they fit, else from the row's own tokens where it may look.
+
+    slot: i32 `[P]`, the row of each lane, distinct; -1 for an unused lane.
+    most: i32 `[P]`, drafts the lane may use; 0 makes it a decode step of the row.
+    tokens: i32 `[P, L]`, what the host expects at positions `start ..` of the slot, padded with -1.
+    start: i32 `[P]`. The row may have got further than the host knew: what it has from `start` on must be the first
+        of `tokens`, and the others are the drafts.
+    lookup: bool `[P]`, look for an earlier place that continues as the row ends, where the host's tokens do not fit.
+    gated: bool `[P]`, the host made masks for the drafts (`Tables.draft_masks`); without them a row's one mask holds.
+    """
+
+    slot: jax.Array
+    most: jax.Array
+    tokens: jax.Array
+    start: jax.Array
+    lookup: jax.Array
+    gated: jax.Array
+
+
+def verify_step(
+    spec: ModelSpec,
+    key_length: int,
+    width: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    drafts: Drafts,
+    tables: Tables,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
+    """Sample up to `width` tokens for each of P rows: as many as there are right drafts, and one more.
+
+    Static: `spec`; `key_length`, at least each row's length + `width`, or its last position; `width`, W;
+    `processed_logprobs`, see `sample`.
+    Returns cache, rows, the packed samples `[2, P * W]` lane by lane (token -1 behind a row's last one), and the most
+    likely tokens as `graphs.sampling.logprobs.logprobs` packs them.
+    """
+    lanes = drafts.slot.shape[0]
+    rows = rows.with_tables(tables)
+    slot = jnp.maximum(drafts.slot, 0)
+    live = (drafts.slot >= 0) & (rows.remaining[slot] > 0)
+    length, remaining, stop_ids = rows.length[slot], rows.remaining[slot], rows.stop_ids[slot]
+    limit = jnp.clip(jnp.minimum(drafts.most, remaining - 1), 0, width - 1)
+    draft, count = _drafts(rows, drafts, slot, live, limit, width - 1)  # [P, W - 1], [P]
+
+    tokens = jnp.concatenate([rows.token[slot][:, None], jnp.maximum(draft, 0)], axis=1)  # [P, W]
+    fed = jnp.where(live, count + 1, 0)
+    place = jnp.arange(width, dtype=jnp.int32)
+    used = place < fed[:, None]  # [P, W]
+    model, products = spec.merge(weights), spec.products or ROWS_LEFT
+    updated, hidden = through_layers(spec, key_length, model, rope, cache, rows, tokens, slot, length, fed)
+    logits = model.logits(hidden, products.for_rows(used.reshape(-1)))  # [V, P * W]
+    position = length[:, None] + place  # of the tokens fed, [P, W]
+    history = rows.remember(slot[:, None], position, tokens, used)
+
+    def spread(lane: jax.Array) -> jax.Array:
+        return jnp.repeat(lane, width, axis=0)
+
+    next_position = (position + 1).reshape(-1)
+    context = SamplingContext(
+        live=used.reshape(-1),
+        slot=spread(slot),
+        length=next_position,
+        prompt_length=spread(rows.prompt_length[slot]),
+        min_remaining=(rows.min_remaining[slot][:, None] - place).reshape(-1),
+        stop_ids=spread(stop_ids),
+        history=history,
+        tables=tables,
+        block_tables=rows.block_tables,
+        draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1),
+    )
+    sampling = jax.tree.map(lambda leaf: spread(leaf[slot]), rows.sampling)
+    sampled = sample(logits, sampling, next_position, context, processed_logprobs=processed_logprobs)
+
+    token = sampled.token.reshape(lanes, width)
+    right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]
+    ends = jnp.any(token[:, :, None] == stop_ids[:, None], axis=2) | (token == NO_CHOICE)
+    # A token is emitted if every draft before it is right and no token before it is the row's last.
+    goes_on = jnp.cumprod((right & ~ends[:, :-1]).astype(jnp.int32), axis=1)
+    emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
+    final = jnp.maximum(emitted - 1, 0)[:, None]
+    last = jnp.take_along_axis(token, final, axis=1)[:, 0]
+    stopped = jnp.take_along_axis(ends, final, axis=1)[:, 0]
+
+    # Lanes that change nothing aim at distinct rows out of bounds, so that indices stay unique.
+    target = jnp.where(live, slot, rows.token.shape[0] + jnp.arange(lanes, dtype=jnp.int32))
+
+    def put(row: jax.Array, new: jax.Array) -> jax.Array:
+        return row.at[target].set(new, mode="drop", unique_indices=True)
+
+    advanced = Rows(
+        token=put(rows.token, last),
+        length=put(rows.length, length + emitted),
+        remaining=put(rows.remaining, jnp.where(stopped, 0, remaining - emitted)),
+        min_remaining=put(rows.min_remaining, jnp.maximum(rows.min_remaining[slot] - emitted, 0)),
+        stop_ids=rows.stop_ids,
+        prompt_length=rows.prompt_length,
+        history=history,
+        sampling=rows.sampling,
+        block_tables=rows.block_tables,
+    )
+    told = jnp.where(place < emitted[:, None], token, -1).reshape(-1)
+    return updated, advanced, pack_samples(told, sampled.logprob), sampled.top
+
+
+def _drafts(
+    rows: Rows, drafts: Drafts, slot: jax.Array, live: jax.Array, limit: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Each lane's drafts i32 `[P, most]`, -1 behind the last, and how many they are `[P]`, at most `limit [P]`."""
+    end = rows.length[slot]  # the position of the row's last token, which the history has not got yet
+
+    def look() -> jax.Array:
+        known = _known(rows, slot)
+        known = jnp.where(jnp.arange(known.shape[1]) == end[:, None], rows.token[slot][:, None], known)
+        given, fits = _continued(known, end, drafts, most)
+        return lax.cond(
+            jnp.any(live & drafts.lookup & ~fits),
+            lambda: jnp.where(
+                fits[:, None], given, jnp.where(drafts.lookup[:, None], looked_up(known, end, most), -1)
+            ),
+            lambda: jnp.where(fits[:, None], given, -1),
+        )
+
+    none = jnp.full((len(slot), most), -1, jnp.int32)
+    asked = live & (limit > 0) & (drafts.lookup | (drafts.tokens[:, 0] >= 0))
+    draft = lax.cond(jnp.any(asked), look, lambda: none)
+    usable = (draft >= 0) & (jnp.arange(most, dtype=jnp.int32) < limit[:, None])
+    count = jnp.sum(jnp.cumprod(usable.astype(jnp.int32), axis=1), axis=1)
+    return jnp.where(jnp.arange(most, dtype=jnp.int32) < count[:, None], draft, -1), count
+
+
+def _continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> tuple[jax.Array, jax.Array]:
+    """The host's tokens behind `end [P]`, i32 `[P, most]`, and whether they fit what the row has, bool `[P]`."""
+    offset = end + 1 - drafts.start  # tokens of the host's that the row has by now
+    held = drafts.tokens.shape[1]
+    place = jnp.arange(held, dtype=jnp.int32)
+    there = jnp.clip(drafts.start[:, None] + place, 0, known.shape[1] - 1)
+    same = jnp.take_along_axis(known, there, axis=1) == drafts.tokens
+    fits = (offset >= 0) & (offset < held) & jnp.all(same | (place >= offset[:, None]), axis=1)
+    at = offset[:, None] + jnp.arange(most, dtype=jnp.int32)
+    rest = jnp.take_along_axis(drafts.tokens, jnp.clip(at, 0, held - 1), axis=1)
+    rest = jnp.where(at < held, rest, -1)
+    return rest, fits & (rest[:, 0] >= 0)
+
+
+def looked_up(known: jax.Array, end: jax.Array, most: int) -> jax.Array:
+    """What followed the last time that tokens stood as at the end of a row: i32 `[P, most]`, -1 where they never did.
+
+    known: i32 `[P, S]`, valid up to `end [P]`. Where what followed reaches the end it goes on from its beginning, as
+    text that repeats itself does.
+    """
+    positions = known.shape[1]
+    place = jnp.arange(positions, dtype=jnp.int32)
+    alike = jnp.ones(known.shape, bool)
+    found = jnp.full(end.shape, -1, jnp.int32)  # the last position of the earlier place
+    for back in range(max(LOOKUP)):
+        own = jnp.take_along_axis(known, jnp.maximum(end - back, 0)[:, None], axis=1)
+        earlier = jnp.pad(known, ((0, 0), (back, 0)), constant_values=-1)[:, :positions]
+        alike &= (earlier == own) & (place >= back) & (place < end[:, None])
+        if back + 1 in LOOKUP:
+            at = jnp.max(jnp.where(alike, place, -1), axis=1)
+            found = jnp.where(at >= 0, at, found)
+    period = jnp.maximum(end - found, 1)
+    at = found[:, None] + 1 + jnp.arange(most, dtype=jnp.int32) % period[:, None]
+    tokens = jnp.take_along_axis(known, jnp.clip(at, 0, positions - 1), axis=1)
+    return jnp.where(found[:, None] >= 0, tokens, -1)
+
+
+def _known(rows: Rows, slot: jax.Array) -> jax.Array:
+    """The tokens of slots by position, i32 `[P, S]`; those from a row's length on may be anything."""
+    if rows.block_tables is None:
+        return rows.history[slot]
+    blocks = rows.history.at[rows.block_tables[slot]].get(mode="clip")
+    return blocks.reshape(len(slot), -1)
