@@ -1,0 +1,1 @@
+"""Who guesses the tokens that a verify step checks."""

@@ -1,0 +1,146 @@
+"""Guesses from text that was there before: how a sequence went on where it last read as it reads now.
+
+After suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), with a table of short runs of tokens instead of a tree:
+the end of a sequence is looked up by its last tokens, the longest match among the latest places wins, and a longer
+match earns a longer guess.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from xla_engine.drafting.drafter import Proposal
+
+RUN = 3  # tokens by which places are found
+PLACES = 6  # latest places kept of each run
+LONGEST = 32  # tokens of a match that are compared
+MAX_TOKENS = 1 << 20  # of finished sequences, of all groups together: some hundred bytes each
+
+Run = tuple[int, ...]
+
+
+class _Text:
+    """Tokens of one sequence, and where each run of them ends. places: run to the ends of its latest places."""
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.tokens: list[int] = []
+        self.places: dict[Run, deque[int]] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        known, begin = self.tokens, len(self.tokens)
+        known.extend(tokens)
+        places = self.places
+        # A place is of use when something follows it: the run that ends at `end - 1` is entered with token `end`.
+        for end in range(max(begin, RUN), len(known)):
+            run = tuple(known[end - RUN : end])
+            ends = places.get(run)
+            if ends is None:
+                ends = places[run] = deque(maxlen=PLACES)
+            ends.append(end)
+
+    def runs(self) -> Iterator[Run]:
+        """Every run that has a place, once."""
+        return iter(self.places)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Finished sequences that may be quoted to each other. holders: run to the latest texts that have it."""
+
+    holders: dict[Run, deque[_Text]] = field(default_factory=dict)
+
+    def add(self, text: _Text) -> None:
+        for run in text.runs():
+            if run not in self.holders:
+                self.holders[run] = deque(maxlen=PLACES)
+            self.holders[run].append(text)
+
+    def remove(self, text: _Text) -> None:
+        for run in text.runs():
+            texts = self.holders.get(run)
+            if texts is not None and text in texts:
+                texts.remove(text)
+                if not texts:
+                    del self.holders[run]
+
+
+class SuffixDrafter:
+    """Looks a sequence's end up in itself and, where it `shares`, in the finished sequences of its group.
+
+    max_tokens: of finished sequences that are kept; the oldest go first.
+    """
+
+    def __init__(self, *, shares: bool = True, max_tokens: int = MAX_TOKENS) -> None:
+        self._shares = shares
+        self._max_tokens = max_tokens
+        self._live: dict[str, _Text] = {}
+        self._groups: dict[str, _Group] = {}
+        self._finished: deque[_Text] = deque()
+        self._held = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of finished sequences."""
+        return self._held
+
+    def begin(self, name: str, tokens: Sequence[int], group: str) -> None:
+        text = self._live[name] = _Text(group)
+        text.extend(tokens)
+
+    def extend(self, name: str, tokens: Sequence[int]) -> None:
+        self._live[name].extend(tokens)
+
+    def propose(self, name: str, most: int) -> Proposal:
+        own = self._live[name]
+        if most < 1 or len(own.tokens) < RUN:
+            return Proposal()
+        run = tuple(own.tokens[-RUN:])
+        found, place, longest = own, 0, 0
+        for text in self._candidates(own, run):
+            for end in reversed(text.places.get(run, ())):
+                match = _match(text.tokens, end, own.tokens)
+                if match > longest:
+                    found, place, longest = text, end, match
+                if match == LONGEST:
+                    break
+        if not longest:
+            return Proposal()
+        count = min(most, 2 * longest)
+        tokens = found.tokens[place : place + count]
+        if found is own:  # text that repeats itself goes round
+            while len(tokens) < count:
+                tokens = tokens + tokens[: count - len(tokens)]
+        return Proposal(tokens, longest)
+
+    def end(self, name: str) -> None:
+        text = self._live.pop(name, None)
+        if text is None or not self._shares or not RUN < len(text.tokens) <= self._max_tokens:
+            return
+        self._groups.setdefault(text.group, _Group()).add(text)
+        self._finished.append(text)
+        self._held += len(text.tokens)
+        while self._held > self._max_tokens:
+            oldest = self._finished.popleft()
+            self._held -= len(oldest.tokens)
+            group = self._groups[oldest.group]
+            group.remove(oldest)
+            if not group.holders:
+                del self._groups[oldest.group]
+
+    def _candidates(self, own: _Text, run: Run) -> Iterator[_Text]:
+        """Its own text first, then the latest of its group."""
+        yield own
+        if (group := self._groups.get(own.group)) is not None:
+            yield from reversed(group.holders.get(run, ()))
+
+
+def _match(tokens: Sequence[int], end: int, own: Sequence[int]) -> int:
+    """How many tokens before `end` are those at the end of `own`, LONGEST at most."""
+    least = min(end, len(own), LONGEST)
+    match = RUN
+    while match < least and tokens[end - match - 1] == own[-match - 1]:
+        match += 1
+    return match
