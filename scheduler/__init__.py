@@ -20,9 +20,11 @@ from xla_engine.scheduler.plan import Reuse as Reuse
 from xla_engine.scheduler.plan import Row as Row
 from xla_engine.scheduler.plan import Sample as Sample
 from xla_engine.scheduler.plan import Slot as Slot
+from xla_engine.scheduler.plan import Speculation as Speculation
 from xla_engine.scheduler.plan import StepResult as StepResult
 from xla_engine.scheduler.plan import Swap as Swap
 from xla_engine.scheduler.plan import TokenEvent as TokenEvent
+from xla_engine.scheduler.plan import VerifyRow as VerifyRow
 from xla_engine.scheduler.queue.waiting import QueueFullError as QueueFullError
 from xla_engine.scheduler.queue.waiting import WaitingQueue as WaitingQueue
 from xla_engine.scheduler.request import PRIORITIES as PRIORITIES

@@ -24,6 +24,7 @@ def steady_steps(scheduler: Scheduler, rows: tuple[Row, ...]) -> int:
         rows is not scheduler._decoding.rows
         or scheduler._prefilling
         or scheduler._host_gated
+        or scheduler._speculating
         or scheduler._preemption
         or (waiting and (kv.slots.num_free or config.preemption))
         or config.keeps_tokens

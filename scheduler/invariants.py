@@ -12,6 +12,7 @@ from xla_engine.scheduler.snapshot import Counters
 from xla_engine.scheduler.steps.decode import Decoding
 from xla_engine.scheduler.steps.host_gated import HostGated
 from xla_engine.scheduler.steps.prefill import Prefilling
+from xla_engine.scheduler.steps.speculate import Speculating
 
 
 def check(
@@ -22,6 +23,7 @@ def check(
     prefilling: Prefilling,
     decoding: Decoding,
     host_gated: HostGated,
+    speculating: Speculating,
     counters: Counters,
     chunk_size: int,
     parked_tokens: int,
@@ -31,6 +33,7 @@ def check(
     waiting.check()
     decoding.check(next_step)
     host_gated.check()
+    speculating.check()
     _require(counters.steps_committed <= next_step, "commits ran ahead of plans", counters)
     _require(counters.submitted == len(states) + ended, "a request is lost", counters)
     for request_id, state in states.items():
@@ -52,8 +55,8 @@ def check(
     _require(parked == parked_tokens, f"{parked_tokens} tokens are counted as parked, not {parked}", states)
     _require(same(prefilling, Status.PREFILLING), "the prompts are not the requests that prefill", states)
     _require(
-        len(running) == len(decoding) + len(host_gated),
-        f"{len(decoding)} rows and {len(host_gated)} decode",
+        len(running) == len(decoding) + len(host_gated) + len(speculating),
+        f"{len(decoding)} rows, {len(host_gated)} and {len(speculating)} decode",
         running,
     )
     _require(all(slots.holds(state.slot) for state in holders), "a tenancy is over", holders)

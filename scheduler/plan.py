@@ -51,6 +51,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRow:
+    """One row of a verify step, which samples `width` tokens at most."""
+
+    slot: Slot
+    request_id: str
+    width: int
+
+
+class Speculation(NamedTuple):
+    """What a step may do: rows sample up to `width` tokens each, where they are `lanes` at most; else one."""
+
+    width: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
     """The first `length` positions of a request's slot come from slot `source`; nothing moves if that is its own."""
 
@@ -124,6 +140,12 @@ class Plan:
     replays: ids of requests that lost their slot and will sample all their tokens anew.
     tables: where slots borrow blocks, those that are new.
     copies: blocks that become what another one is.
+    verify: the rows that may sample several tokens in a step, with how many in this one. The host-gated ones are among
+        them, and last, where one samples more than one token; then `decode` is empty.
+    width: tokens that a row of a verify step may sample at most; 1 where the rows of `verify` decode with those of
+        `decode`; 0 likewise, and requests that begin to decode in this plan do so in every step from there on.
+    to_decode: rows that from this step on decode in every one, and might have sampled several tokens before.
+    to_speculate: ids of the requests for which it is the other way round.
     """
 
     step: int
@@ -137,6 +159,10 @@ class Plan:
     replays: tuple[str, ...] = ()
     tables: tuple[BlockTable, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    verify: tuple[VerifyRow, ...] = ()
+    width: int = 0
+    to_decode: tuple[Row, ...] = ()
+    to_speculate: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -144,7 +170,7 @@ class Plan:
 
         Such a plan needs no start and no commit.
         """
-        return not (self.chunks or self.decode or self.parks or self.resumes)
+        return not (self.chunks or self.decode or self.verify or self.parks or self.resumes)
 
     @property
     def first_rows(self) -> tuple[Chunk, ...]:
@@ -186,10 +212,12 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step sampled: first, a sample for each of `plan.first_rows`; decode, the columns of `plan.decode`."""
+    """What a step sampled: first, a sample for each of `plan.first_rows`; decode, the columns of `plan.decode`;
+    verify, one sample or more for each of `plan.verify`, none where the device had stopped the row."""
 
     first: Sequence[Sample] = ()
     decode: Decoded = Decoded()
+    verify: Sequence[Sequence[Sample]] = ()
 
 
 class TokenEvent(NamedTuple):

@@ -20,9 +20,12 @@ class RequestState:
         still in flight are credited by it.
     holds_slot: whether the slot of `tenancy` is still this request's.
     prefilled: tokens of its context planned by prefill, or taken from the prefix cache.
-    last_step: the plan that plans this request's last token; known while it decodes, and after. None where host-gated.
+    last_step: the plan that plans this request's last token; known while it decodes, and after. None where host-gated,
+        and of a request that speculates.
+    widths: tokens that steps in flight may bring at most, oldest first, of those in which it speculates.
     first_step: the first plan in which it decodes, where `last_step` is known.
-    planned_before: new tokens planned, of a host-gated request or one that was preempted.
+    planned_before: new tokens planned, of a host-gated request or one that was preempted; of one that speculates the
+        credited ones and one for each step in flight, perhaps beyond its cap.
     credited: tokens received by commits, up to the last call of `settle`.
     generated: these tokens, where the scheduler has a use for them.
     base: how many of `generated` belong to the context, as they are prefilled again.
@@ -51,6 +54,7 @@ class RequestState:
     credited: int = 0
     generated: list[int] = field(default_factory=list)
     base: int = 0
+    widths: list[int] = field(default_factory=list)
     block_hashes: tuple[bytes, ...] | None = None
     turn_ends: int = 0
     parked: int = 0
@@ -93,7 +97,7 @@ class RequestState:
         one), so the number follows from `last_step` and no step has to count.
         """
         if self.last_step is None:
-            return self.planned_before
+            return min(self.planned_before, self.request.max_tokens)
         return self.request.max_tokens - max(self.last_step + 1 - next_step, 0)
 
     def settle(self, committed: int) -> None:
@@ -105,8 +109,12 @@ class RequestState:
             self.credited = self.planned(committed)
 
     def position(self, next_step: int) -> int:
-        """KV entries written by the plans before `next_step`, which is the row's next write index."""
-        return self.prefilled + max(self.planned(next_step) - self.base - 1, 0)
+        """KV entries written by the plans before `next_step`, which is the row's next write index; that many at most
+        while steps are in flight that may bring it several tokens."""
+        planned = self.planned(next_step)
+        if self.widths and self.last_step is None:
+            planned = min(planned + sum(self.widths) - len(self.widths), self.request.max_tokens)
+        return self.prefilled + max(planned - self.base - 1, 0)
 
     def begin_prefill(self) -> None:
         """Begin in a slot: the context is prompt and credited tokens."""
@@ -119,6 +127,7 @@ class RequestState:
         self.tenancy, self.block_hashes = None, None
         self.planned_before = self.credited = self.base = 0
         self.generated.clear()
+        self.widths.clear()
 
     def decide(self, action: str, reason: str) -> Decision:
         """Record a decision about this request, and return it."""

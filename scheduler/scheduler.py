@@ -8,7 +8,7 @@ from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
-from xla_engine.scheduler.plan import Decision, Plan, StepResult, Swap
+from xla_engine.scheduler.plan import Decision, Plan, Row, Speculation, StepResult, Swap
 from xla_engine.scheduler.queue.deadlines import Deadlines
 from xla_engine.scheduler.queue.round_robin import RoundRobin
 from xla_engine.scheduler.queue.waiting import WaitingQueue
@@ -19,6 +19,7 @@ from xla_engine.scheduler.steps.commit import Committer, Events
 from xla_engine.scheduler.steps.decode import Decoding
 from xla_engine.scheduler.steps.host_gated import HostGated
 from xla_engine.scheduler.steps.prefill import Prefilling, PrefillPlan
+from xla_engine.scheduler.steps.speculate import Speculating
 
 NO_PREFILL = PrefillPlan((), (), ())
 
@@ -48,6 +49,7 @@ class Scheduler:
         self._prefilling = Prefilling(config, self._kv.cache)
         self._decoding = Decoding()
         self._host_gated = HostGated()
+        self._speculating = Speculating(self._kv.blocks)
         self._committer = Committer(self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens)
         self._preemption = Preemption(
             config, self._kv, self._waiting, holders=self._holders, detach=self._detach
@@ -95,26 +97,40 @@ class Scheduler:
             expired.append((state.request_id, reason))
         return expired
 
-    def plan(self) -> Plan:
+    def plan(self, speculation: Speculation | None = None) -> Plan:
         """Decide the next step, and count it as started: fill free slots from the head of the queue, decode every
-        live row, and run prompt chunks in what that leaves of the token budget."""
+        live row, and run prompt chunks in what that leaves of the token budget.
+
+        speculation: rows may sample several tokens in this step or a later one. It may be another in every plan.
+        """
         decisions: list[Decision] = []
+        to_speculate, to_decode = self._change_part(speculation is not None)
         if self._round_robin:
             decisions += self._preemption.park_expired(self._round_robin, self._next_step)
         if (blocks := self._kv.blocks) is not None:
-            decisions += self._preemption.grow(self._host_gated.ready(), self._next_step)
+            decisions += self._preemption.grow(
+                (*self._host_gated.ready(), *self._speculating.ready()), self._next_step
+            )
         admitted, resumes = self._admit(decisions)
         work = NO_PREFILL
         if self._prefilling:
-            work = self._prefilling.plan(len(self._decoding) + len(self._host_gated), decisions)
+            rows = len(self._decoding) + len(self._host_gated) + len(self._speculating)
+            work = self._prefilling.plan(rows, decisions)
             for state in work.complete:
                 self._run(state, sampled=state.base + 1)
+        verify = self._speculating.plan(speculation, self._host_gated, self._next_step)
+        width = (
+            0
+            if speculation is None
+            else max((speculation.width for row in verify if row.width > 1), default=1)
+        )
         parks, replays = self._preemption.take()
         copies, tables = ((), ()) if blocks is None else blocks.take_moves()
         decode = self._decoding.rows
         planned = self._decoding.due(self._next_step)
+        planned += self._speculating.done()
         if self._host_gated:
-            if single := self._host_gated.plan():
+            if width < 2 and (single := self._host_gated.plan()):
                 decode += single
                 self._committer.differ(self._next_step + 1)
             planned += self._host_gated.done()
@@ -131,6 +147,10 @@ class Scheduler:
             replays=replays,
             tables=tables,
             copies=copies,
+            verify=verify,
+            width=width,
+            to_decode=to_decode,
+            to_speculate=to_speculate,
         )
         for reuse in plan.reuses:
             self._cached_tokens += reuse.length
@@ -172,7 +192,12 @@ class Scheduler:
         Plans are committed once, in the order they were made. Raises ResultMismatchError for a result that
         does not fit; the requests concerned stay live until `finish`.
         """
-        return Events() if plan.is_empty else self._committer.credit(plan, result)
+        if plan.is_empty:
+            return Events()
+        events = self._committer.credit(plan, result)
+        for state in self._speculating.done():  # what is in flight ends them, as it turns out
+            self._hand_over(state)
+        return events
 
     def _admit(self, decisions: list[Decision]) -> tuple[tuple[str, ...], tuple[Swap, ...]]:
         """Give slots to the head of the line. Returns the ids that got one, and the states that come from the host."""
@@ -209,7 +234,24 @@ class Scheduler:
         return tuple(admitted), tuple(resumes)
 
     def _holders(self) -> tuple[RequestState, ...]:
-        return (*self._prefilling, *self._decoding, *self._host_gated)
+        return (*self._prefilling, *self._decoding, *self._host_gated, *self._speculating)
+
+    def _change_part(self, speculates: bool) -> tuple[tuple[str, ...], tuple[Row, ...]]:
+        """Let rows join those that speculate, or leave them as soon as it is known how many tokens they have; the ids
+        of the ones, and rows of the others."""
+        self._speculating.takes_all = speculates
+        if speculates:
+            joining = list(self._decoding)
+            for state in joining:
+                planned = state.planned(self._next_step)
+                self._detach(state, "speculate")
+                self._speculating.join(state, sampled=planned)
+            return tuple(state.request_id for state in joining), ()
+        leaving = self._speculating.exact()
+        for state in leaving:
+            self._speculating.leave(state)
+            self._decode(state, sampled=state.planned_before)
+        return (), tuple(Row(slot=state.slot, request_id=state.request_id) for state in leaving)
 
     def _detach(self, state: RequestState, how: str) -> None:
         """Plan nothing more for a request that loses its slot."""
@@ -226,18 +268,22 @@ class Scheduler:
         self._round_robin.begin(state, self._next_step)
         if state.request.host_gated:
             self._host_gated.join(state, sampled=sampled)
+        elif self._speculating.takes_all:
+            self._speculating.join(state, sampled=sampled)
         else:
-            self._decoding.join(state, self._next_step, sampled=sampled)
-            self._committer.joined(state)
-            if self._kv.blocks is not None:
-                self._kv.blocks.runs(state, self._next_step)
+            self._decode(state, sampled=sampled)
+
+    def _decode(self, state: RequestState, *, sampled: int) -> None:
+        """Let a request decode in every step from the next one on."""
+        self._decoding.join(state, self._next_step, sampled=sampled)
+        self._committer.joined(state)
+        if self._kv.blocks is not None:
+            self._kv.blocks.runs(state, self._next_step)
 
     def _hand_over(self, state: RequestState) -> Decision:
         """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
-        if state.request.host_gated:
-            self._host_gated.leave(state)
-        else:
-            self._decoding.leave(state)
+        self._part_of(state).leave(state)
+        if state.last_step is not None:
             self._committer.handed_over(state)
         self._kv.leave(state, self._next_step)
         tokens, slot = state.request.max_tokens, state.slot.index
@@ -271,11 +317,13 @@ class Scheduler:
         for state in self._states.values():
             state.settle(self._committer.steps)
 
-    def _part_of(self, state: RequestState) -> Prefilling | Decoding | HostGated:
+    def _part_of(self, state: RequestState) -> Prefilling | Decoding | HostGated | Speculating:
         """The part that plans for a request that holds a slot."""
         if state.status is Status.PREFILLING:
             return self._prefilling
-        return self._host_gated if state.request.host_gated else self._decoding
+        if state.request.host_gated:
+            return self._host_gated
+        return self._speculating if state.last_step is None else self._decoding
 
     @property
     def has_unfinished(self) -> bool:
@@ -308,6 +356,7 @@ class Scheduler:
             prefilling=self._prefilling,
             decoding=self._decoding,
             host_gated=self._host_gated,
+            speculating=self._speculating,
             counters=self.counters(),
             chunk_size=self.config.chunk_size,
             parked_tokens=self._preemption.parked_tokens,

@@ -88,11 +88,24 @@ class BlockManager:
 
     def due(self, step: int) -> list[RequestState]:
         """The requests that write behind their blocks in `step`."""
-        return [state for state, slot in self._due.pop(step, ()) if state.holds_slot and state.slot is slot]
+        found = {
+            id(state): state
+            for state, slot in self._due.pop(step, ())
+            if state.holds_slot and state.slot is slot and state.last_step is not None
+        }
+        return [state for state in found.values() if self.is_short(state, step)]
 
     def is_short(self, state: RequestState, step: int) -> bool:
         """Whether a request would write behind its blocks in `step`."""
-        return state.position(step) >= len(state.blocks) * self._block_size
+        return self.room(state, step) < 1
+
+    def room(self, state: RequestState, step: int) -> int:
+        """How many positions a request can write in `step`."""
+        return len(state.blocks) * self._block_size - min(state.position(step), _positions(state) - 1)
+
+    def can_use_more(self, state: RequestState) -> bool:
+        """Whether a request will write to more blocks than it has."""
+        return len(state.blocks) * self._block_size < _positions(state)
 
     @property
     def next_due(self) -> int | None:
@@ -109,7 +122,7 @@ class BlockManager:
             BlockTable(slot=state.slot, request_id=state.request_id, blocks=fresh, start=start)
         )
         state.blocks += fresh
-        if not state.request.host_gated and (start + 1) * self._block_size < _positions(state):
+        if state.last_step is not None and (start + 1) * self._block_size < _positions(state):
             self._due.setdefault(step + self._block_size, []).append((state, state.slot))
         return True
 
@@ -201,7 +214,7 @@ class BlockManager:
             room = len(state.blocks) * self._block_size
             if state.position(step) > room:
                 raise AssertionError(f"wrote behind its blocks: {state}")
-            if not state.request.host_gated and room < _positions(state) and id(state) not in due:
+            if state.last_step is not None and room < _positions(state) and id(state) not in due:
                 raise AssertionError(f"is not due to get more blocks: {state}")
 
     def _first_blocks(self, state: RequestState) -> int:

@@ -112,16 +112,16 @@ class Preemption:
         """The head of the line got a slot: another one is next."""
         self._without_victim = None
 
-    def grow(self, host_gated: Iterable[RequestState], step: int) -> list[Decision]:
+    def grow(self, others: Iterable[RequestState], step: int) -> list[Decision]:
         """Give rows the blocks that they write to in `step`, the first in line first; the last in line makes room.
 
-        host_gated: requests of that kind that decode in `step`. `scheduler.kv.block_manager` says how long a request
-        waits at most.
+        others: host-gated and speculating requests that decode in `step`. `scheduler.kv.block_manager` says how long a
+        request waits at most.
         """
         blocks, taken = self._kv.blocks, []
         assert blocks is not None
         short = blocks.due(step)
-        short += (state for state in host_gated if blocks.is_short(state, step))
+        short += (state for state in others if blocks.is_short(state, step))
         if len(short) > blocks.pool.num_free:
             short.sort(key=self._waiting.rank)
         for state in short:

@@ -17,6 +17,7 @@ from xla_engine.scheduler.plan import (
     Sample,
     StepResult,
     TokenEvent,
+    VerifyRow,
 )
 from xla_engine.scheduler.request import FinishReason
 from xla_engine.scheduler.request_state import RequestState
@@ -28,7 +29,8 @@ class Events:
 
     Of the decoded ones only those that end a request are objects; the others are made in iterating.
 
-    first: the first tokens. ended: the decoded ones that end their request.
+    first: the first tokens. ended: the decoded ones that end their request. several: tokens of requests that
+    speculate, row by row, each row's in order; they come last.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Events:
     ) -> None:
         """dropped: slots whose sample belongs to no live request. ended: by slot, in row order."""
         self.first = first
+        self.several: Sequence[TokenEvent] = ()
         self._rows = rows
         self._decoded = decoded or Decoded()
         self._dropped = dropped
@@ -52,7 +55,7 @@ class Events:
         return self._ended.values()
 
     def __len__(self) -> int:
-        return len(self.first) + len(self._rows) - len(self._dropped)
+        return len(self.first) + len(self._rows) - len(self._dropped) + len(self.several)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         yield from self.first
@@ -62,6 +65,7 @@ class Events:
                 yield self._ended[slot]
             elif slot not in self._dropped:
                 yield TokenEvent(row.request_id, self._decoded.sample(slot), None)
+        yield from self.several
 
 
 class Committer:
@@ -164,6 +168,8 @@ class Committer:
                 f"step {plan.step} decodes slots {sorted(row.slot.index for row in plan.decode)}; the result has "
                 f"{len(result.decode.tokens)} slots"
             ) from None
+        if plan.verify:
+            events.several = self._credit_verified(plan, result)
         self.steps += 1
         return events
 
@@ -218,6 +224,46 @@ class Committer:
                 ended[slot] = event
         return Events(first, rows, decoded, dropped=dropped, ended=ended)
 
+    def _credit_verified(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
+        """Credit the tokens of a verify step."""
+        if len(result.verify) != len(plan.verify):
+            raise ResultMismatchError(
+                f"step {plan.step} verifies {len(plan.verify)} rows; the result has {len(result.verify)}"
+            )
+        events: list[TokenEvent] = []
+        for row, samples in zip(plan.verify, result.verify, strict=True):
+            if len(samples) > row.width:
+                raise ResultMismatchError(
+                    f"{len(samples)} samples for {row.request_id!r} in slot {row.slot.index}; {row.width} were planned"
+                )
+            events.extend(self._credit_several(row, samples))
+        return events
+
+    def _credit_several(self, part: VerifyRow, samples: Sequence[Sample]) -> Iterator[TokenEvent]:
+        """Credit what a row sampled in one step, up to the token that ends its request."""
+        state = self._live.get(part.request_id)
+        if state is None or state.tenancy != part.slot:
+            self.dropped += len(samples)
+            return
+        if not samples:
+            raise _silent(part)
+        state.widths.pop(0)
+        cap = state.request.max_tokens
+        for place, sample in enumerate(samples, 1):
+            if sample.token_id != NO_CHOICE:
+                state.credited += 1
+                self.credited += 1
+                if self._keeps_tokens:
+                    state.generated.append(sample.token_id)
+            reason = self._reason(state, sample.token_id, capped=state.credited == cap)
+            if reason is not None:
+                self.dropped += len(samples) - place
+                self._end(state, reason)
+            yield TokenEvent(part.request_id, sample, reason)
+            if reason is not None:
+                return
+        state.planned_before += len(samples) - 1
+
     def _credit(self, part: Chunk | Row, sample: Sample) -> TokenEvent | None:
         """Credit one sample; None where it belongs to no live request.
 
@@ -257,7 +303,7 @@ def _decodes(state: RequestState) -> bool:
     return state.last_step is not None and state.first_step <= state.last_step
 
 
-def _silent(part: Chunk | Row) -> ResultMismatchError:
+def _silent(part: Chunk | Row | VerifyRow) -> ResultMismatchError:
     return ResultMismatchError(
         f"no sample for {part.request_id!r} in slot {part.slot.index}; a row that did not stop samples one "
         "token a step"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from xla_engine.scheduler.plan import Row
+from xla_engine.scheduler.plan import Row, VerifyRow
 from xla_engine.scheduler.request_state import RequestState
 
 
@@ -46,6 +46,17 @@ class HostGated:
         for state in ready:
             state.planned_before += 1
         return tuple(Row(slot=state.slot, request_id=state.request_id) for state in ready)
+
+    def verify(self, widths: dict[int, int]) -> tuple[VerifyRow, ...]:
+        """The rows of a verify step, each with as many tokens at most as is said by slot index."""
+        ready = self.ready()
+        for state in ready:
+            state.planned_before += 1
+            state.widths[:] = [widths[state.slot.index]]
+        return tuple(
+            VerifyRow(slot=state.slot, request_id=state.request_id, width=widths[state.slot.index])
+            for state in ready
+        )
 
     def done(self) -> tuple[RequestState, ...]:
         """The requests whose last token is planned."""

@@ -31,14 +31,17 @@ from xla_engine.scheduler import (
     Scheduler,
     SchedulerConfig,
     Slot,
+    Speculation,
     Status,
     StepResult,
     Swap,
+    VerifyRow,
 )
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.restart import restarted
 
 VOCABULARY = 13
+GARBAGE = -777  # a rejected draft's key
 
 
 class PlanError(AssertionError):
@@ -95,6 +98,7 @@ class DeviceRow:
     remaining: int = 0  # tokens it may still sample; 0 is inactive
     stop_ids: frozenset[int] = frozenset()
     over: bool = True  # nothing more will be asked of this tenancy
+    guessed: bool = False  # it may have got further than the scheduler knows
 
     def take(self, sampled: Sample) -> Sample:
         self.token = sampled.token_id
@@ -151,14 +155,17 @@ class FakeRunner:
             self._reuse(reuse)
         first = [self._prefill(chunk) for chunk in plan.chunks]
         decode = decoded_of(plan.decode, [self._decode(row) for row in plan.decode])
+        require(not (plan.decode and plan.width > 1), f"decodes and verifies in one step: {plan}")
+        require(all(row.width <= max(plan.width, 1) for row in plan.verify), f"a row is wider than {plan}")
+        verify = [self._verify(row) for row in plan.verify]
         self._check_all_decode(plan)
         for row in self.rows if self.config.num_blocks is not None else ():
             if not row.over and self._in_blocks(row.slot, len(row.kv)) != row.kv:
                 raise PlanError(f"the blocks of {row} were overwritten")
-        return StepResult(first=[token for token in first if token is not None], decode=decode)
+        return StepResult(first=[token for token in first if token is not None], decode=decode, verify=verify)
 
     def _check_budget(self, plan: Plan) -> None:
-        tokens = len(plan.decode) + len(plan.chunks) * self.config.chunk_size
+        tokens = len(plan.decode) + len(plan.verify) + len(plan.chunks) * self.config.chunk_size
         within = tokens <= self.config.max_num_batched_tokens
         require(within or len(plan.chunks) <= 1, f"{tokens} tokens, beyond budget and floor: {plan}")
 
@@ -269,15 +276,35 @@ class FakeRunner:
         require((row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}")
         require(row.token is not None, f"{asked} decodes before its prompt ended: {row}")
         if row.remaining == 0:
-            ended = row.token in row.stop_ids or row.token == NO_CHOICE
+            ended = row.token in row.stop_ids or row.token == NO_CHOICE or row.guessed
             require(ended, f"{asked} decodes beyond max_tokens: {row}")
             return None
         assert row.token is not None
         self._write(row, [row.token if self.config.prefill_equals_decode else ~row.token])
         return row.take(self._sample(row))
 
+    def _verify(self, asked: VerifyRow) -> list[Sample]:
+        """As many tokens as drafts happen to be right, and garbage where the others were written."""
+        row = self.rows[asked.slot.index]
+        require((row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}")
+        require(row.token is not None, f"{asked} decodes before its prompt ended: {row}")
+        row.guessed = True
+        begin, written = len(row.kv), min(asked.width, row.remaining)
+        right = 1 + zlib.crc32(f"{asked.request_id} {self.steps}".encode()) % max(written, 1)
+        found = []
+        while len(found) < right and row.remaining:
+            assert row.token is not None
+            self._write(row, [row.token if self.config.prefill_equals_decode else ~row.token])
+            found.append(row.take(self._sample(row)))
+        if self.config.num_blocks is not None and found:
+            size, table = self.config.block_size, self.tables[asked.slot.index]
+            require(begin + written <= len(table) * size, f"{asked} would write behind the pages of {row}")
+            for position in range(len(row.kv), begin + written):
+                self.blocks[table[position // size]][position % size] = GARBAGE
+        return found
+
     def _check_all_decode(self, plan: Plan) -> None:
-        asked = [row.slot for row in plan.decode]
+        asked = [row.slot for row in (*plan.decode, *plan.verify)]
         require(len(set(asked)) == len(asked), f"a row decodes twice in {plan.decode}")
         for row in self.rows:
             free = row.request_id is not None and not self.requests[row.request_id].host_gated
@@ -324,6 +351,7 @@ class Loop:
         self.plans: list[Plan] = []
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.preempted: Counter[str] = Counter()
+        self.speculation: Speculation | None = None  # of the next plans
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
@@ -389,7 +417,7 @@ class Loop:
         free = sum(slot.request is None for slot in before.slots)
         unread = [view.request_id for view in before.waiting if view.credited < view.planned]
         oldest = min(self.live, key=lambda name: self.live[name].place, default=None)
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.speculation)
         by_preemption = [each for each in plan.decisions if each.action in WAYS_TO_PREEMPT]
         pooled = self.scheduler.config.num_blocks is not None
         require(self.scheduler.config.preemption or pooled or not by_preemption, f"preempted unasked: {plan}")
@@ -441,9 +469,15 @@ class Loop:
 
     def _check_host_gated(self, plan: Plan) -> None:
         """A host-gated row decodes when no sample of its tenancy is in flight, and only then."""
-        in_flight = {part.slot for old, _ in self.in_flight for part in (*old.first_rows, *old.decode)}
+        in_flight = {
+            part.slot for old, _ in self.in_flight for part in (*old.first_rows, *old.decode, *old.verify)
+        }
         in_flight |= {chunk.slot for chunk in plan.first_rows}
-        asked = {row.slot for row in plan.decode if self.runner.requests[row.request_id].host_gated}
+        asked = {
+            row.slot
+            for row in (*plan.decode, *plan.verify)
+            if self.runner.requests[row.request_id].host_gated
+        }
         require(not asked & in_flight, f"{asked & in_flight} decode before their last token was read")
         leaving = {swap.slot for swap in plan.parks}
         for row in self.runner.rows:

@@ -1,0 +1,94 @@
+"""The rows that may sample several tokens in a step; how many is known when the step is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.plan import Speculation, VerifyRow
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.steps.host_gated import HostGated
+
+
+class Speculating:
+    """Running requests between a lower and an upper bound of their tokens.
+
+    Each step in flight brings such a request one token at least, and its width at most. A request is wholly planned
+    when the lower bound reaches its cap; room is made for the upper one.
+
+    takes_all: requests that begin to decode come here.
+    """
+
+    def __init__(self, blocks: BlockManager | None) -> None:
+        """blocks: where slots borrow them."""
+        self._blocks = blocks
+        self._states: dict[int, RequestState] = {}  # by slot index, in the order of joining
+        self.takes_all = False
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def join(self, state: RequestState, *, sampled: int) -> None:
+        """Take a request of which `sampled` tokens are planned, the last one perhaps just now."""
+        state.last_step = None
+        state.planned_before = sampled
+        self._states[state.slot.index] = state
+
+    def leave(self, state: RequestState) -> None:
+        """Take a request out, when its last token is planned or before."""
+        del self._states[state.slot.index]
+
+    def exact(self) -> list[RequestState]:
+        """The requests of which every step in flight brings one token."""
+        return [state for state in self if sum(state.widths) == len(state.widths)]
+
+    def ready(self) -> list[RequestState]:
+        """The requests that may have tokens to come behind those in flight."""
+        return [state for state in self if state.planned_before < state.request.max_tokens]
+
+    def plan(
+        self, speculation: Speculation | None, host_gated: HostGated, step: int
+    ) -> tuple[VerifyRow, ...]:
+        """The rows of `step`. Where one may sample several tokens, those of `host_gated` are among them, and last.
+
+        Each samples one token where there are too many of them, or where no row has room for more.
+        """
+        gated, others = host_gated.ready(), self.ready()
+        if speculation is None or len(gated) + len(others) > speculation.lanes:
+            return tuple(self._add(state, 1) for state in others)
+        widths = {state.slot.index: self._room(state, speculation.width, step) for state in (*others, *gated)}
+        if max(widths.values(), default=1) < 2:
+            return tuple(self._add(state, 1) for state in others)
+        rows = tuple(self._add(state, widths[state.slot.index]) for state in others)
+        return rows + host_gated.verify(widths)
+
+    def done(self) -> tuple[RequestState, ...]:
+        """The requests whose last token is certain to be planned."""
+        return tuple(state for state in self if state.planned_before >= state.request.max_tokens)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every request here is in its place and its bounds are right."""
+        for index, state in self._states.items():
+            if not state.holds_slot or state.slot.index != index or state.request.host_gated:
+                raise AssertionError(f"speculating at slot {index}: {state}")
+            ahead = state.planned_before - state.credited
+            if ahead < len(state.widths) or state.last_step is not None or min(state.widths, default=1) < 1:
+                raise AssertionError(f"{ahead} tokens in flight at least: {state}")
+
+    def _room(self, state: RequestState, width: int, step: int) -> int:
+        """How many tokens up to `width` a row can sample: it gets a block more for them, if one is free."""
+        blocks = self._blocks
+        if blocks is None:
+            return width
+        while blocks.room(state, step) < width and blocks.can_use_more(state) and blocks.grow(state, step):
+            pass
+        return max(min(width, blocks.room(state, step)), 1)
+
+    @staticmethod
+    def _add(state: RequestState, width: int) -> VerifyRow:
+        state.planned_before += 1
+        state.widths.append(width)
+        return VerifyRow(slot=state.slot, request_id=state.request_id, width=width)
