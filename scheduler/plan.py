@@ -173,6 +173,13 @@ class Plan:
         return not (self.chunks or self.decode or self.verify or self.parks or self.resumes)
 
     @property
+    def decode_rows(self) -> tuple[Row | VerifyRow, ...]:
+        """The rows that sample one token in this step; the same object from plan to plan as `decode` is."""
+        if self.width > 1:
+            return ()
+        return (*self.decode, *self.verify) if self.verify else self.decode
+
+    @property
     def first_rows(self) -> tuple[Chunk, ...]:
         """The chunks that end a prompt, and so sample a first token, in lane order."""
         return tuple(chunk for chunk in self.chunks if chunk.is_last)
@@ -213,11 +220,13 @@ class Decoded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step sampled: first, a sample for each of `plan.first_rows`; decode, the columns of `plan.decode`;
-    verify, one sample or more for each of `plan.verify`, none where the device had stopped the row."""
+    verify, one sample or more for each of `plan.verify`, none where the device had stopped the row; drafted, how many
+    drafts each of these had."""
 
     first: Sequence[Sample] = ()
     decode: Decoded = Decoded()
     verify: Sequence[Sequence[Sample]] = ()
+    drafted: Sequence[int] = ()
 
 
 class TokenEvent(NamedTuple):

@@ -338,6 +338,12 @@ class Scheduler:
         """Requests past the queue: in a slot, or with all tokens planned and some in flight."""
         return len(self._states) - len(self._waiting)
 
+    @property
+    def decoding(self) -> list[str]:
+        """The requests that decode in the next plan, unless they lose their slots in it."""
+        parts = (self._decoding, self._speculating, self._host_gated)
+        return [state.request_id for part in parts for state in part]
+
     def snapshot(self) -> Snapshot:
         """Slots, queue and counters, with the reason of each live request's last decision."""
         self._settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -12,6 +13,7 @@ from typing import Any, Final, Literal
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.scheduler.policy import POLICIES
+from xla_engine.speculative_config import SpeculativeConfig
 from xla_engine.utils.shown import shown
 
 AUTO: Final = "auto"
@@ -86,6 +88,8 @@ class EngineConfig:
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon"; each
         has its own bits. "auto" takes what `XLA_ENGINE_ISA` says, else the best of this machine; "none" is pure JAX.
+    speculative_config: let rows sample several tokens in a step, see `SpeculativeConfig`; no token and no
+        log-probability changes. None: they sample one.
     """
 
     max_num_seqs: int | Literal["auto"] = 16
@@ -116,6 +120,7 @@ class EngineConfig:
     compile_cache: bool = True
     self_check: bool = True
     isa: str = AUTO
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs != AUTO:
@@ -162,6 +167,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "preemption", "compile_cache", "self_check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         _check_ascending("prefill_lanes", self.prefill_lanes)
         if self.key_buckets is not None:
             _check_ascending("key_buckets", self.key_buckets)
@@ -187,6 +194,16 @@ class EngineConfig:
     def parks(self) -> bool:
         """Whether the state of a request can wait on the host."""
         return self.preemption or self.uses_blocks
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How rows sample several tokens a step; None where they do not."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def verify_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(lanes, width) of the verify programs."""
+        return () if self.speculation is None else self.speculation.shapes(self.num_slots)
 
     @property
     def device_rows(self) -> int:
@@ -233,8 +250,11 @@ class EngineConfig:
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def options(self) -> dict[str, Any]:
-        """All options by name, less `isa` where it is not asked for: files written before it was there stay valid."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("isa", AUTO)}
+        """All options by name that results may depend on, less `isa` where it is not asked for: files written before
+        it was there stay valid. Speculation changes no result."""
+        given = asdict(self)
+        del given["speculative_config"]
+        return {name: value for name, value in given.items() if (name, value) != ("isa", AUTO)}
 
 
 def requested_isa(isa: str = AUTO) -> str:

@@ -70,6 +70,8 @@ class RequestOutput:
     prompt_logprobs: when `SamplingParams.prompt_logprobs` is given, per prompt token the token itself and the n most
         likely ones by id; None for the first token, which nothing predicts. Shorter while the prompt is read.
     num_cached_tokens: prompt tokens that were not computed, as an earlier prompt began with them.
+    num_drafted_tokens: guesses that were checked for it by steps that may sample several tokens.
+    num_accepted_tokens: those of them that were right.
     """
 
     request_id: str
@@ -81,6 +83,8 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def _repr_html_(self) -> str:
         """Prompt and text of each sequence, as a table for notebooks."""

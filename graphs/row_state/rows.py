@@ -12,6 +12,7 @@ import numpy as np
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.graphs.row_state.packing import pack, unpack
 
+NOT_KEPT = -3  # in place of a token that was sampled behind a wrong draft
 NO_CHOICE = -2  # in place of a sampled token: the row's logits were no numbers, or excluded every token
 
 

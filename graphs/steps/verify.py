@@ -16,7 +16,7 @@ from jax import lax
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.rows import NO_CHOICE, Rows, Tables, pack_samples
+from xla_engine.graphs.row_state.rows import NO_CHOICE, NOT_KEPT, Rows, Tables, pack_samples
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.prefill import through_layers
@@ -63,8 +63,8 @@ def verify_step(
 
     Static: `spec`; `key_length`, at least each row's length + `width`, or its last position; `width`, W;
     `processed_logprobs`, see `sample`.
-    Returns cache, rows, the packed samples `[2, P * W]` lane by lane (token -1 behind a row's last one), and the most
-    likely tokens as `graphs.sampling.logprobs.logprobs` packs them.
+    Returns cache, rows, the packed samples `[2, P * W]` lane by lane (behind a row's last token NOT_KEPT for each
+    other draft that was fed, then -1), and the most likely tokens as `graphs.sampling.logprobs.logprobs` packs them.
     """
     lanes = drafts.slot.shape[0]
     rows = rows.with_tables(tables)
@@ -130,7 +130,8 @@ def verify_step(
         sampling=rows.sampling,
         block_tables=rows.block_tables,
     )
-    told = jnp.where(place < emitted[:, None], token, -1).reshape(-1)
+    rejected = jnp.where(used, NOT_KEPT, -1)
+    told = jnp.where(place < emitted[:, None], token, rejected).reshape(-1)
     return updated, advanced, pack_samples(told, sampled.logprob), sampled.top
 
 

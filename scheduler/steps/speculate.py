@@ -42,8 +42,12 @@ class Speculating:
         del self._states[state.slot.index]
 
     def exact(self) -> list[RequestState]:
-        """The requests of which every step in flight brings one token."""
-        return [state for state in self if sum(state.widths) == len(state.widths)]
+        """The requests of which every token in flight is of a step here, and such a step brings one."""
+        return [
+            state
+            for state in self
+            if state.planned_before - state.credited == len(state.widths) == sum(state.widths)
+        ]
 
     def ready(self) -> list[RequestState]:
         """The requests that may have tokens to come behind those in flight."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,6 +16,7 @@ from xla_engine.engine.protocol import RequestOptions, drained
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.seeds import request_seed
+from xla_engine.engine.speculation import make_speculator
 from xla_engine.engine.stats import EngineStats
 from xla_engine.engine.validation import RequestValidator
 from xla_engine.errors import EngineClosedError, InvalidRequestError
@@ -88,6 +88,7 @@ class XlaBatchEngine(Loop):
             max_waiting=config.max_waiting,
             never_fits=lambda prompt_tokens, max_tokens: self.scheduler.never_fits(prompt_tokens, max_tokens),
         )
+        self._speculator = make_speculator(config, runner, self.self_check, self._table)
         self._collector = OutputCollector()  # of requests that were submitted without one; `step` reads it
 
     @classmethod
@@ -295,6 +296,8 @@ class XlaBatchEngine(Loop):
             preemptions=counters.preemptions,
             slot_steps_busy=work.slot_steps_busy,
             slot_steps_total=work.decode_steps * self.config.num_slots,
+            drafted_tokens=0 if self._speculator is None else self._speculator.drafted,
+            accepted_tokens=0 if self._speculator is None else self._speculator.accepted,
             compiles_warmup=self.runner.compiles.before,
             compiles_after_warmup=self.runner.compiles.after,
             load_seconds=self.runner.load_seconds,
@@ -306,7 +309,7 @@ class XlaBatchEngine(Loop):
         return EngineIdentity(
             model=self.checkpoint.fingerprint,
             dtype=self.checkpoint.dtype,
-            config=json.loads(json.dumps(asdict(self.config))),
+            config=json.loads(json.dumps(self.config.options())),
             platform=self.runner.platform,
         )
 

@@ -11,15 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.speculation import Speculator
 from xla_engine.engine.stats import WorkCounters
 from xla_engine.errors import EngineClosedError
 from xla_engine.runner.in_flight import InFlight, PromptScores
 from xla_engine.runner.row_settings import RowSettings
+from xla_engine.runner.verify_inputs import Guess
 from xla_engine.scheduler import (
     NO_CHOICE,
     Chunk,
@@ -30,6 +33,7 @@ from xla_engine.scheduler import (
     Scheduler,
     StepResult,
     Swap,
+    TokenEvent,
 )
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.restart import restarted
@@ -40,7 +44,12 @@ NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 class StepRunner(Protocol):
     """What a loop asks of the device side; `Runner` documents it."""
 
-    def start(self, plan: Plan, settings: Mapping[str, RowSettings]) -> InFlight: ...
+    def start(
+        self,
+        plan: Plan,
+        settings: Mapping[str, RowSettings],
+        guesses: Mapping[str, Guess] | None = None,
+    ) -> InFlight: ...
     def wait(self, step: InFlight) -> StepResult: ...
     def prompt_scores(self, step: InFlight) -> Sequence[PromptScores]: ...
     def discard(self, request_id: str) -> None: ...
@@ -70,6 +79,7 @@ class Loop:
         self._turning = False  # between the beginning and the end of a turn
         self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
+        self._speculator: Speculator | None = None
         self._closed: str | None = None
         self._draining = False  # takes no more requests
 
@@ -87,9 +97,13 @@ class Loop:
                 if self.on_submit is not None:
                     self.on_submit(request)
                 queued.append(request.request_id)
+                if self._speculator is not None:
+                    self._speculator.begin(request)
         except BaseException:
             for name in queued:
                 self.scheduler.abort(name)
+                if self._speculator is not None:
+                    self._speculator.end(name)
             self._table.take_back(request_id)
             raise
 
@@ -182,6 +196,8 @@ class Loop:
                 if self._table.settings.get(part.request_id) is part.settings:
                     self._table[part.request_id].add_prompt_logprobs(part.start, part.scores)
             events = self.scheduler.commit(step.plan, answer)
+            if self._speculator is not None:
+                self._speculator.read(step.plan, answer)
             self._faults.step_was_good()
             if self.on_step is not None:
                 self.on_step(step.plan, events)
@@ -194,7 +210,8 @@ class Loop:
 
     def _start_next(self) -> bool:
         """Plan and dispatch one step; false when there is nothing to dispatch."""
-        plan = self.scheduler.plan()
+        speculator = self._speculator
+        plan = self.scheduler.plan(None if speculator is None else speculator.wanted(self.scheduler.decoding))
         if plan.is_empty:
             if self._table and not self._in_flight:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
@@ -207,7 +224,13 @@ class Loop:
         for decision in plan.decisions:
             if decision.action in WAYS_TO_PREEMPT:
                 self._table.token_buffer.bound(self._table[decision.request_id], plan.step)
-        self._in_flight.append(self.runner.start(plan, self._table.settings))
+        for request_id in plan.to_speculate:
+            self._table.token_buffer.bound(self._table[request_id], plan.step)
+        if speculator is None:
+            self._in_flight.append(self.runner.start(plan, self._table.settings))
+        else:
+            guesses = speculator.guesses(plan)
+            self._in_flight.append(self.runner.start(plan, self._table.settings, guesses))
         self._faults.plan = None
         if self.on_step is not None:
             self.on_step(plan, None)
@@ -224,11 +247,12 @@ class Loop:
         """Tell the token buffer in which slots requests decode from this step on."""
         table, step = self._table, plan.step
         parts: tuple[Chunk | Swap, ...] = (*plan.first_rows, *plan.resumes)
-        for part in parts:
+        for part in (*parts, *plan.to_decode):
             request = table[part.request_id]
             if not request.host_gated:
                 self._give(request, request.take, None)  # tokens of the slot it had before
-                if not request.finished:
+                # Those that may have several in a step are given them when it is read.
+                if not request.finished and plan.width == 0:
                     table.token_buffer.begin(request, part.slot.index, step)
         for row in reversed(plan.decode):  # host_gated rows come last, and may not decode in the next step
             one = table.get(row.request_id)
@@ -249,6 +273,8 @@ class Loop:
         for name in [name for name, reason in ends.items() if reason is FinishReason.ERROR]:
             del ends[name]
             self._end(name, FinishReason.ERROR, NO_NUMBERS)
+        for name, several in groupby(events.several, key=lambda event: event.request_id):
+            self._give_several(name, list(several), now)
         token_buffer.append(plan.step, result.decode, now)
         for request in token_buffer.eager():
             self._give(request, request.take, ends.pop(request.request_id, None))
@@ -261,6 +287,17 @@ class Loop:
             request.collector.put(request.reader)
         for request in token_buffer.next_to_flush():
             self._give(request, request.take, None)
+
+    def _give_several(self, name: str, events: list[TokenEvent], now: float) -> None:
+        """Give a request the tokens that it has of one step."""
+        *_, last = events
+        reason, failed = last.finish_reason, last.sample.token_id == NO_CHOICE
+        samples = [event.sample for event in events[: len(events) - failed]]
+        request = self._table[name]
+        if samples:
+            self._give(request, partial(request.extend, samples, now), None if failed else reason)
+        if failed and self._table.get(name) is not None:
+            self._end(name, FinishReason.ERROR, NO_NUMBERS)
 
     def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
         """Let a request take its tokens, and end it for `reason`, for a stop string or for a failure of its text."""
@@ -281,6 +318,8 @@ class Loop:
         """Deliver the terminal result of a sequence that the scheduler has ended."""
         reason = self._table.end(request_id, reason, self.clock(), error)
         self.runner.discard(request_id)
+        if self._speculator is not None:
+            self._speculator.end(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)
 
@@ -319,6 +358,8 @@ class Loop:
         for name in self._table:
             self._table[name].rewind()
         self._table.token_buffer.clear()
+        if self._speculator is not None:
+            self._speculator.restart()
         try:
             self.runner.rebuild()
         except Exception as error:

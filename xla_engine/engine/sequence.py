@@ -63,6 +63,7 @@ class LiveSequence:
         self._arrival_time = now
         self._finished_time: float | None = None
         self._received = 0  # tokens since the request was last started; fewer than it has while it runs again
+        self._num_drafted = self._num_accepted = 0
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, Logprob]] = []
@@ -136,6 +137,32 @@ class LiveSequence:
             self._failure = failure
             raise
         return False
+
+    def extend(self, samples: Sequence[Sample], now: float) -> bool:
+        """Take what one step brought, one token or more, behind what was left to be taken; true if one completes a
+        stop string, behind which the others are dropped. Raises what `add` does."""
+        return self.take() or any(self.add(sample, now) for sample in samples)
+
+    @property
+    def next_position(self) -> int:
+        """Where the next token that is not read yet stands in the sequence."""
+        return len(self._prompt_token_ids) + self._received
+
+    def tokens_from(self, place: int) -> list[int]:
+        """The generated tokens from `place` on, as far as they were read."""
+        if not self.eager:
+            with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
+                self.take()
+        return self._token_ids[place:]
+
+    def known_tokens(self, most: int) -> list[int]:
+        """Of a sequence that runs again, up to `most` tokens that come next."""
+        return self._token_ids[self._received : self._received + most]
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """A step checked so many drafts, of which so many were right."""
+        self._num_drafted += drafted
+        self._num_accepted += accepted
 
     def _add_all(self, taken: Taken) -> None:
         """Take many tokens, of which only the last can be a stop token."""
@@ -265,5 +292,7 @@ class LiveSequence:
             ),
             error=self._error,
             num_cached_tokens=self._num_cached_tokens,
+            num_drafted_tokens=self._num_drafted,
+            num_accepted_tokens=self._num_accepted,
             prompt_logprobs=(None if self._params.prompt_logprobs is None else tuple(self._prompt_logprobs)),
         )

@@ -22,9 +22,9 @@ class WorkCounters:
         """Count a plan."""
         self.steps += 1
         self.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
-        if plan.decode:
+        if rows := len(plan.decode) + len(plan.verify):
             self.decode_steps += 1
-            self.slot_steps_busy += len(plan.decode)
+            self.slot_steps_busy += rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class EngineStats:
     recoveries: faults after which the live requests were run again.
     cached_tokens: prompt tokens that were not prefilled, as a slot held them.
     preemptions: slots taken away.
+    drafted_tokens: guesses that were checked by steps that may sample several tokens.
+    accepted_tokens: those of them that were right.
     slot_steps_busy: rows scheduled in decode steps.
     slot_steps_total: rows there were in decode steps.
     compiles_warmup: XLA compilations of the whole process before the engine was ready.
@@ -61,6 +63,8 @@ class EngineStats:
     compiles_after_warmup: int = 0
     load_seconds: float = 0.0
     compile_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def occupancy(self) -> float:

@@ -27,15 +27,23 @@ class DeviceState:
     tables: Tables
 
     def __init__(
-        self, spec: ModelSpec, slots: int, positions: int, context_length: int, pool: Pool | None
+        self,
+        spec: ModelSpec,
+        slots: int,
+        positions: int,
+        context_length: int,
+        pool: Pool | None,
+        *,
+        drafts: int = 0,
     ) -> None:
-        """positions: of a slot, whole spans. context_length: those in use. pool: slots borrow blocks of it."""
+        """positions: of a slot, whole spans. context_length: those in use. pool: slots borrow blocks of it. drafts:
+        that a row may have."""
         self._spec, self._slots, self._pool = spec, slots, pool
         self._positions, self._context_length = positions, context_length
         self.cache = self._empty_cache()
         self.rows = self.idle_rows()
         max_blocks = None if pool is None else pool.max_blocks
-        self.host = HostTables(slots, spec.config.vocab_size, max_blocks)
+        self.host = HostTables(slots, spec.config.vocab_size, max_blocks, drafts=drafts)
         self.tables = Tables(**jax.device_put(self.host.take_stale()))
 
     @property

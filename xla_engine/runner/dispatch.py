@@ -14,9 +14,10 @@ from xla_engine.graphs.row_state.packing import pack
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
 from xla_engine.runner.prefill_inputs import make_lanes, prompt_targets
-from xla_engine.runner.programs import decode_name, prefill_name, prompt_name
+from xla_engine.runner.programs import decode_name, prefill_name, prompt_name, verify_name
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.scheduler import Chunk, Row
+from xla_engine.runner.verify_inputs import NO_GUESS, Guess, make_drafts
+from xla_engine.scheduler import Chunk, Row, VerifyRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class _Rows:
     wanted: most likely tokens each row wants. host_gated: slot and settings of rows whose mask changes in every step.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row | VerifyRow, ...]
     index: np.ndarray
     scheduled: jax.Array
     wanted: tuple[int, ...]
@@ -145,7 +146,10 @@ class Dispatch:
         return self.prompt_logprobs(lanes, hidden, target.reshape(-1)), tuple(asked)
 
     def decode(
-        self, rows: tuple[Row, ...], settings: Mapping[str, RowSettings], key_choices: Sequence[int]
+        self,
+        rows: tuple[Row | VerifyRow, ...],
+        settings: Mapping[str, RowSettings],
+        key_choices: Sequence[int],
     ) -> DecodeSamples:
         """Start one decode step of a plan's rows. The same tuple again is known to be the same rows."""
         if self._rows is None or self._rows.rows is not rows:
@@ -162,7 +166,32 @@ class Dispatch:
         samples, top = self.run(decode_name(keys), joined.scheduled)
         return DecodeSamples(samples=samples, wanted=joined.wanted, top=top if any(joined.wanted) else None)
 
-    def _joined(self, rows: tuple[Row, ...], settings: Mapping[str, RowSettings]) -> _Rows:
+    def verify(
+        self,
+        rows: Sequence[VerifyRow],
+        settings: Mapping[str, RowSettings],
+        guesses: Mapping[str, Guess],
+        width: int,
+        shapes: Sequence[tuple[int, int]],
+        key_choices: Sequence[int],
+    ) -> DecodeSamples:
+        """Start one verify step. shapes: (lanes, width) of the programs there are."""
+        lanes = min(lanes for lanes, wide in shapes if wide == width and lanes >= len(rows))
+        for row in rows:
+            mask = settings[row.request_id].mask
+            if mask is not None and mask.host_gated:
+                self._state.host.set_mask(row.slot.index, mask.words)
+                if masks := guesses.get(row.request_id, NO_GUESS).masks:
+                    self._state.host.set_draft_masks(row.slot.index, masks[: width - 1])
+            self.lengths[row.slot.index] += row.width
+        longest = max(int(self.lengths[row.slot.index]) for row in rows)
+        keys = _smallest(key_choices, min(longest, self._context_length))
+        drafts = jax.device_put(pack(make_drafts(rows, guesses, lanes, width)))
+        samples, top = self.run(verify_name(lanes, width, keys), drafts)
+        wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
+        return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None)
+
+    def _joined(self, rows: tuple[Row | VerifyRow, ...], settings: Mapping[str, RowSettings]) -> _Rows:
         index = np.array([row.slot.index for row in rows], np.int64)
         scheduled = np.zeros(len(self.lengths), np.bool_)
         scheduled[index] = True

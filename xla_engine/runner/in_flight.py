@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +14,8 @@ from xla_engine.graphs.sampling.logprobs import TopLogprobs, unpack_top_logprobs
 from xla_engine.graphs.steps.prompt_logprobs import unpack_prompt_logprobs
 from xla_engine.runner.prefill_inputs import prompt_targets
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.scheduler import Chunk, Decoded, Plan, Sample, StepResult
+from xla_engine.runner.verify_inputs import kept
+from xla_engine.scheduler import NO_TOKEN, Chunk, Decoded, Plan, Sample, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class FirstSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSamples:
-    """Device results of one decode step. Fields as in `FirstSamples`, by row of the plan."""
+    """Device results of one decode or verify step. Fields as in `FirstSamples`, by row of the plan."""
 
     samples: jax.Array
     wanted: tuple[int, ...]
@@ -73,13 +75,53 @@ def fetch_samples(step: InFlight) -> StepResult:
             Sample(int(token[lane]), float(logprob[lane]), most_likely)
             for lane, most_likely in zip(call.lanes, top, strict=True)
         )
-    decode = Decoded()
-    if step.decode is not None:
+    decode, verified = Decoded(), _Verified()
+    if step.decode is not None and step.plan.width > 1:
+        verified = _verified(step.decode, step.plan)
+    elif step.decode is not None:
         tokens, logprobs = unpack_samples(np.asarray(step.decode.samples))
         extra = _top_by_slot(step.decode, step.plan)
         # Every token is looked at, but few log-probabilities: these become numbers when they are asked for.
         decode = Decoded(tokens=tokens.tolist(), logprobs=logprobs.data, extra=extra)
-    return StepResult(first=first, decode=decode)
+        verified = _decoded_singly(decode, step.plan)
+    return StepResult(first=first, decode=decode, verify=verified.samples, drafted=verified.drafted)
+
+
+class _Verified(NamedTuple):
+    """What each row of a plan's `verify` sampled, and how many drafts it had."""
+
+    samples: Sequence[Sequence[Sample]] = ()
+    drafted: Sequence[int] = ()
+
+
+def _decoded_singly(decode: Decoded, plan: Plan) -> _Verified:
+    """Of rows that might have sampled several tokens, and decoded one."""
+    found = [decode.sample(row.slot.index) for row in plan.verify]
+    return _Verified(
+        [() if sample.token_id == NO_TOKEN else (sample,) for sample in found], [0] * len(plan.verify)
+    )
+
+
+def _verified(samples: DecodeSamples, plan: Plan) -> _Verified:
+    tokens, logprobs = unpack_samples(np.asarray(samples.samples))
+    top = None if samples.top is None else np.asarray(samples.top)
+    found: list[list[Sample]] = []
+    drafted: list[int] = []
+    for lane, (row, wanted) in enumerate(zip(plan.verify, samples.wanted, strict=True)):
+        begin = lane * plan.width
+        count, drafts = kept(tokens[begin : begin + plan.width].tolist(), row)
+        found.append(
+            [
+                Sample(
+                    int(tokens[at]),
+                    float(logprobs[at]),
+                    unpack_top_logprobs(top[:, at], wanted) if top is not None and wanted else None,
+                )
+                for at in range(begin, begin + count)
+            ]
+        )
+        drafted.append(drafts)
+    return _Verified(found, drafted)
 
 
 def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:
@@ -103,7 +145,7 @@ def _top_by_slot(samples: DecodeSamples, plan: Plan) -> dict[int, TopLogprobs]:
     """The most likely tokens of the rows that want any."""
     if samples.top is None:
         return {}
-    slots = [row.slot.index for row in plan.decode]
+    slots = [row.slot.index for row in plan.decode_rows]
     top = _top_logprobs(samples.top, slots, samples.wanted)
     return {slot: likely for slot, likely in zip(slots, top, strict=True) if likely is not None}
 

@@ -20,7 +20,9 @@ from xla_engine.graphs.row_state.rows import Rows, RowState, Tables, pack_rows, 
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.graphs.steps.prompt_logprobs import prompt_logprobs
+from xla_engine.graphs.steps.verify import verify_step
 from xla_engine.runner.prefill_inputs import make_lanes
+from xla_engine.runner.verify_inputs import no_drafts
 
 COPY, READ, WRITE = "copy_block", "read_block", "write_block"
 COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_pages", "read_pages", "write_pages"
@@ -73,6 +75,20 @@ def make_programs(
             )
             for lanes in config.prefill_lanes
             for idle in [make_lanes([], {}, lanes, config.chunk_size)]
+        )
+        programs.extend(
+            Program(
+                name=verify_name(lanes, width, bucket),
+                function=_on_packed(
+                    functools.partial(verify_step, spec, bucket, width, processed_logprobs=processed),
+                    rows,
+                    idle,
+                ),
+                arguments=(*state, _abstract(pack(idle)), wide),
+                donate=(2, 3),
+            )
+            for lanes, width in config.verify_shapes
+            for idle in [no_drafts(lanes, width)]
         )
     for lanes in config.prefill_lanes:
         tokens = lanes * config.chunk_size
@@ -136,6 +152,10 @@ def decode_name(key_length: int) -> str:
 
 def prefill_name(lanes: int, key_length: int) -> str:
     return f"prefill[lanes={lanes},keys={key_length}]"
+
+
+def verify_name(lanes: int, width: int, key_length: int) -> str:
+    return f"verify[lanes={lanes},width={width},keys={key_length}]"
 
 
 def prompt_name(lanes: int) -> str:

@@ -63,10 +63,14 @@ def sampling_rows(count: int, rows: Mapping[int, RowSettings]) -> SamplingRows:
 class HostTables:
     """`Tables` on the host, and which of its arrays have changed since the device got them."""
 
-    def __init__(self, count: int, vocabulary: int, max_blocks: int | None = None) -> None:
+    def __init__(
+        self, count: int, vocabulary: int, max_blocks: int | None = None, *, drafts: int = 0
+    ) -> None:
+        """drafts: that a row may have, at most."""
         self._vocabulary = vocabulary
-        self._arrays: Any = make_tables(count, vocabulary, has_blocks=max_blocks is not None)
+        self._arrays: Any = make_tables(count, vocabulary, has_blocks=max_blocks is not None, drafts=drafts)
         self._stale = {"bias_ids", "bias", "mask"} | ({"block_changes"} if max_blocks else set())
+        self._stale |= {"draft_masks"} if drafts else set()
         self._block_tables = np.zeros((count, max_blocks or 0), np.int32)
         self._changes: dict[tuple[int, int], int] = {}  # slot and index to block
 
@@ -81,6 +85,12 @@ class HostTables:
         """Give a slot its mask, u32 `[ceil(V / 32)]`."""
         self._arrays.mask[slot] = words
         self._stale.add("mask")
+
+    def set_draft_masks(self, slot: int, masks: Sequence[np.ndarray]) -> None:
+        """Give a slot the masks behind its first, second, ... draft."""
+        for place, words in enumerate(masks):
+            self._arrays.draft_masks[slot, place] = words
+        self._stale.add("draft_masks")
 
     def set_blocks(self, slot: int, start: int, blocks: Sequence[int]) -> None:
         """Give a slot blocks from the `start`-th on; what lies behind its last one is not read."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.config import EngineConfig, compile_cache_directory
+from xla_engine.drafting.width import StepCosts
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory
@@ -38,9 +39,11 @@ from xla_engine.runner.in_flight import (
 )
 from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves
 from xla_engine.runner.prefill_inputs import make_lanes
-from xla_engine.runner.programs import decode_name, make_programs, prefill_name
+from xla_engine.runner.programs import decode_name, make_programs, prefill_name, verify_name
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import resolve_sizes
+from xla_engine.runner.step_costs import measure
+from xla_engine.runner.verify_inputs import Guess, no_drafts
 from xla_engine.scheduler import Plan, StepResult
 
 
@@ -81,7 +84,12 @@ class Runner:
         self._weights = self._place(weights, load_progress)
         self._rope = jax.device_put(rope_tables(model, self.context_length))
         self._state = state = DeviceState(
-            self._spec, config.device_rows, self.buckets[-1], self.context_length, pool
+            self._spec,
+            config.device_rows,
+            self.buckets[-1],
+            self.context_length,
+            pool,
+            drafts=max((width for _, width in config.verify_shapes), default=1) - 1,
         )
         jax.block_until_ready((self._weights, state.held))
         self.load_seconds = time.perf_counter() - began
@@ -120,11 +128,13 @@ class Runner:
         self.compile_seconds = time.perf_counter() - began
         self.compiles.mark_warm()
 
-    def start(self, plan: Plan, settings: Mapping[str, RowSettings]) -> InFlight:
-        """Dispatch a plan: its moves, its prefill calls in order, then one decode step. Blocks on nothing.
+    def start(
+        self, plan: Plan, settings: Mapping[str, RowSettings], guesses: Mapping[str, Guess] | None = None
+    ) -> InFlight:
+        """Dispatch a plan: its moves, its prefill calls in order, then one decode or verify step. Blocks on nothing.
 
         `settings` is read for requests whose prompt completes in this plan or that come back, and for rows that join
-        the decode step.
+        the decode step. `guesses`, for rows of a verify step, say what may come next.
         """
         self._start_moves(plan, settings)
         for table in plan.tables:
@@ -132,7 +142,12 @@ class Runner:
         lanes, keys = self.lane_choices, self.bucket_choices
         first = self._dispatch.prefill(plan.chunks, settings, lanes, keys)
         self.prefill_calls += len(first)
-        decode = self._dispatch.decode(plan.decode, settings, keys) if plan.decode else None
+        decode = None
+        if plan.width > 1:
+            shapes = self.config.verify_shapes
+            decode = self._dispatch.verify(plan.verify, settings, guesses or {}, plan.width, shapes, keys)
+        elif rows := plan.decode_rows:
+            decode = self._dispatch.decode(rows, settings, keys)
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
         for part in parts if self._copies_ahead else ():
             part.samples.copy_to_host_async()
@@ -189,6 +204,18 @@ class Runner:
         Elsewhere, bits that a probe found equal may differ in one sample of a hundred.
         """
         return self._spec.products is not None and self._spec.attention.name == "native"
+
+    @property
+    def keeps_no_state(self) -> bool:
+        """Whether a row's length alone undoes what it has written: it has keys and values, and no recurrent state."""
+        return self._spec.config.delta is None
+
+    def step_costs(self) -> StepCosts:
+        """What decode and verify steps cost, measured now. The runner must be idle, and is blank afterwards."""
+        config, keys = self.config, self.bucket_choices[0]
+        found = measure(self._dispatch, self._state, config.num_slots, config.verify_shapes, keys)
+        self.blank()
+        return found
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -248,6 +275,9 @@ class Runner:
         for bucket in self.buckets:
             no_row = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
             jax.block_until_ready(self._dispatch.run(decode_name(bucket), no_row))
+            for lanes, width in self.config.verify_shapes:
+                idle = jax.device_put(pack(no_drafts(lanes, width)))
+                jax.block_until_ready(self._dispatch.run(verify_name(lanes, width, bucket), idle))
         state, swaps = self._state, self.config.parks
         if self.config.num_blocks is None:
             state.held = self._slot_moves.warm_up(state.held, copies=self.config.reuses_slots, swaps=swaps)

@@ -1,0 +1,112 @@
+"""How many tokens a step checks: by what steps of each width cost, and by how many drafts were right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+GAIN = 1.05  # a wider step must promise so much more a second
+PATIENCE = 32  # steps without a gain after which rows do not speculate
+PROBE = 16  # steps between two looks at what drafters would propose, while rows do not speculate
+_MEMORY = 0.9  # weight of what was known, at each new observation
+_FIRST = ((5, 0.4), (9, 0.6), (1 << 30, 0.8))  # matches below so many tokens: acceptance to begin with
+
+
+class StepCosts(NamedTuple):
+    """Seconds of steps. decode: by rows, ascending. verify: by (lanes, width)."""
+
+    decode: Mapping[int, float]
+    verify: Mapping[tuple[int, int], float]
+
+    def decode_of(self, rows: int) -> float:
+        """Of a decode step of so many rows, between what was measured on a straight line."""
+        known = sorted(self.decode)
+        above = next((count for count in known if count >= rows), known[-1])
+        below = next((count for count in reversed(known) if count <= rows), known[0])
+        if above == below:
+            return self.decode[above]
+        share = (rows - below) / (above - below)
+        return self.decode[below] + share * (self.decode[above] - self.decode[below])
+
+
+class Acceptance:
+    """The chance that a draft is right if all before it are, by the length of the match that proposed it."""
+
+    def __init__(self) -> None:
+        self._by_match = [chance for _, chance in _FIRST]
+
+    def of(self, match: int) -> float:
+        """For proposals by a match of so many tokens."""
+        return self._by_match[self._place(match)]
+
+    def observe(self, match: int, drafted: int, accepted: int) -> None:
+        """Of `drafted` drafts the first `accepted` were right."""
+        tried = min(accepted + 1, drafted)
+        if not tried:
+            return
+        place = self._place(match)
+        for _ in range(tried):
+            self._by_match[place] *= _MEMORY
+        # As many looks, of which `accepted` were good, weigh as much as each in turn.
+        self._by_match[place] += accepted / tried * (1 - _MEMORY**tried)
+
+    @staticmethod
+    def _place(match: int) -> int:
+        return next(place for place, (bound, _) in enumerate(_FIRST) if match < bound)
+
+
+class WidthChooser:
+    """Chooses the width of each step, 0 for rows that had better not speculate.
+
+    Since the width changes no bit of a result it may depend on anything.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.acceptance = Acceptance()
+        self._costs = costs
+        self._idle = 0  # steps in a row without a gain, while rows speculate
+        self._on = False
+        self._since_probe = PROBE
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step is to be chosen by proposals; counts as a step."""
+        if self._on:
+            return True
+        self._since_probe += 1
+        if self._since_probe < PROBE:
+            return False
+        self._since_probe = 0
+        return True
+
+    def choose(self, rows: int, proposals: Sequence[tuple[int, int]]) -> int:
+        """The width for so many rows, of which some have proposals: (tokens, match)."""
+        best, width = self._best(rows, proposals)
+        if best >= (1.0 if self._on else GAIN):
+            self._on, self._idle = True, 0
+            return width
+        if self._on:
+            self._idle += 1
+            self._on = self._idle < PATIENCE
+        return 1 if self._on else 0
+
+    def _best(self, rows: int, proposals: Sequence[tuple[int, int]]) -> tuple[float, int]:
+        plain = rows / self._costs.decode_of(rows) if rows else 0.0
+        best, width = 0.0, 1
+        if not proposals or not rows:
+            return best, width
+        for (lanes, wide), seconds in self._costs.verify.items():
+            if lanes < rows or any(
+                fewer >= rows and fewer < lanes and other == wide for fewer, other in self._costs.verify
+            ):
+                continue
+            tokens = rows - len(proposals) + sum(self._expected(wide, *each) for each in proposals)
+            if tokens / seconds / plain > best:
+                best, width = tokens / seconds / plain, wide
+        return best, width
+
+    def _expected(self, width: int, tokens: int, match: int) -> float:
+        """Tokens that a row's step brings."""
+        chance = min(self.acceptance.of(match), 0.99)
+        drafts = min(width - 1, tokens)
+        return (1 - chance ** (drafts + 1)) / (1 - chance)
