@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,13 @@ def _slots(context: click.Context, option: click.Parameter, value: str) -> int |
 def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
     """A number of bytes, or auto."""
     return value if value in (None, "auto") else click.IntRange(1)(value, option, context)
+
+
+def _json(context: click.Context, option: click.Parameter, value: str | None) -> Any:
+    try:
+        return None if value is None else json.loads(value)
+    except ValueError as error:
+        raise click.BadParameter(f'{error}; give JSON, such as {{"method": "suffix"}}') from error
 
 
 model_option = click.option(
@@ -134,6 +142,13 @@ def device_options(command: Callable[..., None]) -> Callable[..., None]:
             metavar="NAME",
             default="auto",
             help="Instruction set of the C++ operations, such as avx2; auto takes the best; none is pure JAX.",
+        ),
+        click.option(
+            "--speculative-config",
+            metavar="JSON",
+            callback=_json,
+            help="Check several guessed tokens in a step, which changes no result: "
+            '\'{"method": "suffix"}\' or "ngram", and "num_speculative_tokens".',
         ),
     )
     for option in reversed(options):

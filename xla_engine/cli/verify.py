@@ -22,10 +22,11 @@ from xla_engine.utils.progress import counting
 @click.option("--seed", type=int, default=0, help="Chooses the random requests and schedules.")
 @click.option(
     "--against",
-    type=click.Choice(["alone", "config", "transformers"]),
+    type=click.Choice(["alone", "config", "speculation", "transformers"]),
     default="alone",
     help="alone: among peers against alone, bit for bit. config: other engine configurations, and prefill for "
-    "decode. transformers: greedy tokens in float32 (extra `oracle`).",
+    "decode. speculation: right, wrong and mixed guesses against none. transformers: greedy tokens in float32 (extra "
+    "`oracle`).",
 )
 @click.option(
     "--oracle-python",
@@ -55,7 +56,8 @@ def verify(
     engine. Prints what was compared and the differences.
 
     That is level A, promised everywhere. Level B (--against config) is reported: on CPUs in bfloat16 no bit should
-    differ either; each first difference is printed with the gap between the two largest logits. Level C
+    differ either; each first difference is printed with the gap between the two largest logits. Speculation
+    (--against speculation) changes no bit wherever an engine takes a `speculative_config` at all. Level C
     (--against transformers) compares tokens with an external implementation.
 
     \b
@@ -67,6 +69,7 @@ def verify(
       xla-engine verify --requests 10000 --schedules 300
       xla-engine verify --num-blocks 40 --policy round_robin --quantum 1
       xla-engine verify --against config
+      xla-engine verify --against speculation --requests 50
       xla-engine verify --record failing.json
     """
     if record_path is not None and against != "alone":
@@ -98,6 +101,14 @@ def verify(
             results = levels.across_configurations(engine, requests=requests, seed=seed, progress=count)
             click.echo("\n".join(levels.table(results)))
             failed = False  # level B is reported, not promised
+        elif against == "speculation":
+            count = stack.enter_context(counting("guesses", sys.stderr))
+            with _common.startup_errors():
+                from xla_engine.equivalence.speculation import across_speculation
+
+                results = across_speculation(engine, requests=requests, seed=seed, progress=count)
+            click.echo("\n".join(levels.table(results)))
+            failed = any(result.differing_tokens or result.differing_bits for result in results)
         else:
             with _common.startup_errors():
                 result = against_transformers(engine, requests=requests, seed=seed, python=oracle_python)

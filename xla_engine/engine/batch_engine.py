@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.drafting.drafter import Drafter
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.loop import Loop
 from xla_engine.engine.output_collector import OutputCollector, Readable
@@ -19,7 +20,7 @@ from xla_engine.engine.seeds import request_seed
 from xla_engine.engine.speculation import make_speculator
 from xla_engine.engine.stats import EngineStats
 from xla_engine.engine.validation import RequestValidator
-from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
@@ -329,6 +330,15 @@ class XlaBatchEngine(Loop):
         """
         self.reset_prefix_cache()
         self.runner.blank()
+
+    def draft_with(self, drafter: Drafter) -> None:
+        """Let another drafter guess, for a check or a measurement; the engine must be idle and speculate.
+
+        Raises ConfigError where it does not.
+        """
+        if self._speculator is None:
+            raise ConfigError("this engine does not speculate: give it a speculative_config")
+        self._speculator.drafter = drafter
 
     def inventory_report(self) -> list[GraphReport]:
         """Return one report per executable."""

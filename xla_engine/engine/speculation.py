@@ -56,6 +56,7 @@ def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
 class Speculator:
     """Tells drafters what sequences have so far, and the device what they guess.
 
+    drafter: may be another while the engine is idle.
     drafted, accepted: drafts that steps have checked, and those that were right.
     """
 
@@ -69,7 +70,7 @@ class Speculator:
         """lanes: rows at most of a verify step, by width. chooser: None for the one width there is."""
         self.drafted = 0
         self.accepted = 0
-        self._drafter = drafter
+        self.drafter = drafter
         self._table = table
         self._lanes = lanes
         self._chooser = chooser
@@ -80,13 +81,13 @@ class Speculator:
 
     def begin(self, request: Request) -> None:
         """A sequence was queued."""
-        self._drafter.begin(request.request_id, request.prompt_token_ids, request.cache_salt)
+        self.drafter.begin(request.request_id, request.prompt_token_ids, request.cache_salt)
         self._told[request.request_id] = 0
 
     def end(self, name: str) -> None:
         """A sequence is over."""
         if self._told.pop(name, None) is not None:
-            self._drafter.end(name)
+            self.drafter.end(name)
 
     def restart(self) -> None:
         """Nothing is in flight any more."""
@@ -141,11 +142,11 @@ class Speculator:
         if sequence.is_repeating:
             return Proposal(sequence.known_tokens(most), 1 << 20)
         self._tell(sequence)
-        return self._drafter.propose(name, most)
+        return self.drafter.propose(name, most)
 
     def _tell(self, sequence: LiveSequence) -> None:
         name = sequence.request_id
         told = self._told[name]
         if tokens := sequence.tokens_from(told):
-            self._drafter.extend(name, tokens)
+            self.drafter.extend(name, tokens)
             self._told[name] = told + len(tokens)

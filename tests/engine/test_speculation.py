@@ -1,0 +1,237 @@
+"""Speculation changes no bit: whatever drafters say, at any width and lag, among all else that an engine does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import xla_engine.graphs.steps.verify as verify_module
+from tests.conftest import TINY_ENGINE, tiny_checkpoint
+from xla_engine.config import EngineConfig
+from xla_engine.drafting.drafter import Drafter
+from xla_engine.drafting.recorded import Recorded
+from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.cases import Case, draw_cases
+from xla_engine.errors import ConfigError
+from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
+
+WIDTH = 4
+SPECULATING = replace(
+    TINY_ENGINE, block_size=32, speculative_config={"method": "suffix", "num_speculative_tokens": WIDTH - 1}
+)
+
+
+@pytest.fixture(scope="module", params=[None, 40], ids=["slots", "blocks"])
+def engine(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
+    config = replace(SPECULATING, num_blocks=request.param)
+    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+        if not engine.runner.has_one_row_code:
+            pytest.skip("speculation needs the C++ operations")
+        yield engine
+
+
+def run(
+    engine: XlaBatchEngine, cases: Sequence[Case], seed: int, *, preempts: bool = False
+) -> dict[str, RequestOutput]:
+    """Submit the cases a few turns apart; some lose their slots."""
+    draw = random.Random(seed)
+    found: dict[str, RequestOutput] = {}
+    for case in cases:
+        engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+        for _ in range(draw.randrange(3)):
+            found.update({output.request_id: output for output in engine.step() if output.finished})
+            engine.scheduler.check()
+            if preempts and draw.random() < 0.3:
+                how = draw.choice([None, *engine.ways_to_preempt])
+                engine.preempt(draw.choice(cases).request_id, how=how, to_back=draw.random() < 0.5)
+    found.update({output.request_id: output for output in engine.drain()})
+    engine.scheduler.check()
+    assert len(found) == len(cases) and engine.last_fault is None, engine.last_fault
+    return found
+
+
+def seen(outputs: Mapping[str, RequestOutput]) -> dict[str, Any]:
+    """All of the results that a caller may look at, but times."""
+    return {name: output.outputs for name, output in outputs.items()}
+
+
+def known(outputs: Mapping[str, RequestOutput]) -> dict[str, Sequence[int]]:
+    found = {}
+    for name, output in outputs.items():
+        for each in output.outputs:
+            found[name if len(output.outputs) == 1 else f"{name}/{each.index}"] = each.token_ids
+    return found
+
+    def __missing__(self, name: str) -> Sequence[int]:
+        return ()
+
+
+def drafters(outputs: Mapping[str, Sequence[int]]) -> dict[str, Drafter]:
+    return {
+        "oracle": Recorded(outputs),
+        "liar": Recorded(outputs, right=0.0),
+        "corrupted": Recorded(outputs, right=0.7),
+        "suffix": SuffixDrafter(),
+    }
+
+
+@pytest.mark.parametrize("who", ["oracle", "liar", "corrupted", "suffix"])
+def test_no_drafter_changes_a_bit(tiny: XlaBatchEngine, engine: XlaBatchEngine, who: str) -> None:
+    """Temperatures, penalties, biases, masks, stops, log-probabilities, all lags, and slots that are taken away."""
+    for lag, preempts in ((0, False), (1, False), (1, True), (2, True)):
+        cases = [
+            replace(case, params=replace(case.params, n=1))
+            for case in draw_cases(tiny, 24, seed=lag + 7 * preempts, max_new_tokens=48, every_field=True)
+        ]
+        plain = run(tiny, cases, 1)
+        engine.lag = lag
+        engine.draft_with(drafters(known(plain))[who])
+        before = engine.stats()
+        assert seen(run(engine, cases, 2, preempts=preempts)) == seen(plain)
+        after = engine.stats()
+        drafted = after.drafted_tokens - before.drafted_tokens
+        accepted = after.accepted_tokens - before.accepted_tokens
+        assert 0 <= accepted <= drafted
+        if who == "oracle":
+            assert accepted > 0.5 * drafted > 0
+        if who == "liar":  # look-up on the device, and the engine itself in a replay, may still be right
+            assert accepted < drafted
+
+
+def test_outputs_say_how_many_drafts_were_right(tiny: XlaBatchEngine, engine: XlaBatchEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True)
+    case = Case(request_id="a", prompt_token_ids=(5, 6, 7), params=params)
+    plain = run(tiny, [case], 0)
+    assert plain["a"].num_drafted_tokens == plain["a"].num_accepted_tokens == 0
+    engine.lag = 1
+    engine.draft_with(Recorded(known(plain)))
+    steps = engine.stats().steps
+    found = run(engine, [case], 0)
+    assert seen(found) == seen(plain)
+    assert found["a"].num_drafted_tokens == found["a"].num_accepted_tokens > 12
+    assert engine.stats().steps - steps < 10
+
+
+def test_sequences_of_one_request_speculate_by_themselves(
+    tiny: XlaBatchEngine, engine: XlaBatchEngine
+) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=16, n=3, seed=4, ignore_eos=True, logprobs=1)
+    case = Case(request_id="a", prompt_token_ids=(5, 6, 7), params=params)
+    plain = run(tiny, [case], 0)
+    engine.lag = 1
+    engine.draft_with(SuffixDrafter())
+    assert seen(run(engine, [case], 0)) == seen(plain)
+
+
+def test_a_replay_is_drafted_by_what_it_had(tiny: XlaBatchEngine, engine: XlaBatchEngine) -> None:
+    """A request that runs again after a fault knows its tokens."""
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=3, ignore_eos=True, logprobs=0)
+    case = Case(request_id="a", prompt_token_ids=(5, 6, 7), params=params)
+    plain = run(tiny, [case], 0)
+    engine.lag = 1
+    engine.draft_with(SuffixDrafter(shares=False))
+    engine.submit(case.prompt_token_ids, case.params, request_id="a")
+    for _ in range(30):
+        engine.step()
+    accepted = engine.stats().accepted_tokens
+    engine.preempt("a", how="replay")
+    (found,) = engine.drain()
+    assert found.outputs == plain["a"].outputs
+    assert engine.stats().accepted_tokens - accepted > 10
+
+
+def test_auto_runs_as_any_width_does(tiny: XlaBatchEngine) -> None:
+    config = replace(SPECULATING, speculative_config={"method": "ngram"})
+    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+        assert engine._speculator is not None and engine._speculator._chooser is not None
+        cases = draw_cases(tiny, 24, seed=5, every_field=True)
+        plain = run(tiny, cases, 1)
+        for seed in range(3):
+            engine.draft_with(drafters(known(plain))[["oracle", "corrupted", "suffix"][seed]])
+            assert seen(run(engine, cases, seed, preempts=True)) == seen(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"method": "magic"}, "must be one of ngram, suffix"),
+        ({"method": "draft_model", "model": "there"}, "not built yet"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "1 to 15"),
+        ({"method": "ngram", "prompt_lookup_max": 4}, "knows method and num_speculative_tokens"),
+        ({}, "needs a method"),
+        ("ngram", "must be a mapping"),
+    ],
+)
+def test_what_is_not_there_is_refused(options: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        EngineConfig(speculative_config=options)
+
+
+def test_where_bits_would_differ_it_is_refused() -> None:
+    config = replace(SPECULATING, isa="none", prefill_lanes=(2,))
+    with pytest.raises(ConfigError, match="not the same code"):
+        XlaBatchEngine(tiny_checkpoint(), None, config)
+    with pytest.raises(ConfigError, match="no self-check"):
+        XlaBatchEngine(tiny_checkpoint(), None, replace(SPECULATING, self_check=False, prefill_lanes=(2,)))
+
+
+def test_speculation_is_no_part_of_a_result() -> None:
+    assert SPECULATING.options() == replace(SPECULATING, speculative_config=None).options()
+
+
+@pytest.mark.parametrize("fault", ["keeps one too many", "sees no stop", "counts from the row"])
+def test_wrong_rules_are_found(tiny: XlaBatchEngine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong draft that is kept, tokens behind a stop token, noise keyed by the step: the comparison sees each."""
+    if fault == "keeps one too many":
+        monkeypatch.setattr(verify_module.jnp, "cumprod", _ones_first)
+    elif fault == "sees no stop":
+        monkeypatch.setattr(verify_module, "NO_CHOICE", -5)
+        monkeypatch.setattr(verify_module.jnp, "any", _never_for_three_axes)
+    else:
+        plain = verify_module.sample
+
+        def sample(logits: jax.Array, rows: Any, position: jax.Array, *rest: Any, **named: Any) -> Any:
+            return plain(logits, rows, position - position % WIDTH, *rest, **named)
+
+        monkeypatch.setattr(verify_module, "sample", sample)
+    config = replace(SPECULATING, compile_cache=False, max_num_seqs=4, prefill_lanes=(2,))
+    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+        monkeypatch.undo()
+        params = SamplingParams(temperature=1.0, max_tokens=24, seed=1, logprobs=0, ignore_eos=True)
+        cases = [
+            Case(request_id=str(seed), prompt_token_ids=(5, 6, 7), params=replace(params, seed=seed))
+            for seed in range(4)
+        ]
+        plainly = run(tiny, cases, 1)
+        stop = [each.token_ids[7] for each in (output.outputs[0] for output in plainly.values())]
+        cases = [
+            replace(case, params=replace(case.params, stop_token_ids=[token]))
+            for case, token in zip(cases, stop, strict=True)
+        ]
+        outputs = known(plainly)
+        plainly = run(tiny, cases, 1)
+        engine.draft_with(Recorded(outputs, 0.6))
+        try:
+            assert seen(run(engine, cases, 1)) != seen(plainly)
+        except AssertionError as error:  # or the engine itself finds that something is wrong
+            assert "last_fault" in str(error) or engine.last_fault is not None
+
+
+_cumprod, _any = jnp.cumprod, jnp.any
+
+
+def _ones_first(values: jax.Array, axis: int | None = None) -> jax.Array:
+    """All drafts are right, where it is asked which are."""
+    return jnp.ones_like(values) if values.ndim == 2 else _cumprod(values, axis=axis)
+
+
+def _never_for_three_axes(values: jax.Array, axis: int | None = None) -> jax.Array:
+    return _any(values & False, axis=axis) if values.ndim == 3 else _any(values, axis=axis)
