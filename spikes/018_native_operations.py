@@ -28,7 +28,7 @@ from xla_engine.graphs.kv_cache.cache import make_cache, places
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.runner.native_build import register
+from xla_engine.runner.native_library.build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=9)

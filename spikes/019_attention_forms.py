@@ -22,7 +22,7 @@ from spikes.support.timing import SMOLLM2_135M, Times, describe_machine, interle
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm
-from xla_engine.runner.native_build import register
+from xla_engine.runner.native_library.build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=15)

@@ -22,7 +22,7 @@ from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.graphs.experts import routing as moe
 from xla_engine.graphs.experts.native import native_experts
 from xla_engine.graphs.experts.routing import Experts, Route, blocked_experts, gate, route
-from xla_engine.runner.native_build import register
+from xla_engine.runner.native_library.build import register
 
 Form = Callable[[Experts, jax.Array, Route, jax.Array], jax.Array]
 

@@ -21,7 +21,7 @@ from xla_engine.graphs.delta_net import rule as delta_rule
 from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, delta_prefill, make_state
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, Products
-from xla_engine.runner.native_build import register
+from xla_engine.runner.native_library.build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=7)

@@ -27,7 +27,7 @@ from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.runner.native_build import register
+from xla_engine.runner.native_library.build import register
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rounds", type=int, default=9)

@@ -44,7 +44,7 @@ from xla_engine.graphs.row_state.rows import make_rows, make_tables
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.runner import backends
-from xla_engine.runner.native_build import register
+from xla_engine.runner.native_library.build import register
 from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 

@@ -35,8 +35,8 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import make_rows, make_tables
 from xla_engine.graphs.steps.prefill import prefill_chunk
-from xla_engine.runner.instruction_sets import available
-from xla_engine.runner.native_build import register
+from xla_engine.runner.native_library.build import register
+from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 

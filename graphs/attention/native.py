@@ -3,7 +3,7 @@
 It rotates, writes and attends in place and reads each row's own keys and nothing behind them. There are no key buckets
 and no masks, and prefill and decode run the same code for a query: their bits agree by construction.
 
-The library is built and registered outside (`xla_engine.runner.native_build`); a graph only names its target.
+The library is built and registered outside (`xla_engine.runner.native_library.build`); a graph only names its target.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A slot keeps, whatever its length, one matrix per value head (`graphs.delta_rule
 convolution. All of it is float32 and row-wise. State is written like keys and values: a row that is not live and a
 lane that is empty change no byte, and what a slot's last owner left is never read, as position 0 starts from zeros.
 
-`native` runs the rule in C++, by the library of the instruction set that it names (`xla_engine.runner.native_build`).
+`native` runs the rule in C++, by the library of the instruction set that it names
+(`xla_engine.runner.native_library.build`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The gated delta rule on XLA:CPU: one C++ call per layer (`native/delta.cc`), for prefill and decode alike.
 
-The library is built and registered outside (`xla_engine.runner.native_build`); a graph only names its target.
+The library is built and registered outside (`xla_engine.runner.native_library.build`); a graph only names its target.
 """
 
 from __future__ import annotations

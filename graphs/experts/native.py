@@ -1,6 +1,6 @@
 """Routed experts on a CPU, in bf16: one C++ call per layer (`native/experts.cc`).
 
-The library is built and registered outside (`xla_engine.runner.native_build`); a graph only names its target.
+The library is built and registered outside (`xla_engine.runner.native_library.build`); a graph only names its target.
 """
 
 from __future__ import annotations

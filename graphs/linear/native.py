@@ -3,8 +3,8 @@
 The weights of layers are packed when they are loaded (`pack`), in the order in which the kernels take them; the head's
 are not, because the embedding may be the same array.
 
-The library (`native/linear.cc`) is built and registered outside (`xla_engine.runner.native_build`), once for each
-instruction set; a graph only names its targets.
+The library (`native/linear.cc`) is built and registered outside (`xla_engine.runner.native_library.build`), once for
+each instruction set; a graph only names its targets.
 """
 
 from __future__ import annotations

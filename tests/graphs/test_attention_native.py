@@ -18,9 +18,9 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm
-from xla_engine.runner import native_build as native
 from xla_engine.runner.backends import choose_attention
-from xla_engine.runner.instruction_sets import available
+from xla_engine.runner.native_library import build as native
+from xla_engine.runner.native_library.instruction_sets import available
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a backend of the CPU")
 S = 256  # positions of a slot

@@ -16,8 +16,8 @@ from xla_engine.graphs.experts.gpu import gpu_experts
 from xla_engine.graphs.experts.native import native_experts
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, blocked_experts, route
 from xla_engine.model_loader.mxfp4 import from_mxfp4
-from xla_engine.runner.instruction_sets import available
-from xla_engine.runner.native_build import NativeBuildError, register
+from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.instruction_sets import available
 
 COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, experts per row
 Form = Callable[[Experts, Any, Route, Any], jax.Array]

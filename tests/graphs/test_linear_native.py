@@ -17,7 +17,7 @@ from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
 from xla_engine.runner.backends import choose_products
-from xla_engine.runner.instruction_sets import available
+from xla_engine.runner.native_library.instruction_sets import available
 
 VOCABULARY = 199  # the head ends within a tile
 PLAIN = 2  # of the products of `layer`, the one without norm, bias and residual; those behind it add to it

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from xla_engine import graphs
-from xla_engine.runner.instruction_sets import INSTRUCTION_SETS, InstructionSet, available, features
+from xla_engine.runner.native_library.instruction_sets import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    available,
+    features,
+)
 
 HEADERS = Path(graphs.__file__).parent / "native"
 WITHOUT_TILES = tuple(each for each in INSTRUCTION_SETS if each.name != "amx")

@@ -20,8 +20,8 @@ from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampl
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling import truncation as thresholds
 from xla_engine.graphs.sampling.logprobs import logprobs
-from xla_engine.runner.instruction_sets import available
-from xla_engine.runner.native_build import NativeBuildError, register
+from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.instruction_sets import available
 
 ROWS = 8
 

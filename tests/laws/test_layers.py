@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,3 +138,26 @@ def test_top_level_is_what_was_promised() -> None:
         ".python-version",
         "docs",
     }
+
+
+def test_every_package_is_installed() -> None:
+    """`pyproject.toml` lists packages one by one, since two folders are imported from another place than they lie."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {
+        place(path.parent).replace("/", ".")
+        for package in PACKAGES
+        for path in modules(package)
+        if path.name == "__init__.py"
+    }
+    inside = {name if name.startswith("xla_engine") else f"xla_engine.{name}" for name in there}
+    assert set(listed) == inside and len(listed) == len(inside)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_folders_and_files_stay_small(package: str) -> None:
+    """A folder of more than fifteen modules or a file of more than 350 lines holds more than one idea."""
+    paths = modules(package)
+    folders = Counter(place(path.parent) for path in paths if path.name != "__init__.py")
+    assert {name: count for name, count in folders.items() if count > 15} == {}
+    lines = {place(path): len(path.read_text().splitlines()) for path in paths}
+    assert {name: count for name, count in lines.items() if count > 350} == {}

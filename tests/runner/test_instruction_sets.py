@@ -12,7 +12,7 @@ from xla_engine.config import ISAS, EngineConfig, requested_isa
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.runner.instruction_sets import INSTRUCTION_SETS, available
+from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
 
 HERE = [each.name for each in available()]
 LEVELS = [

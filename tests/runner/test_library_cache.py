@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from xla_engine.runner import library_cache
-from xla_engine.runner.library_cache import library, private_directory
+from xla_engine.runner.native_library import cache as library_cache
+from xla_engine.runner.native_library.cache import library, private_directory
 
 ROOT = Path(__file__).parents[2]
 

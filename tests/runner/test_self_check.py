@@ -21,7 +21,7 @@ from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.graphs.row_state.rows import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
-from xla_engine.runner.self_check import SelfCheck, run_self_check
+from xla_engine.runner.self_check.check import SelfCheck, run_self_check
 
 MakeEngine = Callable[..., XlaBatchEngine]
 

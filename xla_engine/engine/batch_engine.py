@@ -29,7 +29,7 @@ from xla_engine.model_loader.model_files import open_model
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_parts
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check import SelfCheck, run_self_check
+from xla_engine.runner.self_check.check import SelfCheck, run_self_check
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Request, Scheduler, Snapshot
 from xla_engine.text.chat_template import Message, chosen_template, render_chat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xla_engine.config import EngineConfig
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check import SelfCheck
+from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.scheduler import SchedulerConfig
 from xla_engine.scheduler.policy import PREEMPTIVE
 

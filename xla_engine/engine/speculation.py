@@ -13,7 +13,7 @@ from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.errors import ConfigError
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check import SelfCheck
+from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.verify_inputs import HELD, Guess
 from xla_engine.scheduler import Plan, Request, Speculation, StepResult
 

@@ -17,8 +17,8 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.runner.instruction_sets import available
-from xla_engine.runner.native_build import NativeBuildError, register
+from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.instruction_sets import available
 
 _log = logging.getLogger("xla_engine")
 

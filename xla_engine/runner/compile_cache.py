@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from xla_engine.runner.library_cache import private_directory
+from xla_engine.runner.native_library.cache import private_directory
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _total = 0

@@ -22,8 +22,8 @@ from xla_engine.graphs.attention.native import TARGET
 from xla_engine.graphs.delta_net.native import DELTA_RULE
 from xla_engine.graphs.experts.native import EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
-from xla_engine.runner import library_cache
-from xla_engine.runner.instruction_sets import InstructionSet, available, processor
+from xla_engine.runner.native_library import cache as library_cache
+from xla_engine.runner.native_library.instruction_sets import InstructionSet, available, processor
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 _OPERATIONS = {

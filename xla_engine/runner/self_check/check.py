@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from xla_engine.runner.probe import Probe, TooFewBlocksError
 from xla_engine.runner.runner import Runner
+from xla_engine.runner.self_check.probe import Probe, TooFewBlocksError
 from xla_engine.scheduler import Sample
 
 _logger = logging.getLogger("xla_engine.self_check")
