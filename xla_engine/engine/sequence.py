@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from xla_engine.engine.output_collector import OutputCollector, Readable
 from xla_engine.engine.token_buffer import Taken, TokenBuffer
 from xla_engine.errors import ReplayError
@@ -154,6 +156,14 @@ class LiveSequence:
             with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
                 self.take()
         return self._token_ids[place:]
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that a constraint lets come next, if it lets only one text come."""
+        return [] if self._mask is None else self._mask.forced()
+
+    def masks_behind(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """The masks behind each of `tokens` if they came next, as far as they may."""
+        return [] if self._mask is None else self._mask.ahead(tokens)
 
     def known_tokens(self, most: int) -> list[int]:
         """Of a sequence that runs again, up to `most` tokens that come next."""

@@ -17,6 +17,8 @@ from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.verify_inputs import HELD, Guess
 from xla_engine.scheduler import Plan, Request, Speculation, StepResult
 
+CERTAIN = 1 << 20  # tokens of a match that can hardly be wrong
+
 
 def make_speculator(
     config: EngineConfig, runner: Runner, found: SelfCheck | None, table: RequestTable
@@ -113,10 +115,14 @@ class Speculator:
         found, matches = {}, {}
         for row in plan.verify:
             sequence = self._table[row.request_id]
-            if sequence.host_gated:
-                continue
-            proposal = self._propose(row.request_id, HELD * plan.width)
-            found[row.request_id] = Guess(sequence.next_position, proposal.tokens, lookup=True)
+            gated = sequence.host_gated
+            proposal = self._propose(row.request_id, row.width - 1 if gated else HELD * plan.width)
+            if gated:
+                masks = sequence.masks_behind(proposal.tokens)
+                guess = Guess(sequence.next_position, proposal.tokens[: len(masks)], masks=masks)
+            else:
+                guess = Guess(sequence.next_position, proposal.tokens, lookup=True)
+            found[row.request_id] = guess
             matches[row.request_id] = proposal.match
         self._started.append(matches)
         return found
@@ -140,7 +146,9 @@ class Speculator:
         """Tokens behind those that were read of a sequence; of one that runs again, what it had before."""
         sequence = self._table[name]
         if sequence.is_repeating:
-            return Proposal(sequence.known_tokens(most), 1 << 20)
+            return Proposal(sequence.known_tokens(most), CERTAIN)
+        if forced := sequence.forced_tokens():
+            return Proposal(forced[:most], CERTAIN)
         self._tell(sequence)
         return self.drafter.propose(name, most)
 

@@ -56,6 +56,10 @@ class Matcher:
         self._left += MASK_BUDGET_S - (time.thread_time() - start)
         self._check()
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must come next, in the likeliest spelling; none where there is a choice."""
+        return list(self._state.compute_ff_tokens())
+
     def reset(self) -> None:
         """Go back to the beginning."""
         self._state.reset()

@@ -74,6 +74,28 @@ class TokenMask:
                 self._matcher.reset()
             self.words = self._next()
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that a constraint lets come next, in the likeliest spelling, if it lets only one come."""
+        return [] if self._matcher is None else self._matcher.forced()
+
+    def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """The words behind each of `tokens` if they came next, as far as they may. Nothing is pushed."""
+        here, matcher, count = self.words, self._matcher, len(self._tokens)
+        self._matcher = None if matcher is None else matcher.copy()
+        found = []
+        try:
+            for token_id in tokens:
+                if _has(self._stops, token_id) or not _has(self.words, token_id):
+                    break
+                self.push(token_id)
+                found.append(self.words)
+        except InvalidRequestError:
+            pass  # nothing may follow: if it is sampled, `push` says so
+        finally:
+            self.words, self._matcher = here, matcher
+            del self._tokens[count:]
+        return found
+
     def _next(self) -> np.ndarray:
         words = self._constant if self._matcher is None else self._constant & self._matcher.words()
         completing = [word[-1] for word in self._sequences if self._ends_with(word[:-1])]
@@ -86,6 +108,10 @@ class TokenMask:
 
     def _ends_with(self, prefix: tuple[int, ...]) -> bool:
         return tuple(self._tokens[-len(prefix) :]) == prefix
+
+
+def _has(words: np.ndarray, token_id: int) -> bool:
+    return bool(words[token_id // 32] >> (token_id % 32) & 1)
 
 
 def pack_bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
