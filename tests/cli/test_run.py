@@ -65,6 +65,24 @@ def test_error_file_and_retry(tmp_path: Path, engine: FakeEngine) -> None:
     assert_not_started(run_file(tmp_path, data, "--retry-failed", "--ordered")[0], "--ordered")
 
 
+def test_an_output_deleted_meanwhile_is_a_failure(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "20 ok", with status 0."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(prompts(20))
+    real = BatchRun.run
+
+    def then_delete(batch: BatchRun) -> Any:
+        totals = real(batch)
+        target.unlink()
+        return totals
+
+    monkeypatch.setattr(BatchRun, "run", then_delete)
+    result = invoke("run", source, "-o", target)
+    assert result.exit_code == 1 and f"{target} was deleted" in result.stderr and "20 ok" not in result.stderr
+
+
 def test_packed_in_and_out(tmp_path: Path, engine: FakeEngine) -> None:
     source, target = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz"
     source.write_bytes(gzip.compress(prompts(20)[:80]) + gzip.compress(prompts(20)[80:]))

@@ -6,12 +6,15 @@ import contextlib
 import os
 import stat
 import sys
+import time
 from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from xla_engine.batch.resume import FileSystem, FinishedLines, Sink, is_packed, sink_of
+from xla_engine.batch.resume import FileSystem, FinishedLines, PlainSink, Sink, is_packed, sink_of
 from xla_engine.errors import OutputError
+
+CHECK_EVERY_S = 1.0  # how often a run looks whether its file is still there
 
 
 class Mode(Enum):
@@ -76,8 +79,12 @@ class OutputFile:
         if self._regular:
             self.file.seek(0, os.SEEK_END)
         packed = self._path is not None and is_packed(self._path)
-        self._sink = sink_of(self.file, packed=packed, file_system=self._file_system)
-        return self._sink
+        plain = sink_of(self.file, packed=packed, file_system=self._file_system)
+        sink: Sink = plain
+        if self._regular and self._path is not None:
+            sink = _WatchedSink(plain, self.file, self._path)
+        self._sink = sink
+        return sink
 
     def close(self) -> None:
         """Write what is held, and give the file back."""
@@ -96,11 +103,11 @@ class OutputFile:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(OSError):  # the error on its way out is the one to report
+        with contextlib.suppress(OSError, OutputError):  # the error on its way out is the one to report
             self.close()
 
     def _open(self, path: Path) -> None:
-        self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb")
+        self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), "wb")
         self._regular = stat.S_ISREG(os.fstat(self.file.fileno()).st_mode)
 
     def _lock(self, path: Path) -> None:
@@ -115,6 +122,46 @@ class OutputFile:
         with contextlib.suppress(OSError):
             if self._is_new and self._path.stat().st_size == 0:
                 self._path.unlink()
+
+
+class _WatchedSink:
+    """A sink that looks now and then, and when it closes, whether its file is still there with all that it wrote.
+
+    Raises OutputError where it is not.
+    """
+
+    def __init__(self, sink: PlainSink, file: BinaryIO, path: Path) -> None:
+        self._sink, self._file, self._path = sink, file, path
+        self._start = os.fstat(file.fileno()).st_size
+        self._next = time.monotonic() + CHECK_EVERY_S
+
+    def write(self, data: bytes) -> None:
+        self._sink.write(data)
+        if time.monotonic() >= self._next:
+            self._check()
+            self._next = time.monotonic() + CHECK_EVERY_S
+
+    def close(self) -> None:
+        self._sink.close()
+        self._check()
+
+    def _check(self) -> None:
+        ours = os.fstat(self._file.fileno())
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            raise self._lost("was deleted") from None
+        if not os.path.samestat(ours, there):
+            raise self._lost("was replaced by another file")
+        wanted = self._start + self._sink.written
+        if ours.st_size != wanted:
+            raise self._lost(f"was changed (it has {ours.st_size} bytes, not {wanted})")
+
+    def _lost(self, how: str) -> OutputError:
+        return OutputError(
+            f"{self._path} {how} while this run wrote to it, so results are lost; let nothing else change it, and "
+            "run again"
+        )
 
 
 def same_file(first: BinaryIO, second: BinaryIO) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Protocol
 from xla_engine.batch.line_index import LineIndex
 from xla_engine.batch.results import parse_record_id
 from xla_engine.errors import ResumeError
+from xla_engine.utils.new_file import open_new
 
 MEMBER_BYTES = 1 << 16  # of lines in a gzip member: what a killed run may have to do again
 _BLOCK = 1 << 20
@@ -52,13 +53,15 @@ class Sink(Protocol):
 
 
 class PlainSink:
-    """Writes each line as it comes."""
+    """Writes each line as it comes. written: bytes that went into the file."""
 
     def __init__(self, file: BinaryIO, file_system: FileSystem) -> None:
         self._file, self._file_system = file, file_system
+        self.written = 0
 
     def write(self, data: bytes) -> None:
         self._file_system.write(self._file, data)
+        self.written += len(data)
 
     def close(self) -> None:
         self._file_system.sync(self._file)
@@ -92,7 +95,7 @@ def is_packed(path: Path | str) -> bool:
     return str(path).endswith(".gz")
 
 
-def sink_of(file: BinaryIO, *, packed: bool, file_system: FileSystem) -> Sink:
+def sink_of(file: BinaryIO, *, packed: bool, file_system: FileSystem) -> PlainSink:
     """A sink that writes to `file` from its position on."""
     return GzipSink(file, file_system) if packed else PlainSink(file, file_system)
 
@@ -259,7 +262,7 @@ def _lines(path: Path | str, size: int | None = None) -> Iterator[bytes]:
 def _rewrite_without_errors(path: Path, file_system: FileSystem) -> None:
     """Replace the file by one without its error lines, at once: a process that dies leaves one or the other."""
     kept = path.with_name(f".{path.name}.kept")
-    with open(kept, "wb") as file:
+    with open_new(kept, path.stat().st_mode & 0o777) as file:
         sink = sink_of(file, packed=is_packed(path), file_system=file_system)
         for line in _lines(path):
             if line.strip() and json.loads(line)["error"] is None:

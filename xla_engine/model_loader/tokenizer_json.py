@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import tokenizers
 
 from xla_engine.errors import CheckpointError, XlaEngineError
+
+MAX_GROWTH = 64  # by which normaliser or decoder may lengthen a text
+_MAX_PARTS = 4096  # objects and lists in both together
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
@@ -18,6 +22,46 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
         return None
     with raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
         return tokenizers.Tokenizer.from_file(str(file))
+
+
+def check_growth(text: str | bytes, where: Path) -> bool:
+    """Whether a tokenizer.json's normaliser or decoder may make texts longer, or matches regular expressions.
+
+    Raises CheckpointError where replacements, each applied to what the one before made, lengthen a text by more than
+    `MAX_GROWTH`: forty that double never end. A file that is no JSON gives true; the library says what is wrong.
+    """
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError):
+        return True
+    if not isinstance(state, dict):
+        return True
+    growth, parts, unusual = 1, 0, False
+    values = [state.get("normalizer"), state.get("decoder")]
+    while values:
+        value = values.pop()
+        parts += isinstance(value, dict | list)
+        if (
+            isinstance(value, dict)
+            and isinstance(content := value.get("content"), str)
+            and "pattern" in value
+        ):
+            pattern = value["pattern"]
+            literal = pattern.get("String") if isinstance(pattern, dict) else pattern
+            if isinstance(literal, str) and literal:
+                factor = max(1, -(-len(content) // len(literal)))
+            else:  # a regular expression, which may match any length
+                unusual, factor = True, max(1, len(content))
+            unusual |= factor > 1
+            growth *= factor
+        if growth > MAX_GROWTH or parts > _MAX_PARTS:
+            raise CheckpointError(
+                f"{where}: the normaliser and decoder may make a text {growth} times as long, or have more than "
+                f"{_MAX_PARTS} parts; at most {MAX_GROWTH} times is allowed. Use the file of the model's authors"
+            )
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
+    return unusual
 
 
 @contextmanager

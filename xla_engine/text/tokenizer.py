@@ -10,8 +10,9 @@ import tokenizers
 
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.model_loader.model_files import ModelFiles, open_model
-from xla_engine.model_loader.tokenizer_json import raising
+from xla_engine.model_loader.tokenizer_json import check_growth, raising
 from xla_engine.text.detokenizer import DecodingRules, IncrementalDetokenizer, TokenBytes
+from xla_engine.text.trials import why_not_load
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
@@ -42,6 +43,7 @@ class Tokenizer:
     def of_model(cls, files: ModelFiles) -> Tokenizer | None:
         """The tokenizer of a model, None where it has none. Raises CheckpointError for a broken one, and for
         metadata of a GGUF file that do not make an exact tokenizer."""
+        _try(files)
         backend = files.tokenizer()
         with raising(CheckpointError, f"{files.path}: not a usable tokenizer. Download its files again"):
             return None if backend is None else cls(backend)
@@ -99,3 +101,14 @@ class Tokenizer:
         except (TypeError, OverflowError) as error:
             raise InvalidRequestError(f"{token_id!r} is no token id. Pass integers from 0 on") from error
         return None if skip_special_tokens and token in self._special else token
+
+
+def _try(files: ModelFiles) -> None:
+    """Raise CheckpointError for a tokenizer.json that would hold or end this process, by its size or by a trial."""
+    file = (files.path if files.path.is_dir() else files.path.parent) / "tokenizer.json"
+    if not file.exists():
+        return
+    with raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
+        unusual = check_growth(file.read_bytes(), file)
+    if unusual and (why := why_not_load(file)) is not None:
+        raise CheckpointError(f"{file}: not a usable tokenizer. Use the file of the model's authors ({why})")

@@ -11,13 +11,14 @@ import json
 import os
 import resource
 import signal
+import string
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 MEMORY_LIMIT = 8 << 30  # bytes of address space, the kept tokenizers among them
-_TRIAL_MEMORY = 512 << 20  # bytes of address space that a trial may add
+_TRIAL_MEMORY = 1 << 30  # bytes of address space that a trial may add
 _STACK = 1 << 20  # bytes; the engine's threads have more, so what passes here does not end them
 _KEPT = 4  # tokenizers
 _WALK = 24  # tokens a constraint is followed for
@@ -76,14 +77,23 @@ def try_constraint(tokenizer: str, grammar: str, limits: dict[str, Any], seconds
     return _in_a_child(compile_and_follow, seconds)
 
 
-def try_tokenizer(path: str, seconds: float) -> dict[str, Any]:
-    """Load a tokenizer.json and use it a little; answers as `try_constraint` does."""
+def try_tokenizer(path: str, max_growth: int, seconds: float) -> dict[str, Any]:
+    """Load a tokenizer.json and use it a little; answers as `try_constraint` does.
+
+    {"error": ...} only where it lengthens a text more than `max_growth` times: whoever loads it sees other failures.
+    """
 
     def load_and_use() -> str | None:
         import tokenizers
 
-        backend = tokenizers.Tokenizer.from_file(path)
-        backend.decode(backend.encode("Hello world, 1 + 2 = 3.\n").ids)
+        with contextlib.suppress(Exception):
+            backend = tokenizers.Tokenizer.from_file(path)
+            ids = backend.encode(string.printable).ids
+            texts = [backend.decode(ids)]
+            if backend.normalizer is not None:
+                texts.append(backend.normalizer.normalize_str(string.printable))
+            if (length := max(map(len, texts))) > max_growth * len(string.printable):
+                return f"it makes {length} characters of {len(string.printable)}"
         return None
 
     return _in_a_child(load_and_use, seconds)

@@ -1,7 +1,7 @@
 """Constraints and tokenizers are tried in a process that may die of them, before this one does the same.
 
 A few bytes can make the libraries recurse until the stack ends, or work for ever. What a trial did within its limits
-is safe here. Verdicts are remembered by hash, for the longest not asked ones forgotten first.
+is safe here. Verdicts on constraints are remembered by hash, those that were asked for longest ago forgotten first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xla_engine.model_loader.tokenizer_json import MAX_GROWTH
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess, why_ended
 
 CONSTRAINT_CPU_S = 1.0  # processor time of compiling a constraint and following it for some tokens
@@ -82,7 +83,8 @@ class ConstraintTrials:
 
 def why_not_load(tokenizer: Path) -> str | None:
     """Why a tokenizer.json must not be loaded here; None where it may."""
-    request = {"kind": "try_tokenizer", "path": str(tokenizer), "seconds": TOKENIZER_CPU_S}
+    fields = {"path": str(tokenizer.absolute()), "max_growth": MAX_GROWTH, "seconds": TOKENIZER_CPU_S}
+    request = {"kind": "try_tokenizer", **fields}
     try:
         return _verdict(_PROCESS.ask(TOKENIZER_CPU_S, json.dumps(request)), TOKENIZER_CPU_S)
     except WorkerEndedError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.engine.protocol import Engine
+from xla_engine.utils.new_file import open_new
 
 INTERVAL = 1.0  # seconds between writes
 SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
@@ -61,7 +62,8 @@ class StatusFile:
         record = {"time": time.time(), "pid": os.getpid(), "run": self._run(), **self._engine_state()}
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            fresh.write_text(json.dumps(record, indent=1) + "\n")
+            with open_new(fresh) as file:
+                file.write(json.dumps(record, indent=1).encode() + b"\n")
             os.replace(fresh, self._path)
         except OSError:
             with contextlib.suppress(OSError):

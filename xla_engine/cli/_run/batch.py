@@ -66,6 +66,9 @@ def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -
         totals, summary = _run(files, settings, engine_options)
     except OSError as error:
         _output_failed(files, error)
+    except OutputError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(_common.SOME_FAILED)
     _explain(totals, files)
     for text in summary:
         click.echo(text, err=True)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.gguf.reader import GgufReader
+from xla_engine.model_loader.tokenizer_json import check_growth
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # ggml's token types
 _SPACE = "▁"
@@ -42,6 +43,7 @@ _BEGINS = ("llama-bpe", "tekken")  # byte-level files that begin texts with a to
 def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
     """The file's tokenizer; None where it has none. Raises CheckpointError for one that cannot be rebuilt exactly."""
     if (whole := file.get("tokenizer.huggingface.json")) is not None:
+        check_growth(whole, file.path)
         return tokenizers.Tokenizer.from_str(whole)
     kind = file.get("tokenizer.ggml.model")
     if kind in (None, "no_vocab", "none"):
