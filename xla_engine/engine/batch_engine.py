@@ -28,7 +28,7 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_parts
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check import SelfCheck, run_self_check
-from xla_engine.sampling_params import SamplingParams
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import Request, Scheduler, Snapshot
 from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -172,7 +172,7 @@ class XlaBatchEngine(Loop):
                     request_id=name,
                     prompt_token_ids=token_ids,
                     max_tokens=params.token_limit,
-                    stop_token_ids=frozenset(stop_ids),
+                    stop_token_ids=frozenset(stop_ids[:MAX_STOP_TOKEN_IDS]),
                     host_gated=masks[0] is not None and masks[0].host_gated,
                     cache_salt=options.get("cache_salt", ""),
                     reads_prefix_cache=self._table.settings[name].params.prompt_logprobs is None,
