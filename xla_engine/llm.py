@@ -10,7 +10,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import SharedOptions, pop_options
-from xla_engine.errors import InvalidRequestError
+from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_list
 from xla_engine.sampling_params import SamplingParams
@@ -37,6 +37,8 @@ class LLM:
         with LLM() as llm:
             for output in llm.generate(["def fib(n):"], SamplingParams(temperature=0, max_tokens=48)):
                 print(output.outputs[0].text)
+
+    Threads may share one: their requests run in one batch, and each call returns when its own are done.
 
     Leaving the `with` block, or `close()`, frees the device memory.
     """
@@ -190,18 +192,27 @@ class LLM:
                     raise type(error)(f"prompt {place}: {error}") from error
                 places[request_id] = place
             while places:
-                if not collector:
-                    self.engine.advance()
-                for request in collector.take():
-                    if request.request_id not in places:
-                        continue  # another reader ran the engine meanwhile; its end has been yielded
-                    if request.finished:
-                        yield places.pop(request.request_id), request.output()
-                    elif not only_finished:
-                        yield places[request.request_id], request.output()
+                self._await_news(collector)
+                with self.engine.lock:
+                    news = [
+                        (request.request_id, request.finished, request.output())
+                        for request in collector.take()
+                        if request.request_id in places and (request.finished or not only_finished)
+                    ]
+                for request_id, finished, output in news:
+                    yield (places.pop(request_id) if finished else places[request_id]), output
         finally:
             for request_id in places:
                 self.engine.abort(request_id)
+
+    def _await_news(self, collector: OutputCollector) -> None:
+        """Run a turn, or let another thread run it, unless there are news. Raises EngineClosedError."""
+        try:
+            if not collector:
+                self.engine.advance()
+        except EngineClosedError:
+            if not collector:  # else another thread saw the end, and it is told there
+                raise
 
     def close(self) -> None:
         """Free device memory; the object is unusable afterwards."""
