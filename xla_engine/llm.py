@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
+from xla_engine import vllm_options
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import SharedOptions, pop_options
-from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_list
 from xla_engine.sampling_params import SamplingParams
@@ -30,7 +31,8 @@ class LLM:
         max_model_len: prompt plus generated tokens at most; None takes the model's limit, 2048 at most.
         dtype: "auto", "bfloat16" or "float32".
         seed: used for requests without a seed of their own.
-        engine_options: further fields of `EngineConfig`.
+        engine_options: further fields of `EngineConfig`, and vLLM's options (`xla_engine.vllm_options` says what
+            each comes to). Raises ConfigError for one that can have no effect.
 
     Runnable example::
 
@@ -53,8 +55,9 @@ class LLM:
         seed: int = 0,
         **engine_options: Any,
     ) -> None:
+        options = vllm_options.engine_options(engine_options)
         config = EngineConfig(
-            max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype, seed=seed, **engine_options
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype, seed=seed, **options
         )
         self.engine = XlaBatchEngine.from_pretrained(model, config)
 
@@ -67,6 +70,12 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises ConfigError where it has none."""
+        if self.engine.tokenizer is None:
+            raise ConfigError("the model has no tokenizer.json; prompts are token ids")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

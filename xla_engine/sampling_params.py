@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
@@ -218,6 +218,16 @@ class SamplingParams:
                 hint = hint or f"; known sampling fields: {', '.join(sorted(known))}"
                 raise InvalidRequestError(f"unknown field {shown(name)}{hint}")
         return cls(**values)
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Build from fields of which those that are None take their defaults; only max_tokens None means itself."""
+        given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        return cls.from_mapping(given)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """The same parameters with some changed; they themselves never change."""
+        return replace(self, **changes)
 
     @property
     def token_limit(self) -> int:

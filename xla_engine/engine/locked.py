@@ -17,4 +17,4 @@ def locked(method: F) -> F:
         with self.lock:
             return method(self, *args, **kwargs)
 
-    return cast(F, call)
+    return cast("F", call)
