@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from xla_engine.errors import InvalidRequestError
@@ -21,3 +22,31 @@ def test_huge_numbers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         SamplingParams(**{name: value})
     assert len(str(refused.value)) < 300
+
+
+def test_values_of_numpy_are_numbers_and_lists() -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        max_tokens=np.array(7),
+        seed=np.uint8(4),
+        ignore_eos=np.bool_(True),
+        stop=np.array(["a", "b"]),
+        stop_token_ids=np.array([3, 4]),
+        allowed_token_ids=[np.int32(3), 5],
+        logit_bias={np.int64(3): np.float64(1.5)},
+    )
+    assert given == SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        max_tokens=7,
+        seed=4,
+        ignore_eos=True,
+        stop=["a", "b"],
+        stop_token_ids=[3, 4],
+        allowed_token_ids=[3, 5],
+        logit_bias={3: 1.5},
+    )
+    assert type(given.temperature) is float and type(given.max_tokens) is int
+    with pytest.raises(InvalidRequestError, match="top_k must be an integer"):
+        SamplingParams(top_k=np.float64(2.5))

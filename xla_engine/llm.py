@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
+from xla_engine import vllm_options
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import SharedOptions, pop_options
-from xla_engine.errors import InvalidRequestError
+from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_list
 from xla_engine.sampling_params import SamplingParams
@@ -30,13 +31,16 @@ class LLM:
         max_model_len: prompt plus generated tokens at most; None takes the model's limit, 2048 at most.
         dtype: "auto", "bfloat16" or "float32".
         seed: used for requests without a seed of their own.
-        engine_options: further fields of `EngineConfig`.
+        engine_options: further fields of `EngineConfig`, and vLLM's options (`xla_engine.vllm_options` says what
+            each comes to). Raises ConfigError for one that can have no effect.
 
     Runnable example::
 
         with LLM() as llm:
             for output in llm.generate(["def fib(n):"], SamplingParams(temperature=0, max_tokens=48)):
                 print(output.outputs[0].text)
+
+    Threads may share one: their requests run in one batch, and each call returns when its own are done.
 
     Leaving the `with` block, or `close()`, frees the device memory.
     """
@@ -51,8 +55,9 @@ class LLM:
         seed: int = 0,
         **engine_options: Any,
     ) -> None:
+        options = vllm_options.engine_options(engine_options)
         config = EngineConfig(
-            max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype, seed=seed, **engine_options
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype, seed=seed, **options
         )
         self.engine = XlaBatchEngine.from_pretrained(model, config)
 
@@ -65,6 +70,12 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises ConfigError where it has none."""
+        if self.engine.tokenizer is None:
+            raise ConfigError("the model has no tokenizer.json; prompts are token ids")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -190,18 +201,27 @@ class LLM:
                     raise type(error)(f"prompt {place}: {error}") from error
                 places[request_id] = place
             while places:
-                if not collector:
-                    self.engine.advance()
-                for request in collector.take():
-                    if request.request_id not in places:
-                        continue  # another reader ran the engine meanwhile; its end has been yielded
-                    if request.finished:
-                        yield places.pop(request.request_id), request.output()
-                    elif not only_finished:
-                        yield places[request.request_id], request.output()
+                self._await_news(collector)
+                with self.engine.lock:
+                    news = [
+                        (request.request_id, request.finished, request.output())
+                        for request in collector.take()
+                        if request.request_id in places and (request.finished or not only_finished)
+                    ]
+                for request_id, finished, output in news:
+                    yield (places.pop(request_id) if finished else places[request_id]), output
         finally:
             for request_id in places:
                 self.engine.abort(request_id)
+
+    def _await_news(self, collector: OutputCollector) -> None:
+        """Run a turn, or let another thread run it, unless there are news. Raises EngineClosedError."""
+        try:
+            if not collector:
+                self.engine.advance()
+        except EngineClosedError:
+            if not collector:  # else another thread saw the end, and it is told there
+                raise
 
     def close(self) -> None:
         """Free device memory; the object is unusable afterwards."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.utils.did_you_mean import did_you_mean
+from xla_engine.utils.plain import plain
 from xla_engine.utils.shown import shown
 
 MAX_N = 128
@@ -20,7 +21,9 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14  # of all stop strings of a request together
-MAX_STOP_TOKEN_IDS = 8  # width of the device's per-row stop table, eos ids included
+MAX_STOP_TOKEN_IDS = (
+    8  # width of the device's per-row stop table, eos ids included; the host looks for others
+)
 
 _TOKEN_ID = re.compile(r"[0-9]{1,19}", re.ASCII)  # written as text, as JSON has to
 
@@ -74,7 +77,8 @@ class SamplingParams:
         an eos id; one that reaches max_tokens before may be cut short.
     stop: end where one of these strings is complete in the text (one string, or a list). The text is cut before it.
     include_stop_str_in_output: cut the text after the stop string instead, and show stop tokens.
-    stop_token_ids: end after any of these, beside the model's eos ids.
+    stop_token_ids: end after any of these, beside the model's eos ids. The device looks for the first
+        MAX_STOP_TOKEN_IDS, the eos ids among them, and the host for the rest; with a rest, min_tokens must be 0.
     ignore_eos: the model's eos ids do not end the request.
     logprobs: 0 returns each chosen token's log-probability, n > 0 also those of the n most likely tokens, at most
         MAX_LOGPROBS. Of the raw distribution, or the one drawn from, as `EngineConfig.logprobs_mode` says.
@@ -111,6 +115,10 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if (own := plain(value)) is not value:
+                object.__setattr__(self, entry.name, own)
         _integer("n", self.n, low=1, high=MAX_N)
         _finite("temperature", self.temperature)
         if self.n > 1 and self.temperature == 0:
@@ -155,7 +163,7 @@ class SamplingParams:
                 "stop strings are seen in text; leave detokenize true or use stop_token_ids"
             )
         object.__setattr__(
-            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_ALLOWED_TOKEN_IDS)
         )
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
@@ -211,6 +219,16 @@ class SamplingParams:
                 raise InvalidRequestError(f"unknown field {shown(name)}{hint}")
         return cls(**values)
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Build from fields of which those that are None take their defaults; only max_tokens None means itself."""
+        given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        return cls.from_mapping(given)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """The same parameters with some changed; they themselves never change."""
+        return replace(self, **changes)
+
     @property
     def token_limit(self) -> int:
         """`max_tokens` as a number. Raises InvalidRequestError where it is None, which only an engine can count."""
@@ -246,9 +264,10 @@ def _token_ids(name: str, ids: object, most: int) -> tuple[int, ...]:
         raise InvalidRequestError(f"{name} must be a list of token ids, not {shown(ids)}")
     if len(ids) > most:
         raise InvalidRequestError(f"{len(ids)} {name} given; at most {most}")
-    for token_id in ids:
+    found = tuple(map(plain, ids))
+    for token_id in found:
         _integer(f"{name} entry", token_id, low=0)
-    return tuple(ids)
+    return found
 
 
 def _bad_words(words: object) -> tuple[str, ...]:
@@ -280,7 +299,8 @@ def _logit_bias(bias: object) -> Mapping[int, float] | None:
         )
     found: dict[int, float] = {}
     for key, value in bias.items():
-        token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
+        token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else plain(key)
+        value = plain(value)
         _integer("logit_bias id", token_id, low=0)
         _finite(f"logit_bias of {token_id}", value)
         if not -100 <= value <= 100:

@@ -130,3 +130,19 @@ def test_without_max_tokens_a_request_gets_the_blocks_there_are() -> None:
             [5] * 20, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), use_tqdm=False
         )
         assert 100 < len(output.outputs[0].token_ids) < 200
+
+
+def test_any_number_of_stop_ids_ends_a_request_at_the_first_of_them(llm: LLM) -> None:
+    """Beyond those the device has room for, the host looks."""
+    [free] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    tokens, vocabulary = free.outputs[0].token_ids, llm.engine.checkpoint.config.vocab_size
+    unused = [token for token in range(vocabulary) if token not in tokens]
+    for stop in (tokens[0], tokens[7], tokens[-1]):
+        many = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[*unused[:1000], stop], logprobs=0)
+        [output] = llm.generate(PROMPTS[0], many, use_tqdm=False)
+        completion, end = output.outputs[0], tokens.index(stop) + 1
+        assert completion.token_ids == tokens[:end] and completion.stop_reason == stop
+        assert completion.finish_reason == "stop" and len(completion.logprobs or ()) == end
+        assert llm.tokenizer is not None and completion.text == llm.tokenizer.decode(tokens[: end - 1])
+    with pytest.raises(InvalidRequestError, match="with min_tokens at most 8"):
+        llm.generate(PROMPTS[0], SamplingParams(min_tokens=2, stop_token_ids=unused[:9]), use_tqdm=False)

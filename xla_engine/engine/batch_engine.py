@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.drafting.drafter import Drafter
 from xla_engine.engine.identity import EngineIdentity
+from xla_engine.engine.locked import locked
 from xla_engine.engine.loop import Loop
 from xla_engine.engine.output_collector import OutputCollector, Readable
 from xla_engine.engine.protocol import RequestOptions, drained
@@ -30,7 +31,7 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_parts
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
-from xla_engine.sampling_params import SamplingParams
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import Request, Scheduler, Snapshot
 from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ from xla_engine.text.tokenizer import Tokenizer
 
 class XlaBatchEngine(Loop):
     """Continuous batching over one model: the loop, and the requests, results and counters of its callers.
+
+    Several threads may call it, each with collectors of its own, as `LLM` has.
 
     Runnable example::
 
@@ -119,6 +122,7 @@ class XlaBatchEngine(Loop):
             engine.default_params = SamplingParams.from_mapping(sampling_defaults(files))
         return engine
 
+    @locked
     def submit(
         self,
         prompt: Prompt,
@@ -177,7 +181,7 @@ class XlaBatchEngine(Loop):
                     request_id=name,
                     prompt_token_ids=token_ids,
                     max_tokens=params.token_limit,
-                    stop_token_ids=frozenset(stop_ids),
+                    stop_token_ids=frozenset(stop_ids[:MAX_STOP_TOKEN_IDS]),
                     host_gated=masks[0] is not None and masks[0].host_gated,
                     cache_salt=options.get("cache_salt", ""),
                     reads_prefix_cache=self._table.settings[name].params.prompt_logprobs is None,
@@ -199,6 +203,7 @@ class XlaBatchEngine(Loop):
         """
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
+    @locked
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
         """Take a request's slot away: it goes on later, and its stream is the same; false where it holds no slot.
 
@@ -231,9 +236,9 @@ class XlaBatchEngine(Loop):
         self._collector.every_token = not only_finished
         if self._closed is None or not self._collector:
             self.advance()
-        return [
-            request.output() for request in self._collector.take() if request.finished or not only_finished
-        ]
+        with self.lock:
+            news = self._collector.take()
+            return [request.output() for request in news if request.finished or not only_finished]
 
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
         """Run until nothing is left; returns the finished requests in order of completion.
@@ -259,7 +264,8 @@ class XlaBatchEngine(Loop):
         finally:
             self._collector.every_token = True
             self._draining = draining
-        return [request.output() for request in ended]
+        with self.lock:
+            return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:
         """Run until nothing is left, yielding cumulative outputs as tokens arrive."""
@@ -279,10 +285,12 @@ class XlaBatchEngine(Loop):
     def max_model_len(self) -> int:
         return self.runner.context_length
 
+    @locked
     def snapshot(self) -> Snapshot:
         """Slots, queue and the reason of each request's last scheduling decision; does not touch the device."""
         return self.scheduler.snapshot()
 
+    @locked
     def stats(self) -> EngineStats:
         """Counters since start-up; does not touch the device."""
         counters, work = self.scheduler.counters(), self._work
@@ -319,6 +327,7 @@ class XlaBatchEngine(Loop):
         """The latest failed step, in words; None where none has failed."""
         return self._faults.last
 
+    @locked
     def reset_prefix_cache(self) -> None:
         """Forget the cached prefixes: a prompt is computed whole until its beginning has been seen again."""
         self.scheduler.reset_prefix_cache()
@@ -341,14 +350,12 @@ class XlaBatchEngine(Loop):
         self._speculator.drafter = drafter
 
     def inventory_report(self) -> list[GraphReport]:
-        """Return one report per executable."""
+        """One report per executable."""
         return self.runner.reports
 
+    @locked
     def close(self) -> None:
-        """Abort what is live and free device memory.
-
-        Terminal outputs that were not read yet can still be read, by `step`, `drain` or their collectors.
-        """
+        """Abort what is live and free device memory. Outputs that were not read yet can still be read."""
         if self._closed is None:
             self.abort_all()
             self._closed = "close() was called"

@@ -2,7 +2,7 @@
 
 One turn is `plan -> start -> wait(previous) -> commit -> deliver`: `begin_turn` plans and starts, its caller waits,
 and `end_turn` commits and delivers. The lag between starting a step and reading it is a value, the queue of steps in
-flight; there are no threads. A loop belongs to one thread.
+flight. Several threads may share a loop: one of them runs a turn, and `lock` is free while it waits for the device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from threading import Condition, get_ident
 from typing import Protocol
 
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
+from xla_engine.engine.locked import locked
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.speculation import Speculator
@@ -60,6 +62,7 @@ class Loop:
     """Drives a scheduler and a runner; a table holds what requests have so far.
 
     lag: started steps that may be left unread; may be changed between turns.
+    lock: held by whatever reads or changes the state of requests; told of the end of each turn.
     clock: seconds, for deadlines and the times of tokens.
     on_step: called with each plan as it is started (events None) and each step as it is read.
     on_submit, on_end: called for each sequence as it is queued, and as it ends.
@@ -69,6 +72,7 @@ class Loop:
         self.scheduler = scheduler
         self.runner = runner
         self.lag = lag
+        self.lock = Condition()
         self.clock: Callable[[], float] = time.monotonic
         self.on_step: Callable[[Plan, Events | None], None] | None = None
         self.on_submit: Callable[[Request], None] | None = None
@@ -77,13 +81,13 @@ class Loop:
         self._faults = Faults()
         self._in_flight: deque[InFlight] = deque()
         self._turning = False  # between the beginning and the end of a turn
+        self._driver = 0  # the thread that began the last turn
+        self._turns = 0  # that came to their end
         self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
         self._speculator: Speculator | None = None
         self._closed: str | None = None
         self._draining = False  # takes no more requests
-
-    # -- requests ---------------------------------------------------------------------------------------------
 
     def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
         """Queue all sequences of a request of the table, or none: then the request leaves the table.
@@ -107,6 +111,7 @@ class Loop:
             self._table.take_back(request_id)
             raise
 
+    @locked
     def abort(self, request_id: str, cause: str | None = None) -> bool:
         """End a request now, keeping what it has; False when it is unknown or already over.
 
@@ -118,6 +123,7 @@ class Loop:
             self._end(name, FinishReason.ABORT, cause)
         return bool(ended)
 
+    @locked
     def abort_all(self, cause: str | None = None) -> None:
         """End every live request now; `cause` as in `abort`."""
         for name in self._table:
@@ -134,11 +140,17 @@ class Loop:
         self._table.token_buffer.bound(self._table[name], self.scheduler.counters().steps_planned)
         return True
 
-    # -- turns ------------------------------------------------------------------------------------------------
-
     def advance(self) -> None:
-        """One turn, whose news are left in the collectors. Raises EngineClosedError."""
-        step = self.begin_turn()
+        """One turn, whose news are left in the collectors. Raises EngineClosedError.
+
+        While another thread runs a turn, wait for its end instead: its news may be the caller's.
+        """
+        with self.lock:
+            turn = self._turns
+            if self._turning and self._driver != get_ident():
+                self.lock.wait_for(lambda: self._turns != turn)
+                return
+            step = self.begin_turn()
         if step is None:
             return
         try:
@@ -149,8 +161,16 @@ class Loop:
                 answer = error
             self.end_turn(step, answer)
         finally:
-            self._turning = False  # also when an interrupt came between the two
+            self._end_of_turn(turn)  # where an interrupt came between the two
 
+    def _end_of_turn(self, turn: int) -> None:
+        with self.lock:
+            if self._turning and self._turns == turn:
+                self._turning = False
+                self._turns += 1
+                self.lock.notify_all()
+
+    @locked
     def begin_turn(self) -> InFlight | None:
         """Expire, plan and start; the step to read now, None where the turn is over.
 
@@ -165,6 +185,7 @@ class Loop:
         if self._closed is not None:
             return None  # every reader has been told
         self._turning = self._unsettled = True
+        self._driver = get_ident()
         step: InFlight | None = None
         try:
             for request_id, reason in self.scheduler.expire(self.clock()):
@@ -184,6 +205,7 @@ class Loop:
             self._turning = step is not None
         return step
 
+    @locked
     def end_turn(self, step: InFlight, answer: StepResult | BaseException) -> None:
         """Commit and deliver the result of a step, or recover from the error that came in its place.
 
@@ -206,7 +228,7 @@ class Loop:
         except Exception as error:
             self._recover(f"{type(error).__name__}: {error}")
         finally:
-            self._turning = False
+            self._end_of_turn(self._turns)
 
     def _start_next(self) -> bool:
         """Plan and dispatch one step; false when there is nothing to dispatch."""
@@ -217,9 +239,7 @@ class Loop:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._faults.plan = plan
-        for (
-            request_id
-        ) in plan.replays:  # before the start, which reads the mask of a replayed request's first token
+        for request_id in plan.replays:  # before the start, which reads the mask of their first token
             self._table[request_id].rewind()
         for decision in plan.decisions:
             if decision.action in WAYS_TO_PREEMPT:
@@ -322,8 +342,6 @@ class Loop:
             self._speculator.end(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)
-
-    # -- faults -----------------------------------------------------------------------------------------------
 
     def _recover(self, cause: str) -> None:
         """After a failed turn run the live requests again, or those that may have been its cause apart from others.

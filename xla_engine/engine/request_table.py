@@ -12,7 +12,7 @@ from xla_engine.engine.sequence_group import SequenceGroup
 from xla_engine.engine.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.sampling_params import SamplingParams
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import FinishReason
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class RequestTable:
             part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
             self.settings[name] = RowSettings(
                 max_tokens=params.token_limit,
-                stop_token_ids=stop_ids,
+                stop_token_ids=stop_ids[:MAX_STOP_TOKEN_IDS],
                 params=part,
                 seed=sequence_seed(seed, index),
                 mask=mask,
@@ -95,6 +95,7 @@ class RequestTable:
                 self._tokenizer,
                 mask,
                 stop_ids=frozenset(stop_ids),
+                host_stop_ids=frozenset(stop_ids[MAX_STOP_TOKEN_IDS:]),
                 eos_ids=frozenset(eos_ids),
                 token_buffer=self.token_buffer,
                 collector=collector,

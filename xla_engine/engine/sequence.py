@@ -23,6 +23,7 @@ class LiveSequence:
     """Accumulates what the device samples for one sequence until it ends.
 
     collector: takes its news. reader: what is put there, the sequence itself or the group it is part of.
+    host_stop_ids: those of the stop ids that the device does not know.
     faults: failed steps it was in. acquittals: times it got past such a step apart from others.
     """
 
@@ -37,6 +38,7 @@ class LiveSequence:
         *,
         stop_ids: frozenset[int],
         eos_ids: frozenset[int],
+        host_stop_ids: frozenset[int] = frozenset(),
         token_buffer: TokenBuffer[LiveSequence],
         collector: OutputCollector,
         now: float,
@@ -61,6 +63,7 @@ class LiveSequence:
                 include_stop=params.include_stop_str_in_output,
             )
         self._stop_ids = stop_ids
+        self._host_stop_ids = host_stop_ids
         self._eos_ids = eos_ids
         self._arrival_time = now
         self._finished_time: float | None = None
@@ -102,7 +105,8 @@ class LiveSequence:
     @property
     def eager(self) -> bool:
         """Whether each token has to be looked at as it comes; else they can be taken many at a time."""
-        return self.host_gated or self.is_repeating or (self._text is not None and bool(self._params.stop))
+        looks_for_stops = bool(self._host_stop_ids) or (self._text is not None and bool(self._params.stop))
+        return self.host_gated or self.is_repeating or looks_for_stops
 
     def admit(self, now: float) -> None:
         """It got a slot, for the first time or again."""
@@ -124,7 +128,7 @@ class LiveSequence:
             self._mask.reset()
 
     def take(self) -> bool:
-        """Take the tokens of the steps read so far; true if one completes a stop string. Raises what `add` does."""
+        """Take the tokens of the steps read so far; true if one ends the request. Raises what `add` does."""
         if self._failure is not None:
             raise self._failure
         taken = self._token_buffer.take(self)
@@ -192,7 +196,7 @@ class LiveSequence:
             self._text.extend(tokens[:-1] if hidden else tokens)
 
     def add(self, sample: Sample, now: float) -> bool:
-        """Take one sampled token; true if it completes a stop string, which ends the request.
+        """Take one sampled token; true if it completes a stop string or is a stop token that the device does not know.
 
         A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError, and
         InvalidRequestError where no token may follow.
@@ -209,14 +213,15 @@ class LiveSequence:
         if self._params.logprobs is not None and sample.logprob is not None:
             self._logprobs.append(sample.logprob)
             self._add_top(sample)
+        stops = sample.token_id in self._host_stop_ids
         if self._text is None:
-            return False
+            return stops
         if sample.token_id not in self._stop_ids:
             may_stop = len(self._token_ids) >= self._params.min_tokens
             self._stop_string = self._text.push(sample.token_id, may_stop=may_stop)
         elif self._params.include_stop_str_in_output:
             self._text.push(sample.token_id, may_stop=False)
-        return self._stop_string is not None
+        return stops or self._stop_string is not None
 
     def _add_top(self, sample: Sample) -> None:
         if sample.logprob is not None and isinstance(sample.extra, TopLogprobs):

@@ -114,7 +114,10 @@ class RequestValidator:
                 )
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return every id that ends the request, the model's eos ids first. Raises InvalidRequestError."""
+        """Return every id that ends the request, the model's eos ids first; the device is told the first few.
+
+        Raises InvalidRequestError.
+        """
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 "the model has no tokenizer.json, so stop strings cannot be seen; use stop_token_ids"
@@ -124,10 +127,10 @@ class RequestValidator:
         for token_id in stop_ids:
             if token_id >= self.vocab_size:
                 raise InvalidRequestError(f"stop token id {token_id} is not in 0..{self.vocab_size - 1}")
-        if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+        if params.min_tokens and len(stop_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
-                f"{len(stop_ids)} stop ids with the model's {len(eos)} eos ids; at most {MAX_STOP_TOKEN_IDS}: "
-                "give fewer stop_token_ids or set ignore_eos"
+                f"{len(stop_ids)} stop ids with the model's {len(eos)} eos ids; with min_tokens at most "
+                f"{MAX_STOP_TOKEN_IDS}: give fewer stop_token_ids, set ignore_eos, or leave out min_tokens"
             )
         return stop_ids
 
