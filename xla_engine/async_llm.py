@@ -75,7 +75,7 @@ class AsyncLLM:
         )
         finished = False
         try:
-            self._run_engine()
+            self.keep_running()
             while not finished:
                 await news.wait()
                 news.clear()
@@ -135,8 +135,8 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _run_engine(self) -> None:
-        """Start the task that runs the engine, unless it runs already."""
+    def keep_running(self) -> None:
+        """Start the task that runs the engine, unless it runs already: for requests submitted to `engine` itself."""
         loop = asyncio.get_running_loop()
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())

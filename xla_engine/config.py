@@ -282,6 +282,11 @@ def compiler() -> str:
     return os.environ.get("CXX") or "c++"
 
 
+def api_keys_from_environment() -> tuple[str, ...]:
+    """The keys that open a server: `XLA_ENGINE_API_KEY`, several with commas between them."""
+    return tuple(key.strip() for key in os.environ.get("XLA_ENGINE_API_KEY", "").split(",") if key.strip())
+
+
 def cache_directory() -> Path:
     """Our part of the user's cache directory; among the temporary files for a user who has no home."""
     if base := os.environ.get("XDG_CACHE_HOME"):

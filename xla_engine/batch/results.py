@@ -111,12 +111,23 @@ def result_line(
     outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite
     becomes null.
     """
+    body = result_body(
+        request, outputs, f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.line}", header
+    )
+    response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
+    return dump_line({"id": name, "custom_id": request.custom_id, "response": response, "error": None})
+
+
+def result_body(
+    request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
+) -> dict[str, Any]:
+    """The completion or chat completion itself, as JSON values; `name` is its id. Else as `result_line`."""
     completions = [completion for output in outputs for completion in output.outputs]
     per_prompt = len(outputs[0].outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
     body: dict[str, Any] = {
-        "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.line}",
+        "id": name,
         "object": "chat.completion" if request.is_chat else "text_completion",
         "created": header.created,
         "model": request.model or header.model,
@@ -137,8 +148,7 @@ def result_line(
             body["choices"][number * per_prompt]["prompt_logprobs"] = _prompt_logprobs(output)
     if header.hashes and header.system_fingerprint is not None:
         body["xla_engine"] = _hashes(header.system_fingerprint, completions)
-    response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
-    return dump_line({"id": name, "custom_id": request.custom_id, "response": response, "error": None})
+    return body
 
 
 def error_line(error: LineError, name: str) -> bytes:
@@ -156,17 +166,17 @@ def _choice(
     content: dict[str, Any]
     if request.is_chat:
         content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        block = _chat_logprobs(completion, request.params, tokenizer)
+        block = chat_logprobs(completion, request.params, tokenizer)
     else:
-        content = {"text": (_prompt_text(output, tokenizer) if request.echo else "") + completion.text}
-        block = _text_logprobs(completion, request.params, tokenizer)
+        content = {"text": (prompt_text(output, tokenizer) if request.echo else "") + completion.text}
+        block = text_logprobs(completion, request.params, tokenizer)
         if block is not None and request.echo:
-            block = _with_prompt(block, output, request.params, tokenizer)
+            block = with_prompt(block, output, request.params, tokenizer)
     end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     return {**content, **end, "logprobs": block}
 
 
-def _text_logprobs(
+def text_logprobs(
     completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
 ) -> dict[str, Any] | None:
     """The completions API's block of parallel lists, and `token_ids` beside them.
@@ -187,13 +197,13 @@ def _text_logprobs(
     }
 
 
-def _with_prompt(
+def with_prompt(
     block: dict[str, Any], output: RequestOutput, params: SamplingParams, tokenizer: TokenText | None
 ) -> dict[str, Any]:
     """The block with the prompt's tokens in front; null for the first one, which nothing predicts."""
     ids = output.prompt_token_ids
     scores = output.prompt_logprobs or (None,) * len(ids)
-    start = len(_prompt_text(output, tokenizer))
+    start = len(prompt_text(output, tokenizer))
     offsets = _offsets(ids, params, tokenizer)
     values = [
         None if found is None else _finite(found[token_id].logprob)
@@ -211,7 +221,7 @@ def _with_prompt(
     }
 
 
-def _prompt_text(output: RequestOutput, tokenizer: TokenText | None) -> str:
+def prompt_text(output: RequestOutput, tokenizer: TokenText | None) -> str:
     """The prompt as it was given, or what its token ids spell."""
     if output.prompt is not None or tokenizer is None:
         return output.prompt or ""
@@ -223,7 +233,7 @@ def _top_texts(found: Mapping[int, Logprob], tokenizer: TokenText | None) -> dic
     return {_token_text(token_id, tokenizer): value for token_id, value in reversed(_likeliest(found))}
 
 
-def _chat_logprobs(
+def chat_logprobs(
     completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
 ) -> dict[str, Any] | None:
     """The chat API's block of one record per token, and `token_ids` beside it."""

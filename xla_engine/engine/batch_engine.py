@@ -323,6 +323,11 @@ class XlaBatchEngine(Loop):
         )
 
     @property
+    def closed_because(self) -> str | None:
+        """Why the engine takes nothing any more, None while it does."""
+        return self._closed
+
+    @property
     def last_fault(self) -> str | None:
         """The latest failed step, in words; None where none has failed."""
         return self._faults.last

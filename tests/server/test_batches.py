@@ -1,0 +1,260 @@
+"""Files and batches: the results of `xla-engine run`, beside interactive requests, and exactly once."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.bodies import BODIES
+from tests.server.conftest import Running
+from xla_engine.errors import ConfigError
+from xla_engine.server.batches.records import BatchRecord
+from xla_engine.server.batches.store import Store
+
+
+def lines_of(bodies: list[dict[str, Any]], url: str = "/v1/completions") -> bytes:
+    lines = [
+        {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def upload(client: openai.OpenAI, data: bytes) -> str:
+    return client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch").id
+
+
+def create(client: openai.OpenAI, data: bytes, endpoint: Any = "/v1/completions") -> Any:
+    return client.batches.create(
+        input_file_id=upload(client, data), endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+    )
+
+
+def finished(client: openai.OpenAI, batch_id: str, seconds: float = 60) -> Any:
+    limit = time.monotonic() + seconds
+    while (batch := client.batches.retrieve(batch_id)).status not in (
+        "completed",
+        "failed",
+        "expired",
+        "cancelled",
+    ):
+        assert time.monotonic() < limit, batch
+        time.sleep(0.05)
+    return batch
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    entries = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+    found = {entry["custom_id"]: entry for entry in entries}
+    assert len(found) == len(entries), "a line was answered twice"
+    return found
+
+
+def test_a_batch_has_the_bits_of_a_run(client: openai.OpenAI, expected: list[dict[str, Any]]) -> None:
+    numbers = [number for number, (url, _) in enumerate(BODIES) if url == "/v1/completions"]
+    batch = create(client, lines_of([BODIES[number][1] for number in numbers]))
+    assert batch.status in ("validating", "in_progress") and batch.metadata == {"a": "b"}
+    batch = finished(client, batch.id)
+    assert batch.status == "completed" and batch.errors is None and batch.error_file_id is None
+    assert batch.request_counts.completed == batch.request_counts.total == len(numbers)
+    found = results(client, batch.output_file_id)
+    for place, number in enumerate(numbers):
+        assert found[f"r{place}"]["response"]["body"]["choices"] == expected[number]["choices"]
+    assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
+    assert batch.id in {each.id for each in client.batches.list(limit=5)}
+
+
+def test_a_line_that_cannot_run_harms_no_other(client: openai.OpenAI) -> None:
+    batch = finished(
+        client, create(client, lines_of([{"prompt": "x"}, {"prompt": "x", "max_tokens": -1}])).id
+    )
+    assert batch.status == "completed"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    assert results(client, batch.error_file_id)["r1"]["error"]["code"] == "invalid_request"
+    assert list(results(client, batch.output_file_id)) == ["r0"]
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"", "empty_file"),
+        (b"{\n", "invalid_json_line"),
+        (lines_of([{}]) * 2, "duplicate_custom_id"),
+        (lines_of([{"prompt": "x"}], "/v1/chat/completions"), "mismatched_endpoint"),
+        (lines_of([{"prompt": "x", "model": "gpt"}]), "model_not_found"),
+    ],
+)
+def test_a_file_that_is_no_batch_fails_as_a_whole(client: openai.OpenAI, data: bytes, code: str) -> None:
+    batch = finished(client, create(client, data).id)
+    assert batch.status == "failed" and batch.output_file_id is None
+    assert batch.errors.data[0].code == code
+
+
+def test_interactive_requests_go_first(client: openai.OpenAI, http: httpx.Client, server: Running) -> None:
+    """A batch that fills every slot for seconds does not keep a request waiting for more than a few steps."""
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+    batch = create(client, lines_of([body] * 100))
+    server.wait_until(lambda: server.service.engine.num_running == server.service.engine.max_num_seqs)
+    before = server.service.engine.snapshot().counters
+    answer = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 4, "temperature": 0})
+    steps = server.service.engine.snapshot().counters.steps_planned - before.steps_planned
+    assert answer.status_code == 200 and steps < 100
+    assert client.batches.retrieve(batch.id).status == "in_progress"
+    client.batches.cancel(batch.id)
+    batch = finished(client, batch.id)
+    assert batch.status == "cancelled" and batch.request_counts.completed < 100
+    server.wait_until(lambda: not server.service.engine.has_work)
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+
+
+def test_files_are_listed_read_and_deleted(client: openai.OpenAI, http: httpx.Client) -> None:
+    names = [upload(client, b"%d\n" % number) for number in range(3)]
+    listed = [file.id for file in client.files.list(purpose="batch", limit=2)]
+    assert [name for name in listed if name in names] == names[::-1]
+    assert client.files.content(names[1]).text == "1\n"
+    assert client.files.delete(names[1]).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(names[1])
+    answer = http.post("/v1/files", files={"file": ("a", b"x")}, data={"purpose": "fine-tune"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "purpose"
+    assert http.get("/v1/files", params={"limit": "x"}).status_code == 400
+    assert http.get("/v1/batches/nothing").status_code == 404
+
+
+def test_an_expired_batch_answers_every_line(client: openai.OpenAI, server: Running) -> None:
+    """What had no turn is in the error file."""
+    store = server.service.batches.store  # type: ignore[union-attr]
+    now = int(time.time())
+    record = BatchRecord(
+        id="batch_zz",
+        endpoint="/v1/completions",
+        input_file_id=upload(client, lines_of([{"prompt": "x"}] * 5)),
+        completion_window="24h",
+        created_at=now - 10,
+        expires_at=now - 1,
+        results_id="file-zz1",
+        errors_id="file-zz2",
+    )
+    store.add_batch(record)
+    batch = finished(client, record.id)
+    assert batch.status == "expired" and batch.output_file_id is None
+    codes = [entry["error"]["code"] for entry in results(client, batch.error_file_id).values()]
+    assert codes == ["batch_expired"] * 5
+
+
+def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(ConfigError, match="another server"):
+        Store(tmp_path)
+    store.close()
+    Store(tmp_path).close()
+
+
+class Process:
+    """A server of its own, to be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "socket"
+        options = {"--uds": str(self.socket), "--batch-dir": str(folder / "store"), "--max-num-seqs": "8"}
+        command = [sys.executable, "-m", "xla_engine", "serve", "--no-access-log"]
+        with open(folder / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *itertools.chain(*options.items())],
+                stderr=log,
+                env=os.environ | {"XLA_ENGINE_API_KEY": "alpha,beta"},
+            )
+        transport = httpx.HTTPTransport(uds=str(self.socket))
+        self.http = httpx.Client(transport=transport, base_url="http://x", timeout=30)
+        self.client = openai.OpenAI(base_url="http://x/v1", api_key="alpha", http_client=self.http)
+        limit = time.monotonic() + 120
+        while not self._is_ready():
+            assert self.process.poll() is None and time.monotonic() < limit, (folder / "log").read_text()
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(self.socket))
+            except OSError:
+                return False
+        return self.http.get("/ready").status_code == 200
+
+    def end(self, number: signal.Signals) -> int:
+        os.kill(self.process.pid, number)
+        self.client.close()
+        return self.process.wait(60)
+
+
+def test_killed_and_stopped_servers_lose_no_line(tmp_path: Path) -> None:
+    """kill -9 in the middle of a batch, then SIGTERM in the middle of what is left; the third server ends it.
+
+    The results are those of a run that nothing disturbed, each once, for lines without a seed too.
+    """
+    bodies = [{"prompt": f"x{number} = ", "max_tokens": 60, "ignore_eos": True} for number in range(300)]
+    data = lines_of(bodies)
+    server = Process(tmp_path)
+    batch = create(server.client, data)
+    record = json.loads((tmp_path / "store" / "batches" / batch.id / "batch.json").read_bytes())
+    output = tmp_path / "store" / "files" / record["results_id"] / "data"
+
+    def wait_for_lines(count: int) -> None:
+        while not output.exists() or output.read_bytes().count(b"\n") < count:
+            time.sleep(0.002)
+
+    wait_for_lines(20)
+    assert server.end(signal.SIGKILL) == -signal.SIGKILL
+    before = output.read_bytes().count(b"\n")
+    assert before < 300
+    server = Process(tmp_path)
+    wait_for_lines(before + 20)
+    assert server.end(signal.SIGTERM) == 0
+    assert output.read_bytes().endswith(b"\n") and output.read_bytes().count(b"\n") < 300
+    server = Process(tmp_path)
+    done = finished(server.client, batch.id)
+    assert done.status == "completed" and done.request_counts.completed == 300
+    found = results(server.client, done.output_file_id)
+    whole = finished(server.client, create(server.client, data).id)
+    expected = results(server.client, whole.output_file_id)
+    assert len(found) == 300
+    for name, entry in expected.items():
+        assert found[name]["response"]["body"]["choices"] == entry["response"]["body"]["choices"]
+    another_key_sees_nothing(server, batch.id, done.output_file_id)
+    a_stream_ends_before_its_server(server)
+
+
+def another_key_sees_nothing(server: Process, batch_id: str, file_id: str) -> None:
+    headers = {"authorization": "Bearer beta"}
+    for path in (f"/v1/batches/{batch_id}", f"/v1/files/{file_id}", f"/v1/files/{file_id}/content"):
+        assert server.http.get(path, headers=headers).status_code == 404
+    assert server.http.post(f"/v1/batches/{batch_id}/cancel", headers=headers).status_code == 404
+    assert server.http.get("/v1/batches", headers=headers).json()["data"] == []
+    assert server.http.get("/v1/files").status_code == 401
+
+
+def a_stream_ends_before_its_server(server: Process) -> None:
+    """SIGTERM in the middle of a stream: its client gets the whole of it, and the exit status is 0."""
+    stream = server.client.completions.create(
+        model="embedded", prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+    )
+    pieces = iter(stream)
+    next(pieces)
+    os.kill(server.process.pid, signal.SIGTERM)
+    last = [choice.finish_reason for piece in pieces for choice in piece.choices][-1]
+    assert last == "length"
+    server.client.close()
+    assert server.process.wait(60) == 0

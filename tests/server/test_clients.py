@@ -1,0 +1,200 @@
+"""Clients that hang up, read slowly, send too much or too little, or have no key; none of them costs another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running
+from xla_engine.server.app import make_app
+from xla_engine.server.generation import Generation
+from xla_engine.server.service import Service
+from xla_engine.server.settings import read_api_keys
+
+LONG = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+class Client:
+    """An ASGI client that hangs up when it is told to."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body: bytes | None = json.dumps(body).encode()
+        self.gone = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self.scope = {"type": "http", "headers": [], "state": {}, "path": "/v1/completions", "method": "POST"}
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_frees_the_slot_within_two_steps(server: Running, stream: bool) -> None:
+    """For every client of fifty, some of which still wait for a slot."""
+    service = server.service
+
+    async def main() -> list[int]:
+        endpoint = Generation(service, "/v1/completions")
+        clients = [Client({**LONG, "stream": stream}) for _ in range(50)]
+        tasks = [asyncio.create_task(endpoint(c.scope, c.receive, c.send)) for c in clients]
+        turned = asyncio.Event()
+        before_us, service.engine.on_step = service.engine.on_step, lambda *_: turned.set()
+        try:
+            while service.engine.num_running < service.engine.max_num_seqs:
+                turned.clear()
+                await turned.wait()
+            assert service.live == 50
+            before = service.engine.snapshot().counters.steps_planned
+            for client in clients:
+                client.gone.set()
+            await asyncio.gather(*tasks)
+            steps = service.engine.snapshot().counters.steps_planned - before
+            assert service.live == 0
+            assert all(slot.request is None for slot in service.engine.snapshot().slots)
+            return [steps]
+        finally:
+            service.engine.on_step = before_us
+
+    (steps,) = server.run(main())
+    assert steps <= 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_socket_that_is_closed_ends_its_request(server: Running, stream: bool) -> None:
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    sockets = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+    for one in sockets:
+        one.sendall(head + body)
+    server.wait_until(lambda: server.service.live > 0)
+    for one in sockets:
+        one.close()
+    server.wait_until(lambda: server.service.live == 0)
+    aborted = server.service.engine.stats().finished["abort"]
+    assert aborted > 0
+
+
+def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody(
+    server: Running, http: httpx.Client
+) -> None:
+    """Its socket is full after some chunks; its neighbours go on, and it is aborted after `send_timeout_s`."""
+    body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 24, "temperature": 1}).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        server.wait_until(lambda: server.service.live == 24)
+        answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4})
+        assert answer.status_code == 200
+        server.wait_until(lambda: server.service.live == 0)
+        place = slow.getsockname()[1]
+        connections = server.server.server_state.connections
+        server.wait_until(lambda: place not in [each.client[1] for each in list(connections) if each.client])
+
+
+def test_a_full_queue_says_when_to_come_again(server: Running, http: httpx.Client) -> None:
+    service = server.service
+
+    async def main() -> None:
+        endpoint = Generation(service, "/v1/completions")
+        clients = [Client(LONG) for _ in range(service.engine.max_num_seqs + service.settings.max_waiting)]
+        tasks = [asyncio.create_task(endpoint(c.scope, c.receive, c.send)) for c in clients]
+        while service.live < len(clients):
+            await asyncio.sleep(0)
+        answer = await asyncio.to_thread(http.post, "/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert (await asyncio.to_thread(http.get, "/health")).status_code == 200
+        for client in clients:
+            client.gone.set()
+        await asyncio.gather(*tasks)
+
+    server.run(main())
+    assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def raw(server: Running, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as one:
+        one.sendall(data)
+        answer = b""
+        try:
+            while part := one.recv(65536):
+                answer += part
+        except ConnectionResetError:
+            pass
+        return answer
+
+
+def test_a_body_beyond_the_limit_is_refused_unread(server: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
+    answer = raw(server, head + b"x" * 1000)
+    assert answer.startswith(b"HTTP/1.1 413") and b"request_too_large" in answer
+    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    part = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    try:
+        answer = raw(server, chunked + 40 * part)
+    except (BrokenPipeError, ConnectionResetError):
+        return  # it hung up on us, which is as good
+    assert not answer or answer.startswith(b"HTTP/1.1 413")
+
+
+def test_headers_beyond_the_limit_are_refused(server: Running) -> None:
+    many = b"".join(b"x-h%d: %s\r\n" % (number, b"y" * 1000) for number in range(200))
+    assert raw(server, b"GET /health HTTP/1.1\r\n" + many + b"\r\n").startswith(b"HTTP/1.1 431")
+    assert raw(server, b"GET /health HTTP/1.1\r\nx: " + b"y" * 300_000).startswith(b"HTTP/1.1 431")
+
+
+def test_a_slow_head_and_a_slow_body_run_out_of_time(server: Running) -> None:
+    assert raw(server, b"GET /health HTTP/1.1\r\n").startswith(b"HTTP/1.1 408")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+    assert raw(server, head + b"{").startswith(b"HTTP/1.1 408")
+
+
+def test_bytes_that_are_no_http_are_refused(server: Running, http: httpx.Client) -> None:
+    assert raw(server, b"\x00\x01\x02\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert http.get("/health").status_code == 200
+
+
+def test_keys_open_every_path_but_the_probes(server: Running) -> None:
+    settings = replace(server.service.settings, api_keys=("alpha", "beta"), batch_dir=None)
+    app = make_app(Service(server.service.llm, settings))
+
+    async def ask(path: str, **headers: str) -> int:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://evil.example") as client:
+            return (await client.get(path, headers=headers)).status_code
+
+    async def main() -> None:
+        for path in ("/health", "/ready", "/ping", "/version", "/metrics"):
+            assert await ask(path) == 200
+        for path in ("/v1/models", "/v1/requests", "/tokenizer_info", "/nothing"):
+            assert await ask(path) == 401
+            assert await ask(path, authorization="Bearer gamma") == 401
+            assert await ask(path, authorization="Basic alpha") == 401
+        for key in ("alpha", "beta"):
+            assert await ask("/v1/models", authorization=f"Bearer {key}") == 200
+
+    server.run(main())
+
+
+def test_a_key_file_has_a_key_a_line(tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nalpha\n\n  beta \n")
+    assert read_api_keys(file) == ("alpha", "beta")
+    file.write_text("#\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        read_api_keys(file)

@@ -1,0 +1,65 @@
+"""The page at /: one file that loads nothing, shown by a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def test_the_page_loads_nothing_but_its_own_data(http: httpx.Client) -> None:
+    answer = http.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not re.search(r"https?://|@import|src=|<link|innerHTML", answer.text)
+
+
+def test_history_tells_who_held_which_slot(http: httpx.Client) -> None:
+    for _ in range(3):
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+        name = http.post("/v1/completions", json=body).json()["id"]
+    state = http.get("/v1/requests", params={"since": 0}).json()
+    assert name in {segment[2] for segment in state["history"]["segments"]}
+    assert state["history"]["latencies"]["whole"]["count"] >= 3
+    assert http.get("/v1/requests", params={"since": "nan"}).status_code == 400
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_a_browser_shows_slots_and_queue(server: Running, http: httpx.Client, tmp_path: Path) -> None:
+    """Requests that run while it looks stand in the table of slots, with what they have so far."""
+    assert BROWSER is not None
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    shown = ""
+    over = threading.Event()
+
+    def keep_busy() -> None:
+        while not over.is_set():
+            http.post("/v1/completions", json={"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 8})
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            busy = [pool.submit(keep_busy) for _ in range(2)]
+            for patience in (3000, 10000, 30000):  # milliseconds, on a machine that is slow or has much to do
+                options = ["--window-size=1200,1300", f"--timeout={patience}", "--dump-dom", f"{server.url}/"]
+                done = subprocess.run(
+                    [*command, *options], capture_output=True, text=True, timeout=120, check=True
+                )
+                shown = done.stdout
+                if len(re.findall(r"<td[^>]*>cmpl-", shown)) >= 4:
+                    break
+        finally:
+            over.set()
+    assert all(each.exception() is None for each in busy)
+    assert 'class="good">ready' in shown
+    assert len(re.findall(r"<td[^>]*>cmpl-", shown)) >= 4
+    assert "tokens/s" in shown and "slots in use" in shown

@@ -1,0 +1,82 @@
+"""The Responses API: the openai client reads it, streamed and whole, and both are the same response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.test_tools import TOOL
+from xla_engine.server.responses.body import chat_body
+
+ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}
+FUNCTION: Any = {"type": "function", **TOOL["function"], "strict": True}
+
+
+def plain(response: Any) -> list[Any]:
+    """Its items without ids, which are new each time."""
+    return [
+        {key: value for key, value in item.model_dump().items() if key not in ("id", "call_id")}
+        for item in response.output
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": 60}]
+)
+def test_streamed_events_build_the_whole_response(client: openai.OpenAI, options: Any) -> None:
+    whole = client.responses.create(**{**ASK, **options})
+    assert whole.status == ("completed" if options else "incomplete")
+    events = list(client.responses.create(**{**ASK, **options}, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last: Any = events[-1]
+    assert plain(last.response) == plain(whole) and last.response.usage == whole.usage
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == whole.output_text
+    if options:
+        (call,) = whole.output
+        arguments = [
+            event.delta for event in events if event.type == "response.function_call_arguments.delta"
+        ]
+        assert call.type == "function_call" and "".join(arguments) == call.arguments
+
+
+def test_a_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
+    response = client.responses.create(**ASK, instructions="be short")
+    messages: Any = [{"role": "system", "content": "be short"}, {"role": "user", "content": ASK["input"]}]
+    chat = client.chat.completions.create(model="embedded", messages=messages, max_tokens=12, temperature=0)
+    assert response.output_text == chat.choices[0].message.content
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+    ]
+    system, calls, result = chat_body({"input": items})["messages"]
+    assert system == {"role": "system", "content": "a"}
+    assert [call["id"] for call in calls["tool_calls"]] == ["1", "2"]
+    assert result == {"role": "tool", "tool_call_id": "1", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"input": []},
+        {"input": [{"type": "input_image"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"tools": [{"type": "web_search"}]},
+        {"frobnicate": 1},
+    ],
+)
+def test_what_needs_more_than_text_is_refused_by_name(http: httpx.Client, fields: Any) -> None:
+    answer = http.post("/v1/responses", json={**ASK, **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(fields))

@@ -1,0 +1,177 @@
+"""`xla-engine serve`: OpenAI's HTTP protocol in front of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xla_engine.cli import _common
+from xla_engine.errors import ConfigError
+
+LARGEST_PORT = 65535
+_UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+
+
+@click.command(short_help="Serve OpenAI's HTTP protocol.", context_settings={"show_default": True})
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is every one.")
+@click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=8000, help="0 takes a free one.")
+@click.option("--uds", metavar="FILE", help="Listen on this Unix socket instead.")
+@click.option("--served-model-name", "names", multiple=True, help="What clients call the model; repeatable.")
+@click.option("--api-key-file", type=Path, help="A key a line; XLA_ENGINE_API_KEY gives more.")
+@click.option("--ssl-certfile", metavar="FILE", help="Serve TLS with this certificate.")
+@click.option("--ssl-keyfile", metavar="FILE", help="Its key.")
+@click.option("--ssl-ca-certs", metavar="FILE", help="Ask clients for a certificate of these.")
+@click.option("--allowed-origin", "origins", multiple=True, help="Allow browsers' requests from here (CORS).")
+@click.option("--batch-dir", type=Path, help="Keep files and batches here; without it there are none.")
+@click.option("--chat-template", "template_path", type=Path, help="A jinja2 template for chats.")
+@click.option(
+    "--tool-parser", default="auto", metavar="NAME", help="Format of tool calls: auto, none, hermes, ..."
+)
+@click.option("--reasoning-parser", default="auto", metavar="NAME", help="auto, none, think or harmony.")
+@click.option("--max-tokens", type=click.IntRange(1), help="max_tokens of requests without one.")
+@click.option("--temperature", type=float, help="temperature of requests without one.")
+@click.option("--max-waiting", type=click.IntRange(0), default=1024, help="Further requests get status 429.")
+@click.option("--max-body-bytes", type=click.IntRange(1), default=32 << 20, help="Of one request.")
+@click.option("--max-connections", type=click.IntRange(1), default=4096, help="Open at the same time.")
+@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds for an answer.")
+@click.option("--send-timeout", type=click.FloatRange(0, min_open=True), default=60.0, help="See below.")
+@click.option("--drain-grace", type=click.FloatRange(0), default=0.0, help="See below.")
+@click.option("--drain-timeout", type=click.FloatRange(0), default=30.0, help="See below.")
+@_common.model_options
+@_common.scheduling_options
+@click.option(
+    "--seed", type=int, default=0, help="Randomness of batch lines that bring no seed of their own."
+)
+@click.option(
+    "--generation-config",
+    type=click.Choice(["engine", "model"]),
+    default="engine",
+    help="model: requests without sampling fields take what the checkpoint recommends.",
+)
+@click.option("--no-access-log", is_flag=True, help="Print no line for each request.")
+def serve(
+    names: tuple[str, ...],
+    api_key_file: Path | None,
+    origins: tuple[str, ...],
+    batch_dir: Path | None,
+    template_path: Path | None,
+    tool_parser: str,
+    reasoning_parser: str,
+    max_tokens: int | None,
+    temperature: float | None,
+    max_waiting: int,
+    max_body_bytes: int,
+    max_connections: int,
+    request_timeout: float | None,
+    send_timeout: float,
+    drain_grace: float,
+    drain_timeout: float,
+    no_access_log: bool,
+    **options: Any,
+) -> None:
+    """Answer completions and chats over HTTP, streamed or whole, from one engine.
+
+    A POST gives the same bits as a line of `xla-engine run` with its body. The paths are in docs/server.md; the page
+    at / shows who is in which slot. With --batch-dir there are /v1/files and /v1/batches: their lines run when no
+    other request needs the slot, and a server that was killed goes on with them where it was.
+
+    A client that does not take what it is sent for --send-timeout seconds is cut off. On SIGTERM /ready says 503;
+    after --drain-grace seconds new requests get 503 too, those under way have --drain-timeout seconds to finish, and
+    batches stop at a line. A second SIGTERM ends at once.
+
+    \b
+    Examples:
+      xla-engine serve
+      xla-engine serve --model ./Qwen3-0.6B --served-model-name qwen --api-key-file keys --batch-dir ./batches
+      curl localhost:8000/v1/completions -d '{"prompt": "def fib(n):", "max_tokens": 32, "temperature": 0}'
+    """
+    with _common.startup_errors():
+        _needs_extra()
+        from xla_engine.config import api_keys_from_environment
+        from xla_engine.server.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
+        from xla_engine.server.settings import ServerSettings, read_api_keys
+
+        keys = api_keys_from_environment() + (read_api_keys(api_key_file) if api_key_file else ())
+        model = options["model"]
+        settings = ServerSettings(
+            model_names=names or ("embedded" if model is None else Path(model).name or str(model),),
+            api_keys=keys,
+            sampling_defaults=_sampling_defaults(options, temperature, template_path),
+            max_tokens=max_tokens,
+            max_waiting=max_waiting,
+            max_body_bytes=max_body_bytes,
+            request_timeout_s=request_timeout,
+            send_timeout_s=send_timeout,
+            drain_grace_s=drain_grace,
+            drain_timeout_s=drain_timeout,
+            batch_dir=batch_dir,
+            allowed_origins=origins,
+            tool_parser=_one_of("--tool-parser", tool_parser, TOOL_PARSERS),
+            reasoning_parser=_one_of("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
+        )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("xla_engine.server.access").disabled = no_access_log
+    place = {name: options.pop(name) for name in _UVICORN}
+    with _common.startup_errors():
+        _check_place(place)
+    _load_and_serve(settings, options, {**place, "limit_concurrency": max_connections, "log_config": None})
+
+
+def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any]) -> None:
+    from xla_engine.async_llm import AsyncLLM
+    from xla_engine.server.launch import serve as run
+    from xla_engine.server.service import Service
+
+    with contextlib.ExitStack() as stack:
+        with _common.startup_errors():
+            engine = stack.enter_context(_common.load_engine(options, show=True))
+            service = Service(AsyncLLM.from_engine(engine), settings)
+        run(service, **place)
+
+
+def _sampling_defaults(
+    options: dict[str, Any], temperature: float | None, template_path: Path | None
+) -> dict[str, Any]:
+    from xla_engine.config import embedded_model_directory
+    from xla_engine.model_loader.generation_config import sampling_defaults
+    from xla_engine.sampling_params import SamplingParams
+
+    found: dict[str, Any] = {}
+    if options["generation_config"] == "model":
+        found = sampling_defaults(options["model"] or embedded_model_directory())
+    if temperature is not None:
+        found["temperature"] = temperature
+    SamplingParams.from_mapping(found)
+    if template_path is not None:
+        found["chat_template"] = template_path.read_text("utf-8")
+    return found
+
+
+def _check_place(place: dict[str, Any]) -> None:
+    if (place["ssl_certfile"] is None) != (place["ssl_keyfile"] is None):
+        raise ConfigError("TLS needs both --ssl-certfile and --ssl-keyfile")
+
+
+def _one_of(option: str, name: str, names: Iterable[str]) -> str:
+    known = ("auto", "none", *names)
+    if name not in known:
+        raise ConfigError(f"{option} must be one of {', '.join(known)}, not {name!r}")
+    return name
+
+
+def _needs_extra() -> None:
+    try:
+        import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import python_multipart  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn.protocols.http.httptools_impl  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs more packages ({error}): pip install 'xla-engine[server]'"
+        ) from error

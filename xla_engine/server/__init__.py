@@ -1,0 +1,1 @@
+"""`xla-engine serve`: one engine behind OpenAI's HTTP protocol."""

@@ -1,0 +1,158 @@
+"""The server's engine as a batch run sees it from its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import PRIORITIES
+from xla_engine.server.service import Service
+
+BATCH_PRIORITY = PRIORITIES[-1]  # after every interactive request, within the bounds of priority_aging
+POLL_S = 0.2
+T = TypeVar("T")
+
+
+class BatchExpiredError(XlaEngineError):
+    """A line whose batch was out of time before it ran."""
+
+    code = "batch_expired"
+
+
+class EngineView:
+    """What `BatchRun` needs of an engine. Requests are made ready in the caller's thread and queued in the loop's.
+
+    A request without a seed gets the noise it would have in `xla-engine run`, of its line, whatever else runs.
+
+    name: of the batch; its requests are told apart by it. salt: keeps its cached prefixes from other tenants.
+    expires_at: Unix seconds from which no line is begun.
+    """
+
+    def __init__(
+        self, service: Service, loop: asyncio.AbstractEventLoop, name: str, *, salt: str, expires_at: float
+    ) -> None:
+        self.halted = threading.Event()  # end now; what is under way has no result
+        self.expired = False
+        self._service = service
+        self._engine = service.engine
+        self._loop = loop
+        self._name = name
+        self._salt = salt
+        self._expires_at = expires_at
+        self._collector = OutputCollector(on_news=self._on_news, every_token=False)
+        self._ended: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        self._open: set[str] = set()
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._engine.max_num_seqs
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._open)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return self._engine.render_chat(messages, **options)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        **options: Any,
+    ) -> str:
+        """As `XlaBatchEngine.submit`. Raises BatchExpiredError too, and KeyboardInterrupt once the view is halted."""
+        if time.time() >= self._expires_at:
+            self.expired = True
+            raise BatchExpiredError("the batch's completion_window was over before this line ran")
+        assert request_id is not None
+        self._service.compile(params)
+        if params.seed is None:
+            params = replace(params, seed=self._engine.seed_of(request_id, params))
+        if self._salt and isinstance(cache_salt, str):
+            cache_salt = f"{self._salt}/{cache_salt}"
+        urgency = BATCH_PRIORITY if isinstance(priority, int) and priority in PRIORITIES else priority
+
+        def queue_it() -> None:
+            self._engine.submit(
+                prompt,
+                params,
+                request_id=self._inner(request_id),
+                add_special_tokens=add_special_tokens,
+                priority=urgency,
+                cache_salt=cache_salt,
+                collector=self._collector,
+                **options,
+            )
+            self._service.llm.keep_running()
+
+        try:
+            self._in_loop(queue_it)
+        except EngineClosedError:
+            raise KeyboardInterrupt from None  # its lines stay open, for the next server
+        self._open.add(request_id)
+        return request_id
+
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
+        """Wait until a request of this batch has ended. Raises KeyboardInterrupt once the view is halted."""
+        while not self.halted.is_set():
+            try:
+                ended = [self._ended.get(timeout=POLL_S)]
+            except queue.Empty:
+                continue
+            while not self._ended.empty():
+                ended.append(self._ended.get())
+            outputs = [replace(output, request_id=self._outer(output.request_id)) for output in ended]
+            self._open.difference_update(output.request_id for output in outputs)
+            if self._engine.closed_because is not None:
+                break  # they ended with the engine
+            return outputs
+        raise KeyboardInterrupt
+
+    def abort(self, request_id: str) -> bool:
+        self._open.discard(request_id)
+        return self._in_loop(lambda: self._engine.abort(self._inner(request_id)), patient=True)
+
+    def _on_news(self) -> None:
+        self._loop.call_soon(self._collect)  # the engine is in the middle of a turn
+
+    def _collect(self) -> None:
+        for request in self._collector.take():
+            if request.finished:
+                self._ended.put(request.output())
+
+    def _inner(self, request_id: str) -> str:
+        return f"{self._name}/{request_id}"
+
+    def _outer(self, request_id: str) -> str:
+        return request_id.removeprefix(f"{self._name}/")
+
+    def _in_loop(self, work: Callable[[], T], *, patient: bool = False) -> T:
+        """Do something in the engine's thread and wait for it; unless patient, no longer than until a halt."""
+
+        async def do() -> T:
+            return work()
+
+        future = asyncio.run_coroutine_threadsafe(do(), self._loop)
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                if future.done():  # the work's own
+                    raise
+                if self.halted.is_set() and not patient:
+                    future.cancel()
+                    raise KeyboardInterrupt from None

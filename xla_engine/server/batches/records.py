@@ -1,0 +1,112 @@
+"""Files and batches as they are kept on disk and shown to clients, with OpenAI's names."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+UNFINISHED = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
+
+
+class FileRecord(msgspec.Struct, kw_only=True):
+    """A file. tenant: the hash of the key that owns it, which is not shown."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: str = "file"
+    status: str = "processed"
+    expires_at: int | None = None
+    tenant: str = ""
+
+
+class Counts(msgspec.Struct):
+    """Lines of a batch."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchRecord(msgspec.Struct, kw_only=True):
+    """A batch.
+
+    tenant, results_id, errors_id: not shown. The last two become `output_file_id` and `error_file_id` when the files
+    are whole.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    object: str = "batch"
+    status: str = "validating"
+    errors: dict[str, Any] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: Counts = msgspec.field(default_factory=Counts)
+    metadata: dict[str, str] | None = None
+    model: str | None = None
+    tenant: str = ""
+    results_id: str = ""
+    errors_id: str = ""
+
+    def enter(self, status: str) -> None:
+        """Move to a status and note when."""
+        self.status = status
+        name = f"{status}_at"
+        if hasattr(self, name) and getattr(self, name) is None:
+            setattr(self, name, int(time.time()))
+
+    def fail(self, *problems: dict[str, Any]) -> None:
+        """Move to "failed". problems: code, message, and the line where there is one."""
+        data = [{"line": None, "param": None, **problem} for problem in problems]
+        self.errors = {"object": "list", "data": data}
+        self.enter("failed")
+
+
+def shown(record: FileRecord | BatchRecord) -> dict[str, Any]:
+    """What a client sees of a record."""
+    private = ("tenant", "results_id", "errors_id")
+    return {name: value for name, value in msgspec.structs.asdict(record).items() if name not in private}
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess; later ones sort after earlier ones."""
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+
+
+def save(path: Path, record: msgspec.Struct) -> None:
+    """Replace a record's file at once: a process that dies, or a machine, leaves one state or the other."""
+    fresh = path.with_name(f".{path.name}.new")
+    with open(fresh, "wb") as file:
+        file.write(msgspec.json.encode(record))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make new names in a folder last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,256 @@
+"""Running batches: which go next, one thread for each that runs, and what happens at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, cast
+
+from xla_engine.batch.lines import Line, read_lines
+from xla_engine.batch.output_file import Mode, OutputFile
+from xla_engine.batch.resume import FinishedLines
+from xla_engine.batch.run import BatchRun
+from xla_engine.batch.totals import RunTotals
+from xla_engine.server.batches.engine_view import EngineView
+from xla_engine.server.batches.records import UNFINISHED, BatchRecord, Counts
+from xla_engine.server.batches.store import Store
+from xla_engine.server.batches.validate import problems_of
+from xla_engine.server.service import Service
+
+if TYPE_CHECKING:
+    from xla_engine.engine.protocol import Engine
+
+RUNNING = 4  # batches at a time: their lines take turns
+TICK_S = 0.5
+SAVE_S = 5.0  # between the counts that are written while a batch runs
+EXPIRE_S = 60.0  # between looks for files that are to be deleted
+
+log = logging.getLogger("xla_engine.server.batches")
+
+
+class Job:
+    """A batch that runs. stopped: read no more lines; it goes on later, or it was cancelled."""
+
+    def __init__(self, record: BatchRecord, view: EngineView) -> None:
+        self.record = record
+        self.view = view
+        self.stopped = threading.Event()
+        self.thread: threading.Thread | None = None
+        self._saved = time.monotonic()
+
+    def lines(self, source: Iterable[Line]) -> Iterator[Line]:
+        """The lines to run, until the job is stopped; `BatchRun` then finishes those it has."""
+        for line in source:
+            if self.stopped.is_set():
+                raise KeyboardInterrupt
+            yield line
+
+    def count(self, totals: RunTotals, before: tuple[int, int]) -> None:
+        """Note how far it is. before: lines with a result and with an error when this run began."""
+        counts = self.record.request_counts
+        counts.completed = before[0] + totals.ok
+        counts.failed = before[1] + totals.failed.total()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the counts should be written again."""
+        now = time.monotonic()
+        if now - self._saved < SAVE_S:
+            return False
+        self._saved = now
+        return True
+
+
+class Batches:
+    """Runs the batches of a store beside the interactive requests of a service, behind them in the queue.
+
+    At most `RUNNING` at a time, taken from the tenant that has the fewest. A killed server leaves whole result lines
+    and records that say what is unfinished; the next one goes on with exactly the lines that have no result.
+    """
+
+    def __init__(self, service: Service, store: Store) -> None:
+        self.store = store
+        self.stopping = False
+        self._service = service
+        self._jobs: dict[str, Job] = {}
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def running(self) -> int:
+        return len(self._jobs)
+
+    def start(self) -> None:
+        """In the engine's event loop: go on with what is unfinished."""
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._supervise())
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """Read no more lines; those under way finish."""
+        self.stopping = True
+        for job in self._jobs.values():
+            job.stopped.set()
+
+    async def close(self) -> None:
+        """End now. Lines under way have no result and run again with the next server."""
+        self.stop()
+        if self._task is not None:
+            self._task.cancel()
+        jobs = list(self._jobs.values())
+        for job in jobs:
+            job.view.halted.set()
+        for job in jobs:
+            if job.thread is not None:
+                await asyncio.to_thread(job.thread.join)
+        self.store.close()
+
+    def cancel(self, record: BatchRecord) -> None:
+        """End a batch: what has a result keeps it, the rest has none."""
+        record.enter("cancelling")
+        self.store.save_batch(record)
+        if (job := self._jobs.get(record.id)) is not None:
+            job.stopped.set()
+            job.view.halted.set()
+        self.wake()
+
+    async def _supervise(self) -> None:
+        looked = -EXPIRE_S
+        while not self.stopping:
+            while (
+                self._service.is_alive and len(self._jobs) < RUNNING and (record := self._next()) is not None
+            ):
+                self._begin(record)
+            if time.monotonic() - looked > EXPIRE_S:
+                looked = time.monotonic()
+                await asyncio.to_thread(self.store.expire_files, time.time())
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), TICK_S)
+
+    def _next(self) -> BatchRecord | None:
+        """The oldest batch that waits, of the tenant with the fewest that run."""
+        waiting = [
+            record
+            for record in self.store.batches.values()
+            if record.status in UNFINISHED and record.id not in self._jobs
+        ]
+        tenants = [job.record.tenant for job in self._jobs.values()]
+        return min(waiting, key=lambda record: (tenants.count(record.tenant), record.id), default=None)
+
+    def _begin(self, record: BatchRecord) -> None:
+        assert self._loop is not None
+        view = EngineView(
+            self._service, self._loop, record.id, salt=record.tenant, expires_at=record.expires_at
+        )
+        job = self._jobs[record.id] = Job(record, view)
+        if record.status == "cancelling":
+            job.stopped.set()
+            view.halted.set()
+        job.thread = threading.Thread(target=self._run, args=(job,), name=record.id, daemon=True)
+        job.thread.start()
+
+    # -- in the job's thread ----------------------------------------------------------------------------------
+
+    def _run(self, job: Job) -> None:
+        record = job.record
+        try:
+            self._run_to_end(job)
+        except Exception as error:
+            log.exception("batch %s failed", record.id)
+            record.fail({"code": "internal_error", "message": f"{type(error).__name__}: {error}"})
+        try:
+            self.store.save_batch(record)
+        except OSError:
+            log.exception("the state of batch %s could not be written", record.id)
+        self._jobs.pop(record.id, None)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self.wake)
+
+    def _run_to_end(self, job: Job) -> None:
+        record, store, settings = job.record, self.store, self._service.settings
+        source = store.data_path(record.input_file_id)
+        if record.status == "validating":
+            total, problems = problems_of(
+                source, record.endpoint, settings.model_names, settings.max_file_lines
+            )
+            record.request_counts = Counts(total=total)
+            if problems:
+                record.fail(*problems)
+                return
+            if record.status == "validating":  # and was not cancelled meanwhile
+                record.enter("in_progress")
+            store.save_batch(record)
+        if record.status in ("in_progress", "cancelling"):
+            if not self._run_lines(job):
+                return  # it goes on with the next server
+            if record.status == "in_progress":
+                record.enter("finalizing")
+                store.save_batch(record)
+        self._finalize(job)
+
+    def _run_lines(self, job: Job) -> bool:
+        """Run the lines that have no result; whether the batch is over."""
+        record, service = job.record, self._service
+        done = FinishedLines()
+        with contextlib.ExitStack() as stack:
+            paths = [self.store.data_path(self.store.open_file(name)) for name in _result_ids(record)]
+            outputs = [stack.enter_context(OutputFile(str(path), Mode.RESUME)) for path in paths]
+            for output in outputs:
+                output.claim(done)
+            before = (done.results, done.errors)
+            results, errors = (output.begin() for output in outputs)
+            source = stack.enter_context(open(self.store.data_path(record.input_file_id), "rb"))
+            run = BatchRun(
+                cast("Engine", job.view),  # a run asks for no more of an engine than a view has
+                job.lines(read_lines(source)),
+                results,
+                errors=errors,
+                header=service.header(created=done.created),
+                defaults=service.settings.defaults(),
+                done=done,
+                on_turn=lambda: self._show(job, run.totals, before),
+            )
+            totals = run.run()
+        job.count(totals, before)
+        if totals.failure is not None:
+            raise totals.failure
+        return record.status == "cancelling" or not totals.interrupted
+
+    def _show(self, job: Job, totals: RunTotals, before: tuple[int, int]) -> None:
+        job.count(totals, before)
+        if job.is_due:
+            self.store.save_batch(job.record)
+
+    def _finalize(self, job: Job) -> None:
+        """Show the files that hold something. May be done again by the next server."""
+        record, store = job.record, self.store
+        shown: list[str | None] = []
+        for file_id, word in zip(_result_ids(record), ("output", "error"), strict=True):
+            path = store.data_path(file_id)
+            if path.exists() and path.stat().st_size:
+                if file_id not in store.files:
+                    name = f"{record.id}_{word}.jsonl"
+                    store.finish_file(file_id, filename=name, purpose="batch_output", tenant=record.tenant)
+                shown.append(file_id)
+            else:
+                store.delete_file(file_id)
+                shown.append(None)
+        record.output_file_id, record.error_file_id = shown
+        if record.status == "cancelling":
+            record.enter("cancelled")
+        else:
+            record.enter("expired" if job.view.expired else "completed")
+
+
+def _result_ids(record: BatchRecord) -> tuple[str, str]:
+    return record.results_id, record.errors_id

@@ -1,0 +1,103 @@
+"""What went wrong, in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from xla_engine.batch.requests import MAX_MESSAGE, LineError, explain
+from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import QueueFullError
+
+# Codes of the engine whose word here is another.
+_CODES = {"token_limit_exceeded": "context_length_exceeded", "invalid_json_line": "invalid_json"}
+_FIELDS = frozenset(
+    {entry.name for entry in fields(SamplingParams)}
+    | {"prompt", "messages", "priority", "deadline_s", "queue_timeout_s", "cache_salt"}
+)
+_STATUS_OF_END = {"deadline": 408, "queue_timeout": 503, "aborted": 499}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    status: of HTTP. code: for machines. param: the field of the request that is wrong, where one is.
+    headers: beside the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 4] + " ..."
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for the class of error."""
+        match self.status:
+            case 401:
+                return "authentication_error"
+            case 404:
+                return "not_found_error"
+            case 429:
+                return "rate_limit_error"
+            case status if status >= 500:
+                return "server_error"
+            case _:
+                return "invalid_request_error"
+
+    def body(self) -> dict[str, Any]:
+        """The error as JSON values."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def json(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+
+def api_error(error: Exception) -> ApiError:
+    """The answer to whatever an engine or a parser raised."""
+    if isinstance(error, ApiError):
+        return error
+    code, message = explain(error)
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, message, code=_CODES.get(code, code), param=_field(message, _FIELDS))
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, message, code=code)
+    return ApiError(500, message, code="internal_error")
+
+
+def refused(error: LineError, body: Mapping[str, Any]) -> ApiError:
+    """The answer to a body that the parser refused."""
+    code = _CODES.get(error.code, error.code)
+    return ApiError(400, error.message, code=code, param=_field(error.message, body))
+
+
+def ended(error: LineError) -> ApiError:
+    """The answer to a request that ended without a result."""
+    return ApiError(_STATUS_OF_END.get(error.code, 500), error.message, code=error.code)
+
+
+class ClientGone(Exception):
+    """The client hung up, or does not take its answer; there is nobody to tell."""
+
+
+def _field(message: str, names: Container[str]) -> str | None:
+    """The first of these names that a message has among its words."""
+    words = message.replace("'", " ").replace('"', " ").replace(":", " ").split()
+    return next((word for word in words if word in names), None)

@@ -1,0 +1,115 @@
+"""The last minutes of a server: rates by the second, and who held which slot, for the page at /."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xla_engine.scheduler import Events, Plan
+from xla_engine.server.metrics import kv_usage
+
+if TYPE_CHECKING:
+    from xla_engine.server.service import Service
+
+SECONDS = 300  # that are kept
+RESOLUTION_S = 0.02  # between looks at a plan
+GAP_S = 0.25  # a slot that did nothing for so long was free
+MOST_SEGMENTS = 20_000
+
+
+class Sample(NamedTuple):
+    """One second. time: Unix seconds. generated, prefilled: tokens a second. kv: share of the cache in use."""
+
+    time: float
+    generated: float
+    prefilled: float
+    running: int
+    waiting: int
+    kv: float
+
+
+class Segment(NamedTuple):
+    """A slot that did one thing for one request. kind: "prefill" or "decode". Times in Unix seconds."""
+
+    slot: int
+    kind: str
+    request_id: str
+    begin: float
+    end: float
+
+
+class History:
+    """Looks at the engine's plans, at most every `RESOLUTION_S`, and at its counters once a second."""
+
+    def __init__(self, service: Service) -> None:
+        self.samples: deque[Sample] = deque(maxlen=SECONDS)
+        self._service = service
+        self._segments: deque[Segment] = deque(maxlen=MOST_SEGMENTS)
+        self._open: dict[int, Segment] = {}
+        self._looked = 0.0
+
+    def watch(self) -> None:
+        """See plans from now on, unless a record does."""
+        if self._service.engine.on_step is None:
+            self._service.engine.on_step = self.on_step
+
+    def on_step(self, plan: Plan, events: Events | None) -> None:
+        """Note what the slots do in a plan that is started."""
+        now = time.time()
+        if events is not None or now - self._looked < RESOLUTION_S:
+            return
+        self._looked = now
+        for chunk in plan.chunks:
+            self._see(chunk.slot.index, "prefill", chunk.request_id, now)
+        for row in plan.decode:
+            self._see(row.slot.index, "decode", row.request_id, now)
+
+    def _see(self, slot: int, kind: str, request_id: str, now: float) -> None:
+        last = self._open.get(slot)
+        if last is not None and last[1:3] == (kind, request_id) and now - last.end < GAP_S:
+            self._open[slot] = last._replace(end=now)
+            return
+        if last is not None:
+            self._segments.append(last._replace(end=min(now, last.end + RESOLUTION_S)))
+        self._open[slot] = Segment(slot, kind, request_id, now, now)
+
+    async def sample(self) -> None:
+        """Take a sample every second, for ever."""
+        engine = self._service.engine
+        before, at = engine.stats(), time.monotonic()
+        while True:
+            await asyncio.sleep(1)
+            stats, now = engine.stats(), time.monotonic()
+            seconds = max(now - at, 1e-9)
+            self.samples.append(
+                Sample(
+                    time=time.time(),
+                    generated=(stats.generation_tokens - before.generation_tokens) / seconds,
+                    prefilled=(stats.prompt_tokens - before.prompt_tokens) / seconds,
+                    running=engine.num_running,
+                    waiting=engine.num_waiting,
+                    kv=kv_usage(engine),
+                )
+            )
+            before, at = stats, now
+
+    def since(self, moment: float) -> dict[str, Any]:
+        """What was seen after a moment in Unix seconds, as JSON values; latencies are of the whole life."""
+        times = self._service.times
+        segments = [segment for segment in (*self._segments, *self._open.values()) if segment.end > moment]
+        histograms = {
+            "first_token": times.first_token,
+            "inter_token": times.inter_token,
+            "whole": times.whole,
+        }
+        return {
+            "now": time.time(),
+            "samples": [sample for sample in self.samples if sample.time > moment],
+            "segments": segments,
+            "latencies": {
+                name: {"p50": each.quantile(0.5), "p99": each.quantile(0.99), "count": sum(each.counts)}
+                for name, each in histograms.items()
+            },
+        }

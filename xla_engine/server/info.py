@@ -1,0 +1,239 @@
+"""Paths that ask about the server: probes, models, tokens, who is where and why."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Annotated, Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from xla_engine import __version__
+from xla_engine.batch.requests import Chat
+from xla_engine.errors import XlaEngineError
+from xla_engine.server.bodies import read_body
+from xla_engine.server.errors import ApiError, api_error
+from xla_engine.server.metrics import EngineCollector, kv_usage
+from xla_engine.server.service import Service
+from xla_engine.server.wire import check_model
+
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+}
+MAX_TEXT = 1 << 20  # characters to tokenise, or ids to make text of
+SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
+
+
+class JsonResponse(Response):
+    """A value as JSON, by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Text to tokenise: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Ids to make text of."""
+
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=MAX_TEXT)]
+    model: str | None = None
+
+
+class Info:
+    """Handlers that read one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(service))
+        self._page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
+
+    async def health(self, _: Request) -> Response:
+        """Whether the process can do its work: 503 once the engine is gone."""
+        return Response(status_code=200 if self._service.is_alive else 503)
+
+    async def ready(self, _: Request) -> Response:
+        """Whether new requests should come here: 503 too while the server is about to end."""
+        service = self._service
+        return Response(status_code=200 if service.is_alive and not service.draining else 503)
+
+    async def version(self, _: Request) -> Response:
+        return JsonResponse({"version": __version__, "system_fingerprint": self._service.fingerprint})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, _: Request) -> Response:
+        data = [self._model(name) for name in self._service.settings.model_names]
+        return JsonResponse({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        check_model(name, self._service.settings.model_names)
+        return JsonResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        service = self._service
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "xla-engine",
+            "root": service.settings.model_names[0],
+            "parent": None,
+            "max_model_len": service.engine.max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a text, as a request with it would have them."""
+        body = await self._body(request, TokenizeBody)
+        engine, tokenizer = self._service.engine, self._service.engine.tokenizer
+        if tokenizer is None:
+            raise _no_tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", code="invalid_request", param="prompt")
+        special = body.add_special_tokens
+        try:
+            if body.messages is not None:
+                options = {
+                    "add_generation_prompt": body.add_generation_prompt,
+                    "continue_final_message": body.continue_final_message,
+                    "chat_template_kwargs": body.chat_template_kwargs,
+                    "tools": body.tools,
+                    "chat_template": self._service.settings.sampling_defaults.get("chat_template"),
+                }
+                ready = await self._service.ready_prompt(Chat(messages=tuple(body.messages), options=options))
+                text, special = ready.value, bool(special)
+            else:
+                text, special = body.prompt or "", special is None or special
+            if len(text) > MAX_TEXT:
+                raise ApiError(
+                    400, f"more than {MAX_TEXT} characters; send them in parts", code="invalid_request"
+                )
+            ids: Sequence[int]
+            if isinstance(text, str):
+                ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
+            else:
+                ids = text
+        except XlaEngineError as error:
+            raise api_error(error) from error
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": engine.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [
+                tokenizer.decode([token_id], skip_special_tokens=False) for token_id in answer["tokens"]
+            ]
+        return JsonResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, DetokenizeBody)
+        tokenizer = self._service.engine.tokenizer
+        if tokenizer is None:
+            raise _no_tokenizer()
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return JsonResponse({"prompt": text})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        """What a remote evaluation needs to know of the tokenizer."""
+        engine = self._service.engine
+        if engine.tokenizer is None:
+            raise _no_tokenizer()
+        template = engine.chat_template
+        names = template.special_tokens if template is not None else {}
+        eos = engine.checkpoint.eos_token_ids
+        spelled = engine.tokenizer.decode(list(eos[:1]), skip_special_tokens=False) if eos else None
+        return JsonResponse(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "vocab_size": engine.tokenizer.vocab_size,
+                "max_model_len": engine.max_model_len,
+                "eos_token": names.get("eos_token", spelled),
+                "bos_token": names.get("bos_token"),
+                "pad_token": names.get("pad_token"),
+                "chat_template": None if template is None else template.sources.get("default"),
+            }
+        )
+
+    async def page(self, _: Request) -> Response:
+        """The page at /, which asks `/v1/requests` and loads nothing else."""
+        return Response(self._page, media_type="text/html", headers=_PAGE_HEADERS)
+
+    async def requests(self, request: Request) -> Response:
+        """Who is in which slot, who waits, and why: the scheduler's snapshot.
+
+        With `?since=SECONDS` (Unix time) what happened after that moment, too.
+        """
+        since = request.query_params.get("since")
+        engine, service = self._service.engine, self._service
+        snapshot = engine.snapshot()
+        stats = engine.stats()
+        return JsonResponse(
+            {
+                "model": service.settings.model_names[0],
+                "fingerprint": service.fingerprint,
+                "slots": snapshot.slots,
+                "num_waiting": len(snapshot.waiting),
+                "waiting": snapshot.waiting[:SHOWN_WAITING],
+                "draining": snapshot.draining,
+                "counters": snapshot.counters,
+                "kv_usage": kv_usage(engine),
+                "finished": stats.finished,
+                "server": {
+                    "live": service.live,
+                    "draining": service.draining,
+                    "refused": service.times.refused,
+                    "batches": service.batches_running,
+                },
+                "history": None if since is None else service.history.since(_moment(since)),
+            }
+        )
+
+    async def _body(self, request: Request, kind: type[Any]) -> Any:
+        service = self._service
+        raw = await read_body(request.scope, request.receive, service.settings, service.bodies)
+        try:
+            body = await asyncio.to_thread(msgspec.json.decode, raw, type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+            raise ApiError(400, f"the body is not what is asked for: {error}", code="invalid_json") from error
+        check_model(body.model, service.settings.model_names)
+        return body
+
+
+def _moment(text: str) -> float:
+    try:
+        moment = float(text)
+    except ValueError:
+        moment = math.nan
+    if not math.isfinite(moment):
+        raise ApiError(400, "since must be a number of seconds", code="invalid_request", param="since")
+    return moment
+
+
+def _no_tokenizer() -> ApiError:
+    return ApiError(400, "the model has no tokenizer.json; use token ids", code="invalid_request")

@@ -1,0 +1,107 @@
+"""What happens to every request: its id, its keys, its line in the access log. Pure ASGI, so that a client that hangs
+up is still seen by the endpoint (Starlette's BaseHTTPMiddleware hides it)."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from xla_engine.server.errors import ApiError, ClientGone
+from xla_engine.server.generation import send_json
+from xla_engine.server.metrics import RequestTimes
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key is asked for
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/")  # paths with a name in them
+
+access_log = logging.getLogger("xla_engine.server.access")
+
+
+class RequestContext:
+    """Gives each request an id, which its answer bears, and counts and logs its answer. Errors end here.
+
+    paths: those that answers are counted by; the others are one, so that no client can make up any.
+    """
+
+    def __init__(self, app: ASGIApp, times: RequestTimes, paths: frozenset[str]) -> None:
+        self._app = app
+        self._times = times
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})
+        began, status = time.perf_counter(), 499
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_marked)
+        except ClientGone:
+            status = 499
+        except ApiError as error:
+            await send_json(send_marked, error.status, error.json(), error.headers)
+        finally:
+            path = scope["path"]
+            family = next((family for family in _FAMILIES if path.startswith(family)), "other")
+            counted = path if path in self._paths else family
+            self._times.responses[counted, str(status)] += 1
+            if access_log.isEnabledFor(logging.INFO):
+                milliseconds = 1e3 * (time.perf_counter() - began)
+                access_log.info(
+                    "%s %r %d %.1f ms id=%s",
+                    scope["method"],
+                    scope["path"][:200],
+                    status,
+                    milliseconds,
+                    request_id.decode(),
+                )
+
+
+class ApiKeys:
+    """Refuses requests without one of the keys; a key's hash is the tenant whose files and prefixes they see.
+
+    Every key is compared, each in constant time, so that an answer's time tells nothing of them.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})
+            scope["state"]["tenant"] = ""
+            if self._digests and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                scope["state"]["tenant"] = self._tenant(scope)
+        await self._app(scope, receive, send)
+
+    def _tenant(self, scope: Scope) -> str:
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = header.partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if scheme.lower() != b"bearer" or True not in matches:
+            raise ApiError(
+                401,
+                "no valid API key; send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return given.hex()[:16]

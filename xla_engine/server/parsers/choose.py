@@ -1,0 +1,64 @@
+"""Which formats a model writes, by the text of its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xla_engine.server.parsers.formats import Forced, Harmony, Hermes, Plain, Think, Whole
+from xla_engine.server.parsers.scan import Parser
+
+TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": Hermes,
+    "llama3": lambda: Whole(("<|python_tag|>",), bare=True, separator=";"),
+    "mistral": lambda: Whole(("[TOOL_CALLS]",)),
+    "harmony": Harmony,
+}
+REASONING_PARSERS = ("think", "harmony")
+_SIGNS = (
+    ("harmony", "<|channel|>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("hermes", "<tool_call>"),
+    ("llama3", "<|python_tag|>"),
+    ("llama3", '{"name": function name, "parameters":'),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How a model writes. tools, reasoning: a format's name, or None."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+    @classmethod
+    def of(cls, template: str, tools: str = "auto", reasoning: str = "auto") -> Dialect:
+        """The formats asked for; "auto" reads them from a chat template, "none" is none."""
+        found = next((name for name, sign in _SIGNS if sign in template), None)
+        thinks = "harmony" if found == "harmony" else "think" if "<think>" in template else None
+        return cls(
+            tools=found if tools == "auto" else None if tools == "none" else tools,
+            reasoning=thinks if reasoning == "auto" else None if reasoning == "none" else reasoning,
+        )
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether tags may be special tokens, which the text must show then."""
+        return "harmony" in (self.tools, self.reasoning) or self.tools in ("llama3", "mistral")
+
+    def parser(self, *, tools: bool, thinking: bool) -> Parser | None:
+        """A parser for one answer; None where all of it is content.
+
+        tools: calls are looked for. thinking: the prompt ended in the opening tag of the reasoning.
+        """
+        if "harmony" in (self.tools, self.reasoning):
+            return Harmony()
+        rest = TOOL_PARSERS[self.tools]() if tools and self.tools is not None else None
+        if self.reasoning == "think":
+            return Think(rest or Plain(), begun=thinking)
+        return rest
+
+
+def forced(name: str | None) -> Parser:
+    """A parser for an answer that a grammar holds to a call."""
+    return Forced(name)

@@ -1,0 +1,111 @@
+"""What a parser tells of a text, and how it looks for tags in text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of the text that the model wrote for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStart:
+    """A call begins. name: of the function."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """More of the arguments of the last call, as the model wrote them."""
+
+    text: str
+
+
+Event = Content | Reasoning | ToolStart | ToolArguments
+
+
+class Parser(Protocol):
+    """Reads one answer. However its text is cut, the events' texts add up to the same message.
+
+    `feed` never raises for anything in a text; what is no call of a tool is content.
+    """
+
+    def feed(self, text: str) -> list[Event]: ...
+    def finish(self) -> list[Event]: ...
+
+
+class Scanner:
+    """Text in pieces, given out up to tags that may be cut anywhere."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> None:
+        self._held += text
+
+    def until(self, tags: Sequence[str]) -> tuple[str, str | None]:
+        """The text before the first of these tags, and the tag; without one, the text that can be no part of one."""
+        found = [(place, tag) for tag in tags if (place := self._held.find(tag)) >= 0]
+        if found:
+            place, tag = min(found)
+            before, self._held = self._held[:place], self._held[place + len(tag) :]
+            return before, tag
+        keep = max((_overlap(self._held, tag) for tag in tags), default=0)
+        before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return before, None
+
+    def rest(self) -> str:
+        """Everything that is held."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of a text that begins a tag."""
+    return next(
+        (size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0
+    )
+
+
+@dataclass(slots=True)
+class Message:
+    """What events add up to. calls: name and arguments of each."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] | None = None
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case ToolStart(name):
+                    self.calls = [*(self.calls or []), [name, ""]]
+                case ToolArguments(text):
+                    assert self.calls is not None
+                    self.calls[-1][1] += text
+
+
+def message_of(parser: Parser, text: str) -> Message:
+    """The message of a whole text."""
+    message = Message()
+    message.add(parser.feed(text))
+    message.add(parser.finish())
+    return message

@@ -1,0 +1,134 @@
+"""From the body of a Responses request to that of a chat, which has the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xla_engine.server.errors import ApiError
+
+# Fields that name what this server does not keep or do, with the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "prompt": (None,),
+    "truncation": (None, "disabled"),
+    "include": (None, []),
+    "max_tool_calls": (None,),
+    "top_logprobs": (None, 0),
+    "service_tier": (None, "auto", "default"),
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "return_token_ids": (None, False),
+    "store": (None, False, True),  # nothing is kept, and the answer says so
+}
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat that a Responses request asks for. Raises ApiError for what needs a memory, and for what is no text."""
+    rest = dict(body)
+    for name, allowed in _NEUTRAL.items():
+        value = rest.pop(name, None)
+        if not any(value is each or (value == each and type(value) is type(each)) for each in allowed):
+            raise _wrong(name, f"is not supported by this path; leave it out, not {value!r}")
+    messages = []
+    if (instructions := rest.pop("instructions", None)) is not None:
+        if not isinstance(instructions, str):
+            raise _wrong("instructions", "must be text")
+        messages.append({"role": "system", "content": instructions})
+    messages += _messages(rest.pop("input", None))
+    chat: dict[str, Any] = {"messages": messages}
+    if (most := rest.pop("max_output_tokens", None)) is not None:
+        chat["max_completion_tokens"] = most
+    if tools := rest.pop("tools", None):
+        chat["tools"] = _tools(tools)
+    if (choice := rest.pop("tool_choice", None)) is not None:
+        chat["tool_choice"] = choice
+    if (options := rest.pop("stream_options", None)) not in (None, {}):
+        raise _wrong("stream_options", f"has no fields here, not {options!r}")
+    text, reasoning = rest.pop("text", None) or {}, rest.pop("reasoning", None) or {}
+    if not isinstance(text, Mapping) or not isinstance(reasoning, Mapping):
+        raise _wrong("text", "and reasoning must be objects")
+    if (form := text.get("format")) is not None:
+        chat["response_format"] = _format(form)
+    if (effort := reasoning.get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    return {**rest, **chat}  # what is left is a chat's field, or refused by its name
+
+
+def _messages(given: object) -> list[dict[str, Any]]:
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise _wrong("input", "must be text or a list of items, and not empty")
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(given):
+        where = f"[{number}]"
+        if not isinstance(item, Mapping):
+            raise _wrong("input", f"{where} must be an object")
+        match item.get("type", "message"):
+            case "message":
+                role = _ROLES.get(str(item.get("role")))
+                if role is None:
+                    raise _wrong("input", f"{where}.role must be one of {', '.join(_ROLES)}")
+                messages.append({"role": role, "content": _text(item.get("content"), where)})
+            case "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                if messages and messages[-1].get("tool_calls"):
+                    messages[-1]["tool_calls"].append(call)
+                else:
+                    messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            case "function_call_output":
+                content = _text(item.get("output"), where)
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case "reasoning":
+                continue  # of an earlier turn: chat templates drop it, too
+            case kind:
+                raise _wrong(
+                    "input", f"{where} has type {kind!r}, which is not supported; give messages and calls"
+                )
+    return messages
+
+
+def _text(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise _wrong("input", f"{where} must hold text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+            raise _wrong("input", f"{where} holds {kind!r}; only text is supported")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tools(tools: object) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise _wrong("tools", "must be a list of functions")
+    found = []
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise _wrong("tools", f"[{number}] is no function; other tools are not supported")
+        function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _format(form: object) -> dict[str, Any]:
+    if not isinstance(form, Mapping):
+        raise _wrong("text", "format must be an object")
+    if form.get("type") == "json_schema":
+        return {
+            "type": "json_schema",
+            "json_schema": {key: form[key] for key in ("name", "schema") if key in form},
+        }
+    return dict(form)
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param} {message}", code="invalid_request", param=param)

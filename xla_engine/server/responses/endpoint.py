@@ -1,0 +1,113 @@
+"""The endpoint of `/v1/responses`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from xla_engine.batch.requests import CHAT_URL
+from xla_engine.batch.results import output_error
+from xla_engine.outputs import RequestOutput
+from xla_engine.server.chunks import DONE
+from xla_engine.server.errors import ended
+from xla_engine.server.generation import SSE_HEADERS, Generation, next_news, send_json, send_part
+from xla_engine.server.parsers.formats import Plain
+from xla_engine.server.responses.body import chat_body
+from xla_engine.server.responses.builder import ResponseBuilder
+from xla_engine.server.service import Service, Submission
+from xla_engine.server.wire import Call, parse_call, read_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseCall(Call):
+    """The call of a chat that answers in the form of a response. body: as it came."""
+
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Responses(Generation):
+    """Answers as a chat does, in another form."""
+
+    prefix = "resp_"
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, CHAT_URL)
+
+    def _parse(self, raw: bytes) -> Call:
+        settings, body = self._service.settings, read_json(raw)
+        defaults = settings.defaults()
+        call = parse_call(chat_body(body), CHAT_URL, defaults, settings.model_names, self._service.dialect)
+        fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
+        return ResponseCall(**fields, body=body)
+
+    def _builder(self, call: Call, name: str) -> ResponseBuilder:
+        assert isinstance(call, ResponseCall)
+        model = call.request.model or self._service.settings.model_names[0]
+        return ResponseBuilder(name, body=call.body, model=model, created=int(time.time()))
+
+    async def _answer(
+        self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
+    ) -> None:
+        builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
+        while not submission.finished:
+            await next_news(submission, gone)
+            for _, output in submission.take():
+                if (error := output_error(call.request, output)) is not None:
+                    raise ended(error)
+        completion = output.outputs[0]
+        for _ in builder.add([*parser.feed(completion.text), *parser.finish()]):
+            pass
+        for _ in builder.end(reason=completion.finish_reason, usage=_usage(output), now=int(time.time())):
+            pass
+        await send_json(send, 200, msgspec.json.encode(builder.response))
+
+    async def _stream(
+        self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
+    ) -> None:
+        patience = self._service.settings.send_timeout_s
+        builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
+        sent = 0
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        await send_part(send, b"".join(map(_event, builder.begin())), patience)
+        while not submission.finished:
+            await next_news(submission, gone)
+            pieces: list[bytes] = []
+            for _, output in submission.take():
+                completion = output.outputs[0]
+                events = parser.feed(completion.text[sent:])
+                sent = len(completion.text)
+                if output.finished and (error := output_error(call.request, output)) is not None:
+                    failure = ended(error)
+                    pieces.append(_event(builder.failed(failure.code, failure.message)))
+                    break
+                if output.finished:
+                    events += parser.finish()
+                pieces += map(_event, builder.add(events))
+                if output.finished:
+                    reason, now = completion.finish_reason, int(time.time())
+                    pieces += map(_event, builder.end(reason=reason, usage=_usage(output), now=now))
+            if pieces:
+                await send_part(send, b"".join(pieces), patience)
+        await send_part(send, DONE, patience)
+        await send_part(send, b"", patience, last=True)
+
+
+def _usage(output: RequestOutput) -> dict[str, Any]:
+    prompt, new = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        "output_tokens": new,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + new,
+    }
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"event: " + value["type"].encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

@@ -1,0 +1,267 @@
+"""The engine as the server's endpoints see it: who may come in, and what is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from xla_engine.async_llm import AsyncLLM
+from xla_engine.batch.requests import Chat, LineRequest, Prompt
+from xla_engine.batch.results import ResultHeader
+from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.errors import EngineClosedError
+from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import QueueFullError
+from xla_engine.server.bodies import BODIES, BodyBudget
+from xla_engine.server.errors import ApiError
+from xla_engine.server.history import History
+from xla_engine.server.metrics import RequestTimes
+from xla_engine.server.parsers.choose import Dialect
+from xla_engine.server.settings import ServerSettings
+
+LONG_TEXT = 8192  # characters; a longer prompt is tokenised beside the event loop
+_NORMALISER_SLACK = 4  # as in the engine's own check of characters
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyPrompt:
+    """A prompt as the engine takes it.
+
+    value: text or token ids. add_special_tokens: of text. thinking: it ends in the opening tag of a reasoning.
+    """
+
+    value: str | tuple[int, ...]
+    add_special_tokens: bool
+    thinking: bool = False
+
+
+class Background(Protocol):
+    """What runs beside interactive requests: batches."""
+
+    @property
+    def running(self) -> int: ...
+    def stop(self) -> None: ...
+
+
+class Service:
+    """One engine, its settings, and what is known of its requests.
+
+    draining: the server is about to end, and says so to probes. refusing: it takes no new requests.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.engine = llm.engine
+        self.settings = settings
+        self.fingerprint = llm.engine.identity().digest()
+        self.times = RequestTimes()
+        self.history = History(self)
+        self.bodies = BodyBudget(BODIES * settings.max_body_bytes)
+        self.batches: Background | None = None
+        self.draining = self.refusing = False
+        self.started = int(time.time())
+        self.dialect = Dialect.of(self._template(), settings.tool_parser, settings.reasoning_parser)
+        self._compiling = threading.Lock()
+        self._live = 0
+        self._submissions: set[Submission] = set()
+
+    def _template(self) -> str:
+        """The text of the chat templates that requests may be rendered by."""
+        own = self.engine.chat_template
+        given = self.settings.sampling_defaults.get("chat_template")
+        return str(given) if given is not None else "" if own is None else "\n".join(own.sources.values())
+
+    @property
+    def live(self) -> int:
+        """Sequences of interactive requests that were let in and have not ended."""
+        return self._live
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can still run."""
+        return self.engine.closed_because is None
+
+    def header(self, *, created: int | None = None) -> ResultHeader:
+        """What the answers of this server have in common."""
+        return ResultHeader(
+            created=int(time.time()) if created is None else created,
+            model=self.settings.model_names[0],
+            system_fingerprint=self.fingerprint,
+            tokenizer=self.engine.tokenizer,
+        )
+
+    @contextlib.contextmanager
+    def admit(self, sequences: int) -> Iterator[None]:
+        """Let a request in, from before its prompt is made until its end. Raises ApiError."""
+        if self.refusing:
+            raise ApiError(
+                503,
+                "the server is shutting down; ask another one",
+                code="draining",
+                headers={"retry-after": "1"},
+            )
+        if not self.is_alive:
+            gone = f"the engine is gone ({self.engine.closed_because}); restart the server"
+            raise ApiError(503, gone, code=EngineClosedError.code)
+        limit = self.engine.max_num_seqs + self.settings.max_waiting
+        if sequences > limit:
+            message = f"{sequences} choices in one request, and {limit} may run or wait; ask for fewer"
+            raise ApiError(400, message, code="invalid_request", param="n")
+        if self._live + sequences > limit:
+            self.times.refused += 1
+            raise ApiError(
+                429,
+                f"{self._live} sequences run or wait, and {limit} may; ask again later or raise --max-waiting",
+                code="queue_full",
+                headers={"retry-after": str(self._retry_after())},
+            )
+        self._live += sequences
+        try:
+            yield
+        finally:
+            self._live -= sequences
+
+    def _retry_after(self) -> int:
+        """Seconds in which a fair part of the queue will have gone, by the times of recent requests."""
+        return min(60, max(1, math.ceil(self.times.recent_seconds)))
+
+    async def ready_prompt(self, prompt: Prompt, *, as_text: bool = False) -> ReadyPrompt:
+        """Text or token ids of a prompt; long work is done beside the event loop. Raises InvalidRequestError.
+
+        as_text: leave text to the engine, as the answer repeats it.
+        """
+        text: str | tuple[int, ...]
+        if isinstance(prompt, Chat):
+            text = await asyncio.to_thread(self.engine.render_chat, prompt.messages, **prompt.options)
+            thinking = text[-32:].rstrip().endswith("<think>")
+        else:
+            text, thinking = prompt, False
+        special = not isinstance(prompt, Chat)  # a chat template writes them itself
+        tokenizer = self.engine.tokenizer
+        if isinstance(text, str) and len(text) > LONG_TEXT and not as_text and tokenizer is not None:
+            longest = _NORMALISER_SLACK * tokenizer.longest_token * self.engine.max_model_len
+            if len(text) <= longest:  # else the engine refuses it unread
+                ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
+                return ReadyPrompt(tuple(ids), special, thinking)
+        return ReadyPrompt(text, special, thinking)
+
+    def compile(self, params: SamplingParams) -> None:
+        """Compile what a request's text must match, which may take a second: in another thread than the loop's.
+
+        The engine keeps it for the submission that follows. Raises InvalidRequestError.
+        """
+        if params.structured_outputs is not None:
+            validator = self.engine.validator
+            with self._compiling:
+                validator.token_mask(params, validator.stop_token_ids(params))
+
+    async def submit(
+        self, request: LineRequest, name: str, *, every_token: bool, salt: str, deadline_s: float | None
+    ) -> Submission:
+        """Queue all prompts of a request, or none. Raises what `XlaBatchEngine.submit` does.
+
+        name: a unique id, from which noise is drawn where the request has no seed.
+        salt: keeps its cached prefixes from other callers. deadline_s: seconds for the whole of it, at most.
+        """
+        prompts = [await self.ready_prompt(prompt, as_text=request.echo) for prompt in request.prompts]
+        if request.params.structured_outputs is not None:
+            await asyncio.to_thread(self.compile, request.params)
+        options = dict(request.options)
+        if salt:
+            options["cache_salt"] = f"{salt}/{options.get('cache_salt', '')}"
+        asked = options.get("deadline_s")
+        if deadline_s is not None and (
+            asked is None or (isinstance(asked, int | float) and asked > deadline_s)
+        ):
+            options["deadline_s"] = deadline_s
+        submission = Submission(self, every_token=every_token, thinking=prompts[0].thinking)
+        try:
+            for index, prompt in enumerate(prompts):
+                self.engine.submit(
+                    prompt.value,
+                    request.params,
+                    request_id=name + (f"-{index}" if index else ""),
+                    add_special_tokens=prompt.add_special_tokens,
+                    collector=submission.collector,
+                    **options,
+                )
+                submission.expect(name + (f"-{index}" if index else ""), index)
+        except BaseException as error:
+            submission.close()
+            if isinstance(error, QueueFullError):
+                self.times.refused += 1
+            raise
+        self._submissions.add(submission)
+        self.llm.keep_running()
+        return submission
+
+    def forget(self, submission: Submission) -> None:
+        self._submissions.discard(submission)
+
+    @property
+    def batches_running(self) -> int:
+        """Batches whose lines are in the engine."""
+        return 0 if self.batches is None else self.batches.running
+
+    def stop_batches(self) -> None:
+        """Let running batches end at a line; they go on when the server starts again."""
+        if self.batches is not None:
+            self.batches.stop()
+
+    def abort_all(self) -> None:
+        """End every interactive request now; each reader gets what its request has."""
+        for submission in list(self._submissions):
+            submission.abort()
+
+
+class Submission:
+    """The prompts of one POST in the engine, read together.
+
+    news: set when there is something to take. thinking: the prompt began the model's reasoning.
+    """
+
+    def __init__(self, service: Service, *, every_token: bool, thinking: bool = False) -> None:
+        self.thinking = thinking
+        self.news = asyncio.Event()
+        self.collector = OutputCollector(on_news=self.news.set, every_token=every_token)
+        self._service = service
+        self._open: dict[str, int] = {}  # requests that have not ended, and which prompt each has
+
+    def expect(self, request_id: str, index: int) -> None:
+        self._open[request_id] = index
+
+    @property
+    def finished(self) -> bool:
+        return not self._open
+
+    def take(self) -> list[tuple[int, RequestOutput]]:
+        """The outputs with news, each with the place of its prompt."""
+        self.news.clear()
+        found = []
+        for request in self.collector.take():
+            output = request.output()
+            found.append((self._open[output.request_id], output))
+            if output.finished:
+                del self._open[output.request_id]
+                self._service.times.count(output)
+        return found
+
+    def abort(self) -> None:
+        """End what has not ended; the reader gets it as it stands."""
+        for request_id in list(self._open):
+            self._service.engine.abort(request_id)
+
+    def close(self) -> None:
+        """End what has not ended, unread."""
+        self.abort()
+        if self._open:
+            self.take()
+        self._open.clear()
+        self._service.forget(self)

@@ -1,0 +1,76 @@
+"""What an operator can set of the server, beside the engine's own options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xla_engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Names, keys, defaults and limits of one server.
+
+    model_names: what clients may call the model; answers to requests that name none bear the first.
+    api_keys: any of them opens every path but the probes; empty where the server asks for none.
+    sampling_defaults: sampling fields, and `chat_template`, for requests that do not say otherwise.
+    max_tokens: of requests without one; None is 16 for completions and the rest of the context for chats.
+    max_waiting: sequences beyond the slots that wait; further requests get status 429.
+    max_body_bytes: of a request. All bodies under way together may hold `BODIES` times as much.
+    max_header_bytes: of a request's line and headers.
+    header_timeout_s, body_timeout_s: for a client to send either.
+    request_timeout_s: for an answer; None is unbounded. A request may ask for less.
+    send_timeout_s: for a client to take a piece of an answer; its request is aborted then.
+    drain_grace_s: after SIGTERM, seconds in which new requests are still taken.
+    drain_timeout_s: after that, seconds in which those under way may finish.
+    batch_dir: where files and batches are kept; None has neither.
+    max_file_bytes, max_file_lines: of an uploaded file.
+    allowed_origins: for CORS; empty is off.
+    tool_parser, reasoning_parser: formats of `parsers.choose`; "auto" reads them from the chat template, "none" leaves
+        all text as it is.
+    """
+
+    model_names: tuple[str, ...] = ("embedded",)
+    api_keys: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    max_waiting: int = 1024
+    max_body_bytes: int = 32 << 20
+    max_header_bytes: int = 64 << 10
+    header_timeout_s: float = 20.0
+    body_timeout_s: float = 60.0
+    request_timeout_s: float | None = None
+    send_timeout_s: float = 60.0
+    drain_grace_s: float = 0.0
+    drain_timeout_s: float = 30.0
+    batch_dir: Path | None = None
+    max_file_bytes: int = 200 << 20
+    max_file_lines: int = 50_000
+    allowed_origins: tuple[str, ...] = ()
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError("the model needs at least one name, and no empty one")
+
+    def defaults(self) -> dict[str, Any]:
+        """Fields for a request that does not say otherwise."""
+        return ({} if self.max_tokens is None else {"max_tokens": self.max_tokens}) | dict(
+            self.sampling_defaults
+        )
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """The keys of a file: one a line, without blanks around it; empty lines and lines that begin with # are skipped.
+
+    Raises ConfigError for a file without a key, and OSError.
+    """
+    lines = (line.strip() for line in path.read_text("utf-8").splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{path} holds no key; write one a line, or leave --api-key-file out")
+    return keys
