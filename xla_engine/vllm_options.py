@@ -77,7 +77,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "kv_cache_dtype": VllmOption(accepted=("auto",), why="keys and values have the model's type"),
     "cpu_offload_gb": VllmOption(accepted=(0,), why="weights stay on the device"),
     "enable_lora": VllmOption(accepted=(None, False), why="no adapters yet"),
-    "speculative_config": VllmOption(accepted=(None,), why="no draft models through this option"),
     "hf_overrides": VllmOption(accepted=(None, {}), why="edit the checkpoint's config.json"),
     "hf_token": VllmOption(accepted=(None,), why="set `HF_TOKEN`"),
     "limit_mm_per_prompt": VllmOption(accepted=(None, {}), why=_TEXT),

@@ -102,6 +102,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "model": str(tmp_path / "mine"),
         "max_num_seqs": 3,
         "memory_utilization": 0.9,
+        "speculative_config": None,
         "scheduling_policy": "priority",
         "quantum": 8,
         "priority_aging": 64,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from xla_engine import LLM, SamplingParams
+from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.vllm_options import VLLM_OPTIONS, engine_options, options_table
@@ -58,6 +60,10 @@ def test_every_option_says_why_and_takes_its_first_value() -> None:
         assert option.why
         value = option.accepted[0] if option.accepted else 1
         assert set(engine_options({name: value})) == ({option.becomes} if option.becomes else set())
+
+
+def test_no_row_hides_an_option_there_is() -> None:
+    assert {entry.name for entry in fields(EngineConfig)} & VLLM_OPTIONS.keys() == {"generation_config"}
 
 
 def test_docs_print_the_table() -> None:

@@ -216,6 +216,12 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngi
             options["model"], EngineConfig(**fields), progress=count, load_progress=load
         )
     with engine:
+        limit = engine.checkpoint.config.max_position_embeddings
+        if engine.max_model_len < limit and fields.get("max_model_len") is None:
+            click.echo(
+                f"max_model_len is {engine.max_model_len}; the model allows {limit}, which --max-model-len gives",
+                err=True,
+            )
         yield engine
 
 

@@ -16,6 +16,7 @@ from xla_engine.sampling_params import SamplingParams
 
 @click.command(short_help="Complete a file of requests.", context_settings={"show_default": True})
 @click.argument("input_path", metavar="INPUT", required=False)
+@click.option("--prompt", metavar="TEXT", help="Complete this text and show it; no INPUT, no OUTPUT.")
 @click.option("-o", "--output", "output_path", metavar="OUTPUT", help="Results file, or -.")
 @click.option(
     "--errors", "errors_path", metavar="FILE", help="Lines without a result go here.  [default: OUTPUT]"
@@ -83,6 +84,7 @@ from xla_engine.sampling_params import SamplingParams
 @click.option("--no-progress", is_flag=True, help="Print only the summary.")
 def run(
     input_path: str | None,
+    prompt: str | None,
     output_path: str | None,
     errors_path: str | None,
     resume: bool,
@@ -133,6 +135,7 @@ def run(
 
     \b
     Examples:
+      xla-engine run --prompt "def fibonacci(n):" --max-tokens 64 --temperature 0
       xla-engine run examples/requests.jsonl -o out.jsonl
       xla-engine run in.jsonl.gz -o out.jsonl.gz --errors errors.jsonl --resume --model ./SmolLM2-135M
       xla-engine run in.jsonl --dry-run --model ./SmolLM2-135M --max-tokens 64
@@ -152,9 +155,26 @@ def run(
             defaults["chat_template"] = _text_of(chat_template_path)
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
     _one_of({"--dry-run": dry_run, "--stream": stream, "-o": output_path is not None})
+    if prompt is not None:
+        _one_of(
+            {
+                "--prompt": True,
+                "INPUT": input_path is not None,
+                "-o": output_path is not None,
+                "--dry-run": dry_run,
+                "--stream": stream,
+            }
+        )
+        from xla_engine.cli._run.prompt import run_prompt
+
+        defaults.pop("chat_template", None)
+        run_prompt(prompt, defaults, options)
+        return
     if input_path is None:
         if not stream:
-            raise click.UsageError("Missing argument 'INPUT': a file of requests, - for standard input.")
+            raise click.UsageError(
+                "Missing argument 'INPUT': a file of requests, - for standard input; or --prompt TEXT."
+            )
         input_path = "-"
     if retry_failed and ordered:
         raise _common.NotStarted("--retry-failed appends what failed before, so it cannot be --ordered")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from xla_engine.utils.quantiles import Quantiles
 from xla_engine.utils.tables import aligned
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
+MOST_TICKS = 6  # labels below a picture of this width that do not overlap
 REFUSED = "refused"  # among the ends of requests: it needs more blocks than there are
 
 
@@ -122,6 +124,17 @@ def to_json(report: Report) -> dict[str, Any]:
     return found
 
 
+def time_ticks(low: float, high: float) -> list[float]:
+    """At most six places for labels between two times: 1, 2 and 5 of each decade, or 1 of every few of them."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ones = [10.0**decade for decade in decades]
+    for places in ([step * one for one in ones for step in (1, 2, 5)], ones):
+        inside = [place for place in places if low <= place <= high]
+        if len(inside) <= MOST_TICKS:
+            return inside or [low, high]
+    return inside[:: -(-len(inside) // MOST_TICKS)]
+
+
 def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
     """Draw the distributions of the times. Raises ConfigError without matplotlib."""
     try:
@@ -144,6 +157,9 @@ def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
             shares = [min(share, SHARES[-1]) for _, share in points]
             axes.plot([value for value, _ in points], shares, label=which, drawstyle="steps-post")
         axes.set(xscale="log", xlabel=f"{label}, s", yscale="logit", ylim=(SHARES[0], SHARES[-1]))
+        ticks = time_ticks(*axes.get_xlim())
+        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.set_yticks(SHARES, [f"{100 * share:g} %" for share in SHARES])
         axes.set_yticks([], minor=True)
         axes.grid(visible=True, alpha=0.3)

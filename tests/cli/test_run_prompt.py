@@ -1,0 +1,47 @@
+"""`xla-engine run --prompt`: one completion in the shell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import assert_not_started, invoke
+from tests.support.fake_engine import FakeEngine
+from xla_engine import LLM, SamplingParams
+from xla_engine.config import embedded_model_directory
+from xla_engine.engine.batch_engine import XlaBatchEngine
+
+
+def test_a_prompt_is_completed_in_the_shell(
+    embedded: XlaBatchEngine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text and nothing else is on standard output."""
+    params = SamplingParams(temperature=0, max_tokens=3)
+    [expected] = LLM.from_engine(embedded).generate("def size(self):", params, use_tqdm=False)
+    monkeypatch.setattr(engine, "submit", embedded.submit)
+    monkeypatch.setattr(engine, "step", embedded.step)
+    result = invoke("run", "--prompt", "def size(self):", "--max-tokens", "3", "--temperature", "0")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected.outputs[0].text + "\n" and "--max-tokens" in result.stderr
+
+
+def test_what_cannot_run_says_why(engine: FakeEngine, tmp_path: Path) -> None:
+    assert_not_started(invoke("run", "--prompt", "no!"), "not this one")
+    assert_not_started(invoke("run", "--prompt", "x", "--max-tokens", "0"), "max_tokens")
+    for other in (["in.jsonl"], ["-o", "x"], ["--stream"], ["--dry-run"]):
+        result = invoke("run", "--prompt", "x", *other)
+        assert result.exit_code == 2 and "exclude each other" in result.stderr
+    assert engine.submitted == []
+
+
+def test_a_start_says_what_max_model_len_is_where_it_was_cut(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(embedded_model_directory(), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    plain = ("run", "--prompt", "import", "--max-tokens", "1", "--max-num-seqs", "1", "--model", model)
+    assert "max_model_len is 2048; the model allows 4096" in invoke(*plain).stderr
+    assert "max_model_len" not in invoke(*plain, "--max-model-len", "512").stderr
