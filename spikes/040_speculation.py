@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,10 @@ def timed(
     return sum(len(output.token_ids) for output in found.values()) / seconds, found
 
 
+def milliseconds(costs: Mapping[Any, float]) -> str:
+    return ", ".join(f"{key}: {seconds * 1e3:.2f}" for key, seconds in costs.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=["embedded", "smollm2"], default="embedded")
@@ -100,7 +104,9 @@ def main() -> None:
             options.model,
             replace(base, speculative_config={"method": "suffix", "num_speculative_tokens": fixed}),
         )
-        print("isa", plain.runner.isa, "costs", auto._speculator._chooser._costs)
+        costs = auto.runner.step_costs()
+        print("isa", plain.runner.isa, "least ms of a decode step by rows", milliseconds(costs.decode))
+        print("    of a verify step by (lanes, width)", milliseconds(costs.verify), flush=True)
         if options.model == "embedded":
             names = [
                 f"{word}" for word in ("names", "ports", "keys", "paths", "words", "lines", "codes", "marks")

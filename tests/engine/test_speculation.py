@@ -22,6 +22,7 @@ from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.structured_outputs import StructuredOutputsParams
 
 WIDTH = 4
 SPECULATING = replace(
@@ -185,6 +186,49 @@ def test_where_bits_would_differ_it_is_refused() -> None:
 
 def test_speculation_is_no_part_of_a_result() -> None:
     assert SPECULATING.options() == replace(SPECULATING, speculative_config=None).options()
+
+
+def test_a_grammar_s_forced_text_comes_in_few_steps() -> None:
+    """The keys of a schema, each in a step or two; the bits are those of one token a step."""
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"first_name": {"type": "string", "maxLength": 6}, "is_active": {"type": "boolean"}},
+        "required": ["first_name", "is_active"],
+        "additionalProperties": False,
+    }
+    constraint = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    found, steps = [], []
+    for options in (None, {"method": "suffix", "num_speculative_tokens": 7}):
+        config = EngineConfig(
+            max_num_seqs=4, max_model_len=128, prefill_lanes=(2,), speculative_config=options
+        )
+        with XlaBatchEngine.from_pretrained(None, config) as engine:
+            for seed in range(4):
+                params = SamplingParams(
+                    max_tokens=60,
+                    temperature=0.8 * (seed % 2),
+                    seed=seed,
+                    logprobs=1,
+                    structured_outputs=constraint,
+                    bad_words=["zz"] if seed == 3 else None,
+                )
+                engine.submit("x = ", params, request_id=str(seed))
+            found.append({output.request_id: output.outputs for output in engine.drain()})
+            steps.append(engine.stats().steps)
+    assert found[0] == found[1]
+    assert steps[1] * 1.5 < steps[0]
+
+
+def test_without_speculation_programs_and_tables_are_what_they_were(
+    tiny: XlaBatchEngine, engine: XlaBatchEngine
+) -> None:
+    plain = {report.name for report in tiny.inventory_report()}
+    more = {report.name for report in engine.inventory_report()} - plain
+    assert not any(name.startswith("verify") for name in plain)
+    assert sum(name.startswith("verify") for name in more) == 3
+    assert tiny.runner._state.tables.draft_masks is None
+    assert tiny._speculator is None
 
 
 @pytest.mark.parametrize("fault", ["keeps one too many", "sees no stop", "counts from the row"])

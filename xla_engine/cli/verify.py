@@ -74,6 +74,8 @@ def verify(
     """
     if record_path is not None and against != "alone":
         raise _common.NotStarted("--record goes with --against alone: there is one engine to record")
+    if record_path is not None and options["speculative_config"] is not None:
+        raise _common.NotStarted("a record repeats a schedule step by step: leave out --speculative-config")
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
             engine = stack.enter_context(_common.load_engine(options, show=True))

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from xla_engine.errors import ConfigError
 from xla_engine.scheduler import Events, FinishReason, Plan, Request, Swap
 from xla_engine.tracing.step_log import FORMAT, VERSION, delta
 
@@ -183,6 +184,10 @@ def logging_steps(
 
     The prefix cache is forgotten first, so that the plans follow from the log alone.
     """
+    if engine.config.speculation is not None:
+        raise ConfigError(
+            "step logs know one token of a row in a step: leave out the step log or speculative_config"
+        )
     engine.reset_prefix_cache()
     with open(path, "w", encoding="utf-8") as file:
         writer = StepLogWriter(
