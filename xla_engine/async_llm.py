@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import RequestOptions, drained, pop_options
+from xla_engine.engine.waiter import Waiter, gone
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM, Prompt
 from xla_engine.outputs import RequestOutput
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import StepResult
 from xla_engine.text.chat_template import Message
@@ -45,7 +49,7 @@ class AsyncLLM:
 
     def _use(self, engine: XlaBatchEngine) -> None:
         self.engine = engine
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="xla-engine")
+        self._waiter = Waiter()
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(
@@ -126,7 +130,7 @@ class AsyncLLM:
             self.engine.abort_all()
             await asyncio.wait([self._driver])
         self.engine.close()
-        self._waiter.shutdown()
+        self._waiter.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -138,9 +142,14 @@ class AsyncLLM:
         """Start the task that runs the engine, unless it runs already."""
         loop = asyncio.get_running_loop()
         if self._driver is None or self._driver.done():
+            self._wake = (
+                asyncio.Event()
+            )  # the device has answered, or a request has come, with a deadline perhaps
             self._driver = loop.create_task(self._drive())
         elif self._driver.get_loop() is not loop:
             raise RuntimeError("another event loop runs this engine; use one loop, or an engine for each")
+        else:
+            self._wake.set()
 
     async def _drive(self) -> None:
         try:
@@ -162,8 +171,25 @@ class AsyncLLM:
             return
         answer: StepResult | BaseException
         try:
-            loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(self._waiter, self.engine.runner.wait, step)
-        except BaseException as error:
+            answer = await self._watch(step)
+        except asyncio.CancelledError as error:
             answer = error
         self.engine.end_turn(step, answer)
+
+    async def _watch(self, step: InFlight) -> StepResult | BaseException:
+        """Wait for a step as long as it may take, ending requests whose time is up meanwhile."""
+        engine, wake = self.engine, self._wake
+        wake_up = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
+        wake.clear()
+        pending, began = self._waiter.ask(partial(engine.runner.wait, step), wake_up), engine.clock()
+        while not pending.done.is_set():
+            if (left := engine.time_left(began)) == 0:
+                return gone()
+            if left == math.inf:
+                await wake.wait()
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(wake.wait(), left)
+                engine.expire()
+            wake.clear()
+        return pending.result()

@@ -85,6 +85,8 @@ class EngineConfig:
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
     isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon"; each
         has its own bits. "auto" takes what `XLA_ENGINE_ISA` says, else the best of this machine; "none" is pure JAX.
+    step_timeout_s: seconds a step may take to be read; then the device is given up, and every request ends with an
+        error. Deadlines are looked at meanwhile. None waits for ever.
     """
 
     max_num_seqs: int | Literal["auto"] = 16
@@ -115,6 +117,7 @@ class EngineConfig:
     compile_cache: bool = True
     self_check: bool = True
     isa: str = AUTO
+    step_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs != AUTO:
@@ -145,6 +148,10 @@ class EngineConfig:
             )
         if not _is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {shown(self.swap_space)}")
+        if self.step_timeout_s is not None and (
+            not _is_number(self.step_timeout_s) or not self.step_timeout_s > 0
+        ):
+            raise ConfigError(f"step_timeout_s must be seconds above 0, not {shown(self.step_timeout_s)}")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.max_waiting is not None:
@@ -232,8 +239,13 @@ class EngineConfig:
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def options(self) -> dict[str, Any]:
-        """All options by name, less `isa` where it is not asked for: files written before it was there stay valid."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("isa", AUTO)}
+        """All options by name, less those that came later and are not asked for: older files stay valid."""
+        late = (("isa", AUTO), ("step_timeout_s", None))
+        return {name: value for name, value in asdict(self).items() if (name, value) not in late}
+
+    def bit_options(self) -> dict[str, Any]:
+        """All options by name that a bit of a result may depend on, as far as is known without asking the device."""
+        return {name: value for name, value in asdict(self).items() if name != "step_timeout_s"}
 
 
 def requested_isa(isa: str = AUTO) -> str:

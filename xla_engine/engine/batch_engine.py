@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -29,7 +28,7 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check import SelfCheck, run_self_check
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Request, Scheduler, Snapshot
+from xla_engine.scheduler import Scheduler, Snapshot
 from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -75,6 +74,7 @@ class XlaBatchEngine(Loop):
             self.self_check = run_self_check(runner, checkpoint.config.vocab_size)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
         super().__init__(scheduler, runner, RequestTable(tokenizer), lag=config.lag)
+        self.step_timeout_s = config.step_timeout_s
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -149,7 +149,6 @@ class XlaBatchEngine(Loop):
         stop_ids = self.validator.stop_token_ids(params)
         masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
         self.validator.check_queue(params.n, self.num_waiting)
-        now = self.clock()
         sequences = self._table.open(
             request_id,
             prompt,
@@ -160,27 +159,10 @@ class XlaBatchEngine(Loop):
             eos_ids=self.validator.eos_token_ids,
             seed=self.seed_of(request_id, params),
             collector=self._collector if collector is None else collector,
-            now=now,
+            now=self.clock(),
+            options=options,
         )
-        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
-        self.queue(
-            request_id,
-            (
-                Request(
-                    request_id=name,
-                    prompt_token_ids=token_ids,
-                    max_tokens=params.max_tokens,
-                    stop_token_ids=frozenset(stop_ids),
-                    host_gated=masks[0] is not None and masks[0].host_gated,
-                    cache_salt=options.get("cache_salt", ""),
-                    reads_prefix_cache=self._table.settings[name].params.prompt_logprobs is None,
-                    priority=options.get("priority", 0),
-                    deadline=None if deadline is None else now + deadline,
-                    queue_deadline=None if queue_timeout is None else now + queue_timeout,
-                )
-                for name in sequences
-            ),
-        )
+        self.queue(request_id, sequences)
         return request_id
 
     def render_chat(
@@ -206,8 +188,9 @@ class XlaBatchEngine(Loop):
             raise InvalidRequestError(
                 f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
             )
-        names = self._table.sequences(request_id)
-        return any([self._take_away(name, how=how, to_back=to_back) for name in names])
+        return any(
+            [self._take_away(name, how=how, to_back=to_back) for name in self._table.sequences(request_id)]
+        )
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
@@ -265,6 +248,14 @@ class XlaBatchEngine(Loop):
         return self.has_work or bool(self._collector)
 
     @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
+
+    @property
     def max_num_seqs(self) -> int:
         return self.config.num_slots
 
@@ -294,6 +285,7 @@ class XlaBatchEngine(Loop):
             compiles_after_warmup=self.runner.compiles.after,
             load_seconds=self.runner.load_seconds,
             compile_seconds=self.runner.compile_seconds,
+            last_step_age_s=self.clock() - self._heard if self.has_work else 0.0,
         )
 
     def identity(self) -> EngineIdentity:
@@ -301,7 +293,7 @@ class XlaBatchEngine(Loop):
         return EngineIdentity(
             model=self.checkpoint.fingerprint,
             dtype=self.checkpoint.dtype,
-            config=json.loads(json.dumps(asdict(self.config))),
+            config=json.loads(json.dumps(self.config.bit_options())),
             platform=self.runner.platform,
         )
 
@@ -335,7 +327,9 @@ class XlaBatchEngine(Loop):
             self.abort_all()
             self._closed = "close() was called"
         self._in_flight.clear()
-        self.runner.close()
+        self._waiter.close()
+        if not self._gone:  # a device that does not answer would not let go of its memory, either
+            self.runner.close()
 
     def __enter__(self) -> XlaBatchEngine:
         return self

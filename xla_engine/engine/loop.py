@@ -2,24 +2,24 @@
 
 One turn is `plan -> start -> wait(previous) -> commit -> deliver`: `begin_turn` plans and starts, its caller waits,
 and `end_turn` commits and delivers. The lag between starting a step and reading it is a value, the queue of steps in
-flight; there are no threads. A loop belongs to one thread.
+flight. A loop belongs to one thread; where a step has a time limit, another thread waits for it and does nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
 
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.stats import WorkCounters
-from xla_engine.errors import EngineClosedError
-from xla_engine.runner.in_flight import InFlight, PromptScores
-from xla_engine.runner.row_settings import RowSettings
+from xla_engine.engine.waiter import StepRunner, Waiter
+from xla_engine.errors import DeviceGoneError, EngineClosedError
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.scheduler import (
     NO_CHOICE,
     Chunk,
@@ -31,26 +31,18 @@ from xla_engine.scheduler import (
     StepResult,
     Swap,
 )
+from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.restart import restarted
 
 NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
-class StepRunner(Protocol):
-    """What a loop asks of the device side; `Runner` documents it."""
-
-    def start(self, plan: Plan, settings: Mapping[str, RowSettings]) -> InFlight: ...
-    def wait(self, step: InFlight) -> StepResult: ...
-    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores]: ...
-    def discard(self, request_id: str) -> None: ...
-    def rebuild(self) -> None: ...
-
-
 class Loop:
     """Drives a scheduler and a runner; a table holds what requests have so far.
 
     lag: started steps that may be left unread; may be changed between turns.
+    step_timeout_s: seconds a step may take to be read before the device is given up; None for no limit.
     clock: seconds, for deadlines and the times of tokens.
     on_step: called with each plan as it is started (events None) and each step as it is read.
     on_submit, on_end: called for each sequence as it is queued, and as it ends.
@@ -60,6 +52,7 @@ class Loop:
         self.scheduler = scheduler
         self.runner = runner
         self.lag = lag
+        self.step_timeout_s: float | None = None
         self.clock: Callable[[], float] = time.monotonic
         self.on_step: Callable[[Plan, Events | None], None] | None = None
         self.on_submit: Callable[[Request], None] | None = None
@@ -70,10 +63,11 @@ class Loop:
         self._turning = False  # between the beginning and the end of a turn
         self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
+        self._waiter = Waiter()
+        self._heard = 0.0  # when the device answered last, or had nothing to do
+        self._gone = False  # the device does not answer any more
         self._closed: str | None = None
         self._draining = False  # takes no more requests
-
-    # -- requests ---------------------------------------------------------------------------------------------
 
     def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
         """Queue all sequences of a request of the table, or none: then the request leaves the table.
@@ -120,8 +114,6 @@ class Loop:
         self._table.token_buffer.bound(self._table[name], self.scheduler.counters().steps_planned)
         return True
 
-    # -- turns ------------------------------------------------------------------------------------------------
-
     def advance(self) -> None:
         """One turn, whose news are left in the collectors. Raises EngineClosedError."""
         step = self.begin_turn()
@@ -130,12 +122,28 @@ class Loop:
         try:
             answer: StepResult | BaseException
             try:
-                answer = self.runner.wait(step)
+                wait, limit = partial(self.runner.wait, step), self.step_timeout_s
+                answer = (
+                    wait()
+                    if limit is None
+                    else self._waiter.watch(wait, self.time_left, self.clock(), self.expire)
+                )
             except BaseException as error:
                 answer = error
             self.end_turn(step, answer)
         finally:
             self._turning = False  # also when an interrupt came between the two
+
+    def time_left(self, began: float) -> float:
+        """Seconds until a step that is waited for since `began` has had its time, or a request; 0 for the step."""
+        now = self.clock()
+        until = math.inf if self.step_timeout_s is None else began + self.step_timeout_s
+        return 0 if now >= until else max(min(until, next_deadline(self.scheduler)) - now, 1e-3)
+
+    def expire(self) -> None:
+        """End the requests whose time is up, also between the two halves of a turn."""
+        for request_id, reason in self.scheduler.expire(self.clock()):
+            self._end(request_id, reason)
 
     def begin_turn(self) -> InFlight | None:
         """Expire, plan and start; the step to read now, None where the turn is over.
@@ -153,8 +161,9 @@ class Loop:
         self._turning = self._unsettled = True
         step: InFlight | None = None
         try:
-            for request_id, reason in self.scheduler.expire(self.clock()):
-                self._end(request_id, reason)
+            if not self._in_flight:
+                self._heard = self.clock()
+            self.expire()
             if self._faults.acquit(self.scheduler.credited):
                 self._restart()
             # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
@@ -187,6 +196,9 @@ class Loop:
                 self.on_step(step.plan, events)
             self._deliver(step.plan, answer, events)
             self._unsettled = False
+        except DeviceGoneError as error:
+            self._gone = True
+            self.fail(str(error))
         except Exception as error:
             self._recover(f"{type(error).__name__}: {error}")
         finally:
@@ -200,9 +212,7 @@ class Loop:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._faults.plan = plan
-        for (
-            request_id
-        ) in plan.replays:  # before the start, which reads the mask of a replayed request's first token
+        for request_id in plan.replays:  # before the start, which reads the mask of its first token
             self._table[request_id].rewind()
         for decision in plan.decisions:
             if decision.action in WAYS_TO_PREEMPT:
@@ -239,6 +249,7 @@ class Loop:
     def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
         """Give requests their first token, and eager requests their next one; lazy requests take theirs later."""
         now, token_buffer = self.clock(), self._table.token_buffer
+        self._heard = now
         for event in events.first:
             request = self._table[event.request_id]
             if event.sample.token_id == NO_CHOICE:
@@ -283,8 +294,6 @@ class Loop:
         self.runner.discard(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)
-
-    # -- faults -----------------------------------------------------------------------------------------------
 
     def _recover(self, cause: str) -> None:
         """After a failed turn run the live requests again, or those that may have been its cause apart from others.
@@ -337,11 +346,3 @@ class Loop:
     def has_work(self) -> bool:
         """Whether a turn has something to do."""
         return bool(self._table or self._in_flight)
-
-    @property
-    def num_waiting(self) -> int:
-        return self.scheduler.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        return self.scheduler.num_running

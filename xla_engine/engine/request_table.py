@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.seeds import sequence_ids, sequence_seed
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.sequence_group import SequenceGroup
@@ -13,7 +14,7 @@ from xla_engine.engine.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import FinishReason
+from xla_engine.scheduler import FinishReason, Request
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -73,8 +74,12 @@ class RequestTable:
         seed: int,
         collector: OutputCollector,
         now: float,
-    ) -> list[str]:
-        """Take a request of `params.n` sequences, with a mask for each; returns their ids. The id must be free."""
+        options: RequestOptions,
+    ) -> list[Request]:
+        """Take a request of `params.n` sequences, with a mask for each; returns them for the scheduler.
+
+        The id must be free.
+        """
         names = sequence_ids(request_id, params.n)
         parts = []
         for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
@@ -104,7 +109,22 @@ class RequestTable:
         if params.n > 1:
             self._groups[request_id] = SequenceGroup(request_id, tuple(parts))
         self.submitted += 1
-        return names
+        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
+        return [
+            Request(
+                request_id=part.request_id,
+                prompt_token_ids=token_ids,
+                max_tokens=params.max_tokens,
+                stop_token_ids=frozenset(stop_ids),
+                host_gated=part.host_gated,
+                cache_salt=options.get("cache_salt", ""),
+                reads_prefix_cache=self.settings[part.request_id].params.prompt_logprobs is None,
+                priority=options.get("priority", 0),
+                deadline=None if deadline is None else now + deadline,
+                queue_deadline=None if queue_timeout is None else now + queue_timeout,
+            )
+            for part in parts
+        ]
 
     def take_back(self, request_id: str) -> None:
         """Undo `open`, without a word to the request's reader."""
