@@ -59,7 +59,7 @@ class EngineConfig:
         int8; "xla" runs anywhere.
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
         activations row by row: half the memory, other tokens (findings/029). None keeps them as `dtype` says.
-    max_waiting: queued requests at most; None is unbounded.
+    max_waiting: queued requests at most, beyond those that free slots will take; None is unbounded.
     scheduling_policy: which request goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
         "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
         in which requests take turns on the slots; `scheduler.policy` states the bounds.

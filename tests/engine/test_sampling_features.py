@@ -123,11 +123,15 @@ def test_a_request_of_many_sequences_is_taken_back_whole(tiny: XlaBatchEngine) -
 def test_sequences_are_queued_together_or_not_at_all(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine(replace(TINY_ENGINE, max_waiting=4, self_check=False))
     engine.submit([1], SamplingParams(max_tokens=2))
-    with pytest.raises(QueueFullError, match="4 sequences were not taken: 1 wait"):
-        engine.submit([2], SamplingParams(n=4))
+    with pytest.raises(
+        QueueFullError, match="12 sequences were not taken: 0 wait"
+    ):  # the one has a slot to come
+        engine.submit([2], SamplingParams(n=12))
     assert engine.num_waiting == 1
-    engine.submit([2], SamplingParams(n=3))
-    assert [len(output.outputs) for output in engine.drain()] in ([1, 3], [3, 1])
+    with pytest.raises(InvalidRequestError, match="never holds more than 12"):
+        engine.submit([2], SamplingParams(n=13))
+    engine.submit([2], SamplingParams(n=11))
+    assert [len(output.outputs) for output in engine.drain()] in ([1, 11], [11, 1])
 
 
 def test_allowed_tokens_and_bias_decide_what_may_come(tiny: XlaBatchEngine) -> None:

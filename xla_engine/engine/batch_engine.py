@@ -85,6 +85,7 @@ class XlaBatchEngine(Loop):
             max_model_len=runner.context_length,
             tokenizer=tokenizer,
             max_waiting=config.max_waiting,
+            max_num_seqs=config.num_slots,
             never_fits=lambda prompt_tokens, max_tokens: self.scheduler.never_fits(prompt_tokens, max_tokens),
         )
         self._collector = OutputCollector()  # of requests that were submitted without one; `step` reads it
@@ -148,7 +149,7 @@ class XlaBatchEngine(Loop):
         token_ids = self.validator.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         stop_ids = self.validator.stop_token_ids(params)
         masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
-        self.validator.check_queue(params.n, self.num_waiting)
+        self.validator.check_queue(params.n, self.num_waiting, self.scheduler.num_free)
         sequences = self._table.open(
             request_id,
             prompt,
