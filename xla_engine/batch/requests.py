@@ -29,6 +29,7 @@ from xla_engine.utils.json_line import kind, load_object
 MAX_CUSTOM_ID = 512  # characters
 MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
 MAX_PROMPTS = 128  # in one line
+MAX_SEQUENCES = 1024  # of one line: prompts times n
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
@@ -163,6 +164,11 @@ def parse_record(
             prompts, model, sampling = _openai(record)
         options = {name: sampling.pop(name) for name in _SUBMIT_FIELDS if name in sampling}
         params = SamplingParams.from_mapping({**defaults, **sampling})
+        if (sequences := len(prompts) * params.n) > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts of n = {params.n} are {sequences} sequences in one line; at most "
+                f"{MAX_SEQUENCES}: use more lines"
+            )
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
     except Exception as error:  # not foreseen: this line must not end the run all the same

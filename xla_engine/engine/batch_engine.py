@@ -148,14 +148,14 @@ class XlaBatchEngine(Loop):
         self.validator.check_options(**options)
         token_ids = self.validator.token_ids(prompt, params, add_special_tokens=add_special_tokens)
         stop_ids = self.validator.stop_token_ids(params)
-        masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
         self.validator.check_queue(params.n, self.num_waiting, self.scheduler.num_free)
+        mask = self.validator.token_mask(params, stop_ids)
         sequences = self._table.open(
             request_id,
             prompt,
             token_ids,
             params,
-            masks=masks,
+            mask=mask,
             stop_ids=stop_ids,
             eos_ids=self.validator.eos_token_ids,
             seed=self.seed_of(request_id, params),

@@ -68,7 +68,7 @@ class RequestTable:
         token_ids: tuple[int, ...],
         params: SamplingParams,
         *,
-        masks: Sequence[TokenMask | None],
+        mask: TokenMask | None,
         stop_ids: tuple[int, ...],
         eos_ids: tuple[int, ...],
         seed: int,
@@ -76,20 +76,21 @@ class RequestTable:
         now: float,
         options: RequestOptions,
     ) -> list[Request]:
-        """Take a request of `params.n` sequences, with a mask for each; returns them for the scheduler.
+        """Take a request of `params.n` sequences, each with its copy of the mask; returns them for the scheduler.
 
         The id must be free.
         """
         names = sequence_ids(request_id, params.n)
         parts = []
-        for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
+        masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
+        for index, (name, own) in enumerate(zip(names, masks, strict=True)):
             part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
             self.settings[name] = RowSettings(
                 max_tokens=params.max_tokens,
                 stop_token_ids=stop_ids,
                 params=part,
                 seed=sequence_seed(seed, index),
-                mask=mask,
+                mask=own,
                 prompt_token_ids=token_ids,
             )
             self._live[name] = LiveSequence(
@@ -98,7 +99,7 @@ class RequestTable:
                 token_ids,
                 part,
                 self._tokenizer,
-                mask,
+                own,
                 stop_ids=frozenset(stop_ids),
                 eos_ids=frozenset(eos_ids),
                 token_buffer=self.token_buffer,
