@@ -327,3 +327,42 @@ def test_a_deadline_fires_while_a_step_runs_and_a_step_that_hangs_tells_every_re
         run(main())
     finally:
         release.set()
+
+
+@pytest.mark.filterwarnings("ignore")  # the loop is closed with tasks in it, on purpose
+def test_a_loop_that_was_closed_with_live_requests_does_not_lock_the_engine(
+    make_engine: Callable[..., XlaBatchEngine], alone: list[tuple[int, ...]]
+) -> None:
+    engine = make_engine()
+    llm = AsyncLLM.from_engine(engine)
+    loop = asyncio.new_event_loop()
+
+    async def first() -> None:
+        await anext(llm.generate(PROMPTS[0], PARAMS, request_id="left"))  # type: ignore[arg-type]
+
+    task = loop.create_task(first())
+    while not engine.num_running:
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert engine.has_work and not task.done()
+
+    async def main() -> None:
+        output = await read(llm, PROMPTS[1], request_id="left")  # the id is free
+        assert output.outputs[0].token_ids == alone[1]
+        await llm.close()
+
+    run(main())
+    assert engine.stats().finished["abort"] == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_close_does_not_hang_after_the_loop_was_closed(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    engine = make_engine()
+    llm = AsyncLLM.from_engine(engine)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(read(llm, PROMPTS[0]))
+    while not engine.num_running:
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    run(llm.close())
+    assert not task.done() and engine.stats().finished["abort"] == 1

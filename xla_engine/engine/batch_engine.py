@@ -129,7 +129,8 @@ class XlaBatchEngine(Loop):
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
-        request_id: None counts up. It names the request in outputs and, without a seed of its own, keys its noise.
+        request_id: None counts up, past ids in use. It names the request in outputs and, without a seed of its own,
+            keys its noise.
         add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
         collector: takes the request's news; without one `step` returns them.
         options: when it runs and what it shares; see `RequestOptions`.
@@ -137,13 +138,14 @@ class XlaBatchEngine(Loop):
         Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit), QueueFullError when the
         queue is bounded and full, and EngineClosedError when the engine is gone; then nothing is changed.
         """
+        self._waiter.check_process()
         self._settle()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         if self._draining:
             raise EngineClosedError("the engine finishes what it has and takes no more requests")
         params = params or self.default_params
-        request_id = str(self._table.submitted) if request_id is None else request_id
+        request_id = self._table.free_id(params.n) if request_id is None else request_id
         self._table.check_free(request_id, params.n)
         self.validator.check_options(**options)
         token_ids = self.validator.token_ids(prompt, params, add_special_tokens=add_special_tokens)
@@ -324,6 +326,8 @@ class XlaBatchEngine(Loop):
 
         Terminal outputs that were not read yet can still be read, by `step`, `drain` or their collectors.
         """
+        if not self._waiter.is_at_home:
+            return
         if self._closed is None:
             self.abort_all()
             self._closed = "close() was called"

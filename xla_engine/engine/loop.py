@@ -151,6 +151,7 @@ class Loop:
         A step is to be read with `runner.wait`, in any thread, and handed to `end_turn`. Requests may be submitted and
         aborted meanwhile. Raises EngineClosedError.
         """
+        self._waiter.check_process()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         if self._turning:

@@ -54,9 +54,22 @@ class RequestTable:
         group = self._groups.get(request_id)
         return [request_id] if group is None else [part.request_id for part in group.parts]
 
+    def free_id(self, n: int) -> str:
+        """An id that a request of n sequences can have: its number, with a suffix where a caller has given that."""
+        name, count = str(self.submitted), 0
+        while self._taken(name, n):
+            count += 1
+            name = f"{self.submitted}.{count}"
+        return name
+
+    def _taken(self, request_id: str, n: int) -> list[str]:
+        """Those names of a request that are in use."""
+        names = (request_id, *sequence_ids(request_id, n))
+        return [name for name in names if name in self._live or name in self._groups]
+
     def check_free(self, request_id: str, n: int) -> None:
         """Raise InvalidRequestError unless a request of n sequences can have this id."""
-        if taken := {request_id, *sequence_ids(request_id, n)} & (self._live.keys() | self._groups.keys()):
+        if taken := self._taken(request_id, n):
             raise InvalidRequestError(
                 f"request id {min(taken)!r} is in use by a live request; choose another"
             )

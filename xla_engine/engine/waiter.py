@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from xla_engine.errors import DeviceGoneError
+from xla_engine.errors import DeviceGoneError, EngineClosedError
 from xla_engine.runner.in_flight import InFlight, PromptScores
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import Plan, StepResult
@@ -66,7 +67,21 @@ class Waiter:
         self.sleep: Callable[[threading.Event, float], bool] = threading.Event.wait
         self._jobs: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._started = False
+        self._pid = os.getpid()
         self.close = weakref.finalize(self, self._jobs.put, None)  # also when the engine is forgotten
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether this is the process that the engine was made in; its threads do not live in a fork."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raise EngineClosedError in a process that was forked from the engine's."""
+        if not self.is_at_home:
+            raise EngineClosedError(
+                f"the engine belongs to process {self._pid}, and this one was forked from it; make an engine in this "
+                "process, or start it with the method spawn"
+            )
 
     def ask(self, call: Callable[[], StepResult], on_done: Callable[[], object] | None = None) -> Pending:
         """Let the thread make a call, which waits for a step. on_done: called in that thread afterwards."""
