@@ -160,7 +160,7 @@ class AsyncLLM:
             self._wake.set()
 
     def _leave_closed_loop(self) -> None:
-        """Where the event loop was closed in the middle of a turn, end that, and the requests, whose readers are gone."""
+        """Where the event loop was closed in a turn, end the turn, and the requests, whose readers are gone."""
         driver = self._driver
         if driver is None or driver.done() or not driver.get_loop().is_closed():
             return
