@@ -17,7 +17,7 @@ class SchedulerConfig:
         `chunk_size`. Every live row decodes and at least one chunk runs, even where that exceeds it.
     max_chunks: chunks of one step, None for no bound but that of tokens. Chunks beyond the lanes of a prefill call
         take one more call.
-    max_waiting: longest waiting queue, None for no bound.
+    max_waiting: most requests that wait beyond the free slots, None for no bound.
     scheduling_policy: who goes first, one of `scheduler.policy.POLICIES`.
     priority_aging: later arrivals that one class of priority is worth, see `scheduler.policy.place`; under policies
         that bound no wait by themselves, how many requests may go before the one that waits longest.

@@ -290,7 +290,7 @@ class Scheduler:
         return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
 
     def _queue(self, state: RequestState) -> None:
-        self._waiting.push(state)
+        self._waiting.push(state, self.num_free)
         self._states[state.request_id] = state
         self._deadlines.add(state)
 
@@ -328,6 +328,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._states)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no request holds."""
+        return self._kv.slots.num_free
 
     @property
     def num_waiting(self) -> int:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import RequestOptions, drained, pop_options
+from xla_engine.engine.waiter import Pending, Waiter, gone
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import StepResult
 from xla_engine.text.chat_template import Message
@@ -46,8 +50,9 @@ class AsyncLLM:
 
     def _use(self, engine: XlaBatchEngine) -> None:
         self.engine = engine
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="xla-engine")
+        self._waiter = Waiter()
         self._driver: asyncio.Task[None] | None = None
+        self._under_way: tuple[InFlight, Pending] | None = None  # the step that is waited for
 
     async def generate(
         self,
@@ -63,8 +68,14 @@ class AsyncLLM:
         The request is submitted when the first output is asked for. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
         """
+        self._leave_closed_loop()
         news = asyncio.Event()
-        collector = OutputCollector(on_news=news.set)
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the reader's event loop was closed
+                news.set()
+
+        collector = OutputCollector(on_news=tell)
         request_id = self.engine.submit(
             prompt,
             sampling_params,
@@ -83,7 +94,8 @@ class AsyncLLM:
                     finished = request.finished
                     yield request.output()
         finally:
-            if not finished:
+            # Once it has its end, the id may be another request's.
+            if not finished and not any(request.finished for request in collector.take()):
                 self.engine.abort(request_id)
 
     async def chat(
@@ -115,6 +127,7 @@ class AsyncLLM:
 
         Later requests raise EngineClosedError. Close the engine afterwards.
         """
+        self._leave_closed_loop()
         self.engine.stop_taking()
         if self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver], timeout=timeout_s)
@@ -123,11 +136,12 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Abort what is live, whose readers get their last output, and free the device memory."""
+        self._leave_closed_loop()
         if self._driver is not None and not self._driver.done():
             self.engine.abort_all()
             await asyncio.wait([self._driver])
         self.engine.close()
-        self._waiter.shutdown()
+        self._waiter.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -139,9 +153,24 @@ class AsyncLLM:
         """Start the task that runs the engine, unless it runs already: for requests submitted to `engine` itself."""
         loop = asyncio.get_running_loop()
         if self._driver is None or self._driver.done():
+            self._wake = asyncio.Event()  # the device has answered, or a request has come
             self._driver = loop.create_task(self._drive())
         elif self._driver.get_loop() is not loop:
             raise RuntimeError("another event loop runs this engine; use one loop, or an engine for each")
+        else:
+            self._wake.set()
+
+    def _leave_closed_loop(self) -> None:
+        """Where the event loop was closed in a turn, end the turn, and the requests, whose readers are gone."""
+        driver = self._driver
+        if driver is None or driver.done() or not driver.get_loop().is_closed():
+            return
+        self._driver = None
+        if self._under_way is not None:
+            (step, pending), self._under_way = self._under_way, None
+            answered = pending.done.wait(self.engine.step_timeout_s)
+            self.engine.end_turn(step, pending.result() if answered else gone())
+        self.engine.abort_all("the event loop of its reader was closed")
 
     async def _drive(self) -> None:
         try:
@@ -163,8 +192,27 @@ class AsyncLLM:
             return
         answer: StepResult | BaseException
         try:
-            loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(self._waiter, self.engine.runner.wait, step)
-        except BaseException as error:
+            answer = await self._watch(step)
+        except asyncio.CancelledError as error:
             answer = error
+        self._under_way = None
         self.engine.end_turn(step, answer)
+
+    async def _watch(self, step: InFlight) -> StepResult | BaseException:
+        """Wait for a step as long as it may take, ending requests whose time is up meanwhile."""
+        engine, wake = self.engine, self._wake
+        wake_up = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
+        wake.clear()
+        pending, began = self._waiter.ask(partial(engine.runner.wait, step), wake_up), engine.clock()
+        self._under_way = step, pending
+        while not pending.done.is_set():
+            if (left := engine.time_left(began)) == 0:
+                return gone()
+            if left == math.inf:
+                await wake.wait()
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(wake.wait(), left)
+                engine.expire()
+            wake.clear()
+        return pending.result()

@@ -62,7 +62,7 @@ class EngineConfig:
         int8; "xla" runs anywhere.
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
         activations row by row: half the memory, other tokens (findings/029). None keeps them as `dtype` says.
-    max_waiting: queued requests at most; None is unbounded.
+    max_waiting: queued requests at most, beyond those that free slots will take; None is unbounded.
     scheduling_policy: which request goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
         "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
         in which requests take turns on the slots; `scheduler.policy` states the bounds.
@@ -90,6 +90,8 @@ class EngineConfig:
         has its own bits. "auto" takes what `XLA_ENGINE_ISA` says, else the best of this machine; "none" is pure JAX.
     speculative_config: let rows sample several tokens in a step, see `SpeculativeConfig`; no token and no
         log-probability changes. None: they sample one.
+    step_timeout_s: seconds a step may take to be read; then the device is given up, and every request ends with an
+        error. Deadlines are looked at meanwhile. None waits for ever.
     """
 
     max_num_seqs: int | Literal["auto"] = 16
@@ -121,6 +123,7 @@ class EngineConfig:
     self_check: bool = True
     isa: str = AUTO
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    step_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs != AUTO:
@@ -151,6 +154,10 @@ class EngineConfig:
             )
         if not _is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {shown(self.swap_space)}")
+        if self.step_timeout_s is not None and (
+            not _is_number(self.step_timeout_s) or not self.step_timeout_s > 0
+        ):
+            raise ConfigError(f"step_timeout_s must be seconds above 0, not {shown(self.step_timeout_s)}")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.max_waiting is not None:
@@ -250,11 +257,18 @@ class EngineConfig:
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def options(self) -> dict[str, Any]:
-        """All options by name that results may depend on, less `isa` where it is not asked for: files written before
-        it was there stay valid. Speculation changes no result."""
+        """All options by name that a file may be held against, so not speculation, which changes no result.
+
+        Options that came later are left out where they are not asked for: older files stay valid.
+        """
         given = asdict(self)
         del given["speculative_config"]
-        return {name: value for name, value in given.items() if (name, value) != ("isa", AUTO)}
+        late = (("isa", AUTO), ("step_timeout_s", None))
+        return {name: value for name, value in given.items() if (name, value) not in late}
+
+    def bit_options(self) -> dict[str, Any]:
+        """All options by name that a bit of a result may depend on, as far as is known without asking the device."""
+        return {name: value for name, value in self.options().items() if name != "step_timeout_s"}
 
 
 def requested_isa(isa: str = AUTO) -> str:

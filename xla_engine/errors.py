@@ -51,6 +51,12 @@ class EngineFaultError(XlaEngineError, RuntimeError):
     code: ClassVar[str] = "engine_fault"
 
 
+class DeviceGoneError(EngineFaultError):
+    """The device does not answer any more; the engine is given up."""
+
+    code: ClassVar[str] = "device_gone"
+
+
 class EngineClosedError(XlaEngineError, RuntimeError):
     """The engine was closed or died; submit elsewhere."""
 

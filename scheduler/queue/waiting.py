@@ -31,7 +31,7 @@ class WaitingQueue:
     others were taken before it: one with k in the queue that came before it gets its turn within
     (k + 1) * (priority_aging + 1) requests taken.
 
-    max_waiting: most requests to take at the back, None for no bound.
+    max_waiting: most requests to take at the back beyond the free slots, None for no bound.
     turns: numbers for requests that come, or go to the back.
     only: ids that may get a slot, None for all. The others are held back: in the queue, and never next.
     """
@@ -112,11 +112,14 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
-    def push(self, state: RequestState) -> None:
-        """Put a new request in its place. Raises QueueFullError."""
-        if self.max_waiting is not None and len(self) >= self.max_waiting:
+    def push(self, state: RequestState, free: int = 0) -> None:
+        """Put a new request in its place. Raises QueueFullError.
+
+        free: slots that as many requests of the queue will get, and so do not count as waiting.
+        """
+        if self.max_waiting is not None and len(self) - free >= self.max_waiting:
             raise QueueFullError(
-                f"request {state.request_id!r} was not taken: {len(self)} wait and max_waiting is "
+                f"request {state.request_id!r} was not taken: {max(len(self) - free, 0)} wait and max_waiting is "
                 f"{self.max_waiting}; submit it again after a step, abort one that waits, or raise the bound"
             )
         self.put_back(state, to_back=True)

@@ -18,6 +18,7 @@ from xla_engine.batch.requests import (
     LineError,
     LineRequest,
     parse_line,
+    parse_record,
 )
 from xla_engine.batch.results import ResultHeader, error_line, record_id, result_line
 from xla_engine.sampling_params import SamplingParams
@@ -334,3 +335,13 @@ def test_any_line_is_a_request_or_an_error_that_can_be_written(raw: bytes, line:
         )
         assert result.prompts and record["error"] is None
     assert record["custom_id"] == result.custom_id
+
+
+def test_prompts_times_n_of_one_line_are_bounded() -> None:
+    """Refused when the line is read, before a prompt is tokenised."""
+    for prompts, n, fits in ((128, 128, False), (8, 128, True), (9, 128, False)):
+        body = {"prompt": ["x"] * prompts, "n": n}
+        record = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        line = parse_record(record, 1)
+        assert isinstance(line, LineRequest) == fits
+        assert fits or f"{prompts * n} sequences" in line.message

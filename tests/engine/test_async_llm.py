@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.support.models import TINY_ENGINE
 from xla_engine import AsyncLLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ChatTemplateError, EngineClosedError, InvalidRequestError
@@ -288,3 +290,79 @@ def test_a_drain_without_time_aborts_what_runs_and_says_why(
             assert all("told to end" in str(output.error) for output in outputs)
 
     run(main())
+
+
+def test_a_deadline_fires_while_a_step_runs_and_a_step_that_hangs_tells_every_reader(
+    make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device does not answer: the deadline comes first, then the time limit of the step."""
+    engine = make_engine(replace(TINY_ENGINE, step_timeout_s=20.0))
+    now, reached, release = 0.0, threading.Event(), threading.Event()
+
+    def wait(step: Any) -> Any:
+        reached.set()
+        assert release.wait(60)
+
+    monkeypatch.setattr(engine.runner, "wait", wait)
+    monkeypatch.setattr(engine, "clock", lambda: now)
+    monkeypatch.setattr(engine, "time_left", lambda began: 0.001 if now < began + 20.0 else 0)
+
+    async def main() -> None:
+        nonlocal now
+        llm = AsyncLLM.from_engine(engine)
+        soon = asyncio.create_task(read(llm, [1, 2], deadline_s=5))
+        others = [asyncio.create_task(read(llm, prompt)) for prompt in PROMPTS]
+        while not reached.is_set():
+            await asyncio.sleep(0)
+        now = 6.0
+        output = await soon
+        assert output.outputs[0].finish_reason == "deadline" and engine.stats().last_step_age_s == 6.0
+        now = 21.0
+        outputs = await asyncio.gather(*others)
+        assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+        assert all("step_timeout_s" in str(output.error) for output in outputs)
+        await llm.close()  # does not wait for the device
+
+    try:
+        run(main())
+    finally:
+        release.set()
+
+
+@pytest.mark.filterwarnings("ignore")  # the loop is closed with tasks in it, on purpose
+def test_a_loop_that_was_closed_with_live_requests_does_not_lock_the_engine(
+    make_engine: Callable[..., XlaBatchEngine], alone: list[tuple[int, ...]]
+) -> None:
+    engine = make_engine()
+    llm = AsyncLLM.from_engine(engine)
+    loop = asyncio.new_event_loop()
+
+    async def first() -> None:
+        await anext(llm.generate(PROMPTS[0], PARAMS, request_id="left"))  # type: ignore[arg-type]
+
+    task = loop.create_task(first())
+    while not engine.num_running:
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert engine.has_work and not task.done()
+
+    async def main() -> None:
+        output = await read(llm, PROMPTS[1], request_id="left")  # the id is free
+        assert output.outputs[0].token_ids == alone[1]
+        await llm.close()
+
+    run(main())
+    assert engine.stats().finished["abort"] == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_close_does_not_hang_after_the_loop_was_closed(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    engine = make_engine()
+    llm = AsyncLLM.from_engine(engine)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(read(llm, PROMPTS[0]))
+    while not engine.num_running:
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    run(llm.close())
+    assert not task.done() and engine.stats().finished["abort"] == 1

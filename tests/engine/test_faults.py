@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.device import edit_cache
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.faults import FAULTS_IN_A_ROW
+from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.errors import EngineClosedError
@@ -431,3 +433,95 @@ def _raises(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return call
+
+
+class HangingDevice:
+    """A device whose steps do not come back, from the n-th on, until they are released; and a clock that jumps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: XlaBatchEngine, hangs_from: int) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+        self.release, self.hung = threading.Event(), threading.Event()
+        self._left = hangs_from - 1
+        self._real = engine.runner.wait
+        monkeypatch.setattr(engine.runner, "wait", self.wait)
+        monkeypatch.setattr(engine, "clock", lambda: self.now)
+        monkeypatch.setattr(engine._waiter, "sleep", self.sleep)
+
+    def wait(self, step: Any) -> StepResult:
+        self._left -= 1
+        if self._left < 0:
+            self.hung.set()
+            assert self.release.wait(60)
+        return self._real(step)
+
+    def sleep(self, done: threading.Event, seconds: float) -> bool:
+        """Wait for a step that comes back; pass the time of one that does not."""
+        while not self.hung.is_set():
+            if done.wait(0.001):
+                return True
+        if self.release.is_set():
+            return done.wait(60)
+        self.slept.append(seconds)
+        self.now += seconds
+        return False
+
+
+def test_a_step_that_hangs_ends_every_request_with_its_reason(
+    make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(replace(TINY_ENGINE, step_timeout_s=30.0))
+    device = HangingDevice(monkeypatch, engine, 3)
+    told = []
+    reader = OutputCollector(on_news=lambda: told.append(device.now), every_token=False)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for number in range(2 * SLOTS):
+        engine.submit([number + 1], params, request_id=str(number))
+    engine.submit([5], params, request_id="read", collector=reader)
+    outputs = ends(engine.drain())
+    assert len(outputs) == 2 * SLOTS and told == [30.0] and device.slept == [30.0]
+    for output in (*outputs.values(), *(request.output() for request in reader.take())):
+        assert output.outputs[0].finish_reason == "error" and "step_timeout_s" in str(output.error)
+    with pytest.raises(EngineClosedError, match="has not answered"):
+        engine.submit([1])
+    engine.close()  # does not wait for the device
+    device.release.set()
+
+
+def test_deadlines_fire_while_a_step_runs_and_the_heartbeat_grows(
+    make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(replace(TINY_ENGINE, step_timeout_s=30.0))
+    device = HangingDevice(monkeypatch, engine, 3)
+    seen: list[tuple[float, float]] = []
+
+    def news() -> None:
+        seen.append((device.now, engine.stats().last_step_age_s))
+        device.release.set()
+
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    soon = OutputCollector(on_news=news, every_token=False)
+    engine.submit([1, 2], params, request_id="soon", deadline_s=5, collector=soon)
+    engine.submit([1, 3], params, request_id="late")
+    (late,) = engine.drain()
+    (ended,) = soon.take()
+    assert ended.output().outputs[0].finish_reason == "deadline" and seen == [(5.0, 5.0)]
+    assert late.outputs[0].finish_reason == "length" and late.error is None
+    assert engine.stats().last_step_age_s == 0.0
+
+
+def test_no_thread_waits_where_a_step_has_no_time_limit(tiny: XlaBatchEngine) -> None:
+    tiny.submit([1, 2], SamplingParams(max_tokens=3))
+    tiny.drain()
+    assert not tiny._waiter._started
+
+
+def test_a_time_limit_changes_no_identity_and_no_bit(
+    make_engine: Callable[..., XlaBatchEngine], tiny: XlaBatchEngine
+) -> None:
+    assert "step_timeout_s" not in TINY_ENGINE.options()
+    limited = make_engine(replace(TINY_ENGINE, step_timeout_s=60.0))
+    assert limited.identity().digest() == tiny.identity().digest()
+    for engine in (limited, tiny):
+        engine.submit([1, 2], SamplingParams(max_tokens=12, logprobs=0), request_id="same")
+    assert bits(limited.drain()[0].outputs[0]) == bits(tiny.drain()[0].outputs[0])

@@ -322,3 +322,27 @@ def test_a_drain_finishes_what_it_can_and_takes_nothing(tiny: XlaBatchEngine) ->
     assert found["long"].outputs[0].finish_reason == "abort" and "60 s later" in str(found["long"].error)
     assert found["long"].outputs[0].token_ids and "takes no more" in str(refused[0])
     assert not tiny.has_unfinished
+
+
+def test_ids_that_are_made_pass_over_those_that_callers_gave(tiny: XlaBatchEngine) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    number = tiny._table.submitted
+    names = {tiny.submit([1], params, request_id=str(number + count)) for count in (1, 2, 4)}
+    names |= {tiny.submit([1], params) for _ in range(3)}
+    names.add(tiny.submit([1], replace(params, n=2)))
+    assert len(names) == 7 and {output.request_id for output in tiny.drain()} == names
+
+
+def test_a_forked_process_is_told_that_it_has_no_engine(
+    make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.submit([1, 2], SamplingParams(max_tokens=2))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 1)
+        for use in (lambda: engine.submit([1]), engine.step, engine.drain):
+            with pytest.raises(EngineClosedError, match="forked from it"):
+                use()
+        engine.close()  # leaves the parent's memory alone
+    (output,) = engine.drain()
+    assert output.outputs[0].finish_reason in ("length", "stop")

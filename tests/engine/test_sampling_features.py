@@ -18,6 +18,7 @@ from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
+from xla_engine.text.token_mask import TokenMask
 
 VOCABULARY = TINY.vocab_size
 
@@ -123,11 +124,15 @@ def test_a_request_of_many_sequences_is_taken_back_whole(tiny: XlaBatchEngine) -
 def test_sequences_are_queued_together_or_not_at_all(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine(replace(TINY_ENGINE, max_waiting=4, self_check=False))
     engine.submit([1], SamplingParams(max_tokens=2))
-    with pytest.raises(QueueFullError, match="4 sequences were not taken: 1 wait"):
-        engine.submit([2], SamplingParams(n=4))
+    with pytest.raises(
+        QueueFullError, match="12 sequences were not taken: 0 wait"
+    ):  # the one has a slot to come
+        engine.submit([2], SamplingParams(n=12))
     assert engine.num_waiting == 1
-    engine.submit([2], SamplingParams(n=3))
-    assert [len(output.outputs) for output in engine.drain()] in ([1, 3], [3, 1])
+    with pytest.raises(InvalidRequestError, match="never holds more than 12"):
+        engine.submit([2], SamplingParams(n=13))
+    engine.submit([2], SamplingParams(n=11))
+    assert [len(output.outputs) for output in engine.drain()] in ([1, 11], [11, 1])
 
 
 def test_allowed_tokens_and_bias_decide_what_may_come(tiny: XlaBatchEngine) -> None:
@@ -214,3 +219,35 @@ def test_ids_beyond_the_vocabulary_and_empty_masks_are_refused(tiny: XlaBatchEng
         with pytest.raises(InvalidRequestError, match=message):
             tiny.submit([1], SamplingParams(**fields))
     assert not tiny.has_unfinished
+
+
+def test_the_sequences_of_a_request_share_one_mask_at_its_beginning(
+    tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each goes on by itself: bad words of two tokens forbid the second one only after the first."""
+    tokenised = []
+    real = type(tiny.validator).token_mask
+
+    def token_mask(self: Any, *rest: Any) -> Any:
+        tokenised.append(1)
+        return real(self, *rest)
+
+    monkeypatch.setattr(type(tiny.validator), "token_mask", token_mask)
+    params = SamplingParams(n=6, seed=3, max_tokens=8, allowed_token_ids=[5, 9, 11], temperature=2.0)
+    tiny.submit([3, 4], params)
+    (together,) = tiny.drain()
+    assert len(tokenised) == 1 and len({output.token_ids for output in together.outputs}) > 1
+
+
+def test_copies_of_a_mask_go_on_by_themselves() -> None:
+    first = TokenMask(16, bad_words=[(1, 2)], stop_ids=[0])
+    second = first.copy()
+    first.push(1)
+    allowed = np.unpackbits(
+        np.array([mask.words[0] for mask in (first, second)], "<u4").view(np.uint8), bitorder="little"
+    )
+    assert allowed[2] == 0 and allowed[32 + 2] == 1
+    second.push(1)
+    assert (first.words == second.words).all()
+    first.reset()
+    assert (first.words != second.words).any()

@@ -292,17 +292,27 @@ def test_duplicate_live_id_is_refused_and_changes_nothing() -> None:
 
 def test_full_queue_is_an_error_that_changes_nothing() -> None:
     engine = make(slots=1, max_waiting=2)
-    for name in "abc":
-        if name == "c":
-            with pytest.raises(QueueFullError, match=r"max_waiting is 2; .* raise the bound"):
-                engine.submit(ask("c"))
-        else:
-            engine.submit(ask(name))
-    engine.check()
-    assert names(engine.snapshot().waiting) == ["a", "b"]
+    for name in "abc":  # one for the free slot, and two that wait
+        engine.submit(ask(name))
+    for _ in range(2):
+        with pytest.raises(QueueFullError, match=r"2 wait and max_waiting is 2; .* raise the bound"):
+            engine.submit(ask("d"))
+        engine.check()
+        assert names(engine.snapshot().waiting)[-2:] == ["b", "c"]
+        engine.plan()
+    engine.abort("b")
+    engine.submit(ask("d"))
+    assert names(engine.snapshot().waiting) == ["c", "d"]
+
+
+def test_requests_that_free_slots_will_take_do_not_count_as_waiting() -> None:
+    engine = make(slots=8, max_waiting=2)
+    for number in range(10):
+        engine.submit(ask(str(number)))
+    with pytest.raises(QueueFullError, match="2 wait"):
+        engine.submit(ask("one more"))
     engine.plan()
-    engine.submit(ask("c"))
-    assert names(engine.snapshot().waiting) == ["b", "c"]
+    assert engine.num_waiting == 2
 
 
 @pytest.mark.parametrize(

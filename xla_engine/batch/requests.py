@@ -42,6 +42,7 @@ from xla_engine.utils.json_line import kind, load_object
 MAX_CUSTOM_ID = 512  # characters
 MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
 MAX_PROMPTS = 128  # in one line
+MAX_SEQUENCES = 1024  # of one line: prompts times n
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
@@ -161,6 +162,11 @@ def parse_record(
         if isinstance(prompts[0], Chat):
             defaults = {"max_tokens": None, **defaults}
         params = SamplingParams.from_mapping({**defaults, **sampling}, also_known=LINE_FIELDS)
+        if (sequences := len(prompts) * params.n) > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts of n = {params.n} are {sequences} sequences in one line; at most "
+                f"{MAX_SEQUENCES}: use more lines"
+            )
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
     except Exception as error:  # not foreseen: this line must not end the run all the same

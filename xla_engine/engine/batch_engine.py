@@ -31,8 +31,8 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_parts
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
-from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from xla_engine.scheduler import Request, Scheduler, Snapshot
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import Scheduler, Snapshot
 from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -80,6 +80,7 @@ class XlaBatchEngine(Loop):
             self.self_check = run_self_check(runner, checkpoint.config.vocab_size)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
         super().__init__(scheduler, runner, RequestTable(tokenizer), lag=config.lag)
+        self.step_timeout_s = config.step_timeout_s
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -90,6 +91,7 @@ class XlaBatchEngine(Loop):
             max_model_len=runner.context_length,
             tokenizer=tokenizer,
             max_waiting=config.max_waiting,
+            max_num_seqs=config.num_slots,
             never_fits=lambda prompt_tokens, max_tokens: self.scheduler.never_fits(prompt_tokens, max_tokens),
         )
         self._speculator = make_speculator(config, runner, self.self_check, self._table)
@@ -135,7 +137,8 @@ class XlaBatchEngine(Loop):
     ) -> str:
         """Queue a prompt (text, token ids or a dict around either); returns the request's id.
 
-        request_id: None counts up. It names the request in outputs and, without a seed of its own, keys its noise.
+        request_id: None counts up, past ids in use. It names the request in outputs and, without a seed of its own,
+            keys its noise.
         add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
         collector: takes the request's news; without one `step` returns them.
         options: when it runs and what it shares; see `RequestOptions`.
@@ -143,13 +146,14 @@ class XlaBatchEngine(Loop):
         Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit), QueueFullError when the
         queue is bounded and full, and EngineClosedError when the engine is gone; then nothing is changed.
         """
+        self._waiter.check_process()
         self._settle()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         if self._draining:
             raise EngineClosedError("the engine finishes what it has and takes no more requests")
         params = params or self.default_params
-        request_id = str(self._table.submitted) if request_id is None else request_id
+        request_id = self._table.free_id(params.n) if request_id is None else request_id
         self._table.check_free(request_id, params.n)
         content, text, salt = prompt_parts(prompt)
         if salt is not None:
@@ -158,40 +162,22 @@ class XlaBatchEngine(Loop):
         token_ids = self.validator.token_ids(content, params, add_special_tokens=add_special_tokens)
         params = self.validator.with_limit(params, len(token_ids))
         stop_ids = self.validator.stop_token_ids(params)
-        masks = [self.validator.token_mask(params, stop_ids) for _ in range(params.n)]
-        self.validator.check_queue(params.n, self.num_waiting)
-        now = self.clock()
+        self.validator.check_queue(params.n, self.num_waiting, self.scheduler.num_free)
+        mask = self.validator.token_mask(params, stop_ids)
         sequences = self._table.open(
             request_id,
             text,
             token_ids,
             params,
-            masks=masks,
+            mask=mask,
             stop_ids=stop_ids,
             eos_ids=self.validator.eos_token_ids,
             seed=self.seed_of(request_id, params),
             collector=self._collector if collector is None else collector,
-            now=now,
+            now=self.clock(),
+            options=options,
         )
-        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
-        self.queue(
-            request_id,
-            (
-                Request(
-                    request_id=name,
-                    prompt_token_ids=token_ids,
-                    max_tokens=params.token_limit,
-                    stop_token_ids=frozenset(stop_ids[:MAX_STOP_TOKEN_IDS]),
-                    host_gated=masks[0] is not None and masks[0].host_gated,
-                    cache_salt=options.get("cache_salt", ""),
-                    reads_prefix_cache=self._table.settings[name].params.prompt_logprobs is None,
-                    priority=options.get("priority", 0),
-                    deadline=None if deadline is None else now + deadline,
-                    queue_deadline=None if queue_timeout is None else now + queue_timeout,
-                )
-                for name in sequences
-            ),
-        )
+        self.queue(request_id, sequences)
         return request_id
 
     def render_chat(
@@ -218,8 +204,9 @@ class XlaBatchEngine(Loop):
             raise InvalidRequestError(
                 f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
             )
-        names = self._table.sequences(request_id)
-        return any([self._take_away(name, how=how, to_back=to_back) for name in names])
+        return any(
+            [self._take_away(name, how=how, to_back=to_back) for name in self._table.sequences(request_id)]
+        )
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
@@ -278,6 +265,14 @@ class XlaBatchEngine(Loop):
         return self.has_work or bool(self._collector)
 
     @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
+
+    @property
     def max_num_seqs(self) -> int:
         return self.config.num_slots
 
@@ -311,6 +306,7 @@ class XlaBatchEngine(Loop):
             compiles_after_warmup=self.runner.compiles.after,
             load_seconds=self.runner.load_seconds,
             compile_seconds=self.runner.compile_seconds,
+            last_step_age_s=self.clock() - self._heard if self.has_work else 0.0,
         )
 
     def identity(self) -> EngineIdentity:
@@ -318,7 +314,7 @@ class XlaBatchEngine(Loop):
         return EngineIdentity(
             model=self.checkpoint.fingerprint,
             dtype=self.checkpoint.dtype,
-            config=json.loads(json.dumps(self.config.options())),
+            config=json.loads(json.dumps(self.config.bit_options())),
             platform=self.runner.platform,
         )
 
@@ -361,11 +357,15 @@ class XlaBatchEngine(Loop):
     @locked
     def close(self) -> None:
         """Abort what is live and free device memory. Outputs that were not read yet can still be read."""
+        if not self._waiter.is_at_home:
+            return
         if self._closed is None:
             self.abort_all()
             self._closed = "close() was called"
         self._in_flight.clear()
-        self.runner.close()
+        self._waiter.close()
+        if not self._gone:  # a device that does not answer would not let go of its memory, either
+            self.runner.close()
 
     def __enter__(self) -> XlaBatchEngine:
         return self

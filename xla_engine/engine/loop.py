@@ -3,17 +3,18 @@
 One turn is `plan -> start -> wait(previous) -> commit -> deliver`: `begin_turn` plans and starts, its caller waits,
 and `end_turn` commits and delivers. The lag between starting a step and reading it is a value, the queue of steps in
 flight. Several threads may share a loop: one of them runs a turn, and `lock` is free while it waits for the device.
+Where a step has a time limit, a thread of its own waits for it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import groupby
 from threading import Condition, get_ident
-from typing import Protocol
 
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
 from xla_engine.engine.locked import locked
@@ -21,10 +22,9 @@ from xla_engine.engine.request_table import RequestTable
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.speculation import Speculator
 from xla_engine.engine.stats import WorkCounters
-from xla_engine.errors import EngineClosedError
-from xla_engine.runner.in_flight import InFlight, PromptScores
-from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import Guess
+from xla_engine.engine.waiter import StepRunner, Waiter
+from xla_engine.errors import DeviceGoneError, EngineClosedError
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.scheduler import (
     NO_CHOICE,
     Chunk,
@@ -37,25 +37,11 @@ from xla_engine.scheduler import (
     Swap,
     TokenEvent,
 )
+from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.restart import restarted
 
 NO_NUMBERS = "no token could be chosen: the logits were not numbers"
-
-
-class StepRunner(Protocol):
-    """What a loop asks of the device side; `Runner` documents it."""
-
-    def start(
-        self,
-        plan: Plan,
-        settings: Mapping[str, RowSettings],
-        guesses: Mapping[str, Guess] | None = None,
-    ) -> InFlight: ...
-    def wait(self, step: InFlight) -> StepResult: ...
-    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores]: ...
-    def discard(self, request_id: str) -> None: ...
-    def rebuild(self) -> None: ...
 
 
 class Loop:
@@ -63,6 +49,7 @@ class Loop:
 
     lag: started steps that may be left unread; may be changed between turns.
     lock: held by whatever reads or changes the state of requests; told of the end of each turn.
+    step_timeout_s: seconds a step may take to be read before the device is given up; None for no limit.
     clock: seconds, for deadlines and the times of tokens.
     on_step: called with each plan as it is started (events None) and each step as it is read.
     on_submit, on_end: called for each sequence as it is queued, and as it ends.
@@ -73,6 +60,7 @@ class Loop:
         self.runner = runner
         self.lag = lag
         self.lock = Condition()
+        self.step_timeout_s: float | None = None
         self.clock: Callable[[], float] = time.monotonic
         self.on_step: Callable[[Plan, Events | None], None] | None = None
         self.on_submit: Callable[[Request], None] | None = None
@@ -86,6 +74,9 @@ class Loop:
         self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
         self._speculator: Speculator | None = None
+        self._waiter = Waiter()
+        self._heard = 0.0  # when the device answered last, or had nothing to do
+        self._gone = False  # the device does not answer any more
         self._closed: str | None = None
         self._draining = False  # takes no more requests
 
@@ -156,7 +147,12 @@ class Loop:
         try:
             answer: StepResult | BaseException
             try:
-                answer = self.runner.wait(step)
+                wait, limit = partial(self.runner.wait, step), self.step_timeout_s
+                answer = (
+                    wait()
+                    if limit is None
+                    else self._waiter.watch(wait, self.time_left, self.clock(), self.expire)
+                )
             except BaseException as error:
                 answer = error
             self.end_turn(step, answer)
@@ -171,12 +167,26 @@ class Loop:
                 self.lock.notify_all()
 
     @locked
+    def time_left(self, began: float) -> float:
+        """Seconds until a step that is waited for since `began` has had its time, or a request; 0 for the step."""
+        now = self.clock()
+        until = math.inf if self.step_timeout_s is None else began + self.step_timeout_s
+        return 0 if now >= until else max(min(until, next_deadline(self.scheduler)) - now, 1e-3)
+
+    @locked
+    def expire(self) -> None:
+        """End the requests whose time is up, also between the two halves of a turn."""
+        for request_id, reason in self.scheduler.expire(self.clock()):
+            self._end(request_id, reason)
+
+    @locked
     def begin_turn(self) -> InFlight | None:
         """Expire, plan and start; the step to read now, None where the turn is over.
 
         A step is to be read with `runner.wait`, in any thread, and handed to `end_turn`. Requests may be submitted and
         aborted meanwhile. Raises EngineClosedError.
         """
+        self._waiter.check_process()
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
         if self._turning:
@@ -188,8 +198,9 @@ class Loop:
         self._driver = get_ident()
         step: InFlight | None = None
         try:
-            for request_id, reason in self.scheduler.expire(self.clock()):
-                self._end(request_id, reason)
+            if not self._in_flight:
+                self._heard = self.clock()
+            self.expire()
             if self._faults.acquit(self.scheduler.credited):
                 self._restart()
             # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
@@ -225,6 +236,9 @@ class Loop:
                 self.on_step(step.plan, events)
             self._deliver(step.plan, answer, events)
             self._unsettled = False
+        except DeviceGoneError as error:
+            self._gone = True
+            self.fail(str(error))
         except Exception as error:
             self._recover(f"{type(error).__name__}: {error}")
         finally:
@@ -283,6 +297,7 @@ class Loop:
     def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
         """Give requests their first token, and eager requests their next one; lazy requests take theirs later."""
         now, token_buffer = self.clock(), self._table.token_buffer
+        self._heard = now
         for event in events.first:
             request = self._table[event.request_id]
             if event.sample.token_id == NO_CHOICE:
@@ -396,11 +411,3 @@ class Loop:
     def has_work(self) -> bool:
         """Whether a turn has something to do."""
         return bool(self._table or self._in_flight)
-
-    @property
-    def num_waiting(self) -> int:
-        return self.scheduler.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        return self.scheduler.num_running

@@ -21,7 +21,8 @@ class SharedOptions(TypedDict, total=False):
     cache_salt: cached prefixes are shared among requests of one salt only, so that the time to a first token does not
         tell a tenant what others have asked.
 
-    The engine looks at the clock once a turn.
+    The engine looks at the clock once a turn, and in time while a step runs under `AsyncLLM` or with
+    `step_timeout_s`.
     """
 
     deadline_s: float | None

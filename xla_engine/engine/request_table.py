@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.seeds import sequence_ids, sequence_seed
 from xla_engine.engine.sequence import LiveSequence
 from xla_engine.engine.sequence_group import SequenceGroup
@@ -13,7 +14,7 @@ from xla_engine.engine.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from xla_engine.scheduler import FinishReason
+from xla_engine.scheduler import FinishReason, Request
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -53,9 +54,22 @@ class RequestTable:
         group = self._groups.get(request_id)
         return [request_id] if group is None else [part.request_id for part in group.parts]
 
+    def free_id(self, n: int) -> str:
+        """An id that a request of n sequences can have: its number, with a suffix where a caller has given that."""
+        name, count = str(self.submitted), 0
+        while self._taken(name, n):
+            count += 1
+            name = f"{self.submitted}.{count}"
+        return name
+
+    def _taken(self, request_id: str, n: int) -> list[str]:
+        """Those names of a request that are in use."""
+        names = (request_id, *sequence_ids(request_id, n))
+        return [name for name in names if name in self._live or name in self._groups]
+
     def check_free(self, request_id: str, n: int) -> None:
         """Raise InvalidRequestError unless a request of n sequences can have this id."""
-        if taken := {request_id, *sequence_ids(request_id, n)} & (self._live.keys() | self._groups.keys()):
+        if taken := self._taken(request_id, n):
             raise InvalidRequestError(
                 f"request id {min(taken)!r} is in use by a live request; choose another"
             )
@@ -67,24 +81,29 @@ class RequestTable:
         token_ids: tuple[int, ...],
         params: SamplingParams,
         *,
-        masks: Sequence[TokenMask | None],
+        mask: TokenMask | None,
         stop_ids: tuple[int, ...],
         eos_ids: tuple[int, ...],
         seed: int,
         collector: OutputCollector,
         now: float,
-    ) -> list[str]:
-        """Take a request of `params.n` sequences, with a mask for each; returns their ids. The id must be free."""
+        options: RequestOptions,
+    ) -> list[Request]:
+        """Take a request of `params.n` sequences, each with its copy of the mask; returns them for the scheduler.
+
+        The id must be free.
+        """
         names = sequence_ids(request_id, params.n)
         parts = []
-        for index, (name, mask) in enumerate(zip(names, masks, strict=True)):
+        masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
+        for index, (name, own) in enumerate(zip(names, masks, strict=True)):
             part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
             self.settings[name] = RowSettings(
                 max_tokens=params.token_limit,
                 stop_token_ids=stop_ids[:MAX_STOP_TOKEN_IDS],
                 params=part,
                 seed=sequence_seed(seed, index),
-                mask=mask,
+                mask=own,
                 prompt_token_ids=token_ids,
             )
             self._live[name] = LiveSequence(
@@ -93,7 +112,7 @@ class RequestTable:
                 token_ids,
                 part,
                 self._tokenizer,
-                mask,
+                own,
                 stop_ids=frozenset(stop_ids),
                 host_stop_ids=frozenset(stop_ids[MAX_STOP_TOKEN_IDS:]),
                 eos_ids=frozenset(eos_ids),
@@ -105,7 +124,22 @@ class RequestTable:
         if params.n > 1:
             self._groups[request_id] = SequenceGroup(request_id, tuple(parts))
         self.submitted += 1
-        return names
+        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
+        return [
+            Request(
+                request_id=part.request_id,
+                prompt_token_ids=token_ids,
+                max_tokens=params.token_limit,
+                stop_token_ids=frozenset(stop_ids[:MAX_STOP_TOKEN_IDS]),
+                host_gated=part.host_gated,
+                cache_salt=options.get("cache_salt", ""),
+                reads_prefix_cache=self.settings[part.request_id].params.prompt_logprobs is None,
+                priority=options.get("priority", 0),
+                deadline=None if deadline is None else now + deadline,
+                queue_deadline=None if queue_timeout is None else now + queue_timeout,
+            )
+            for part in parts
+        ]
 
     def take_back(self, request_id: str) -> None:
         """Undo `open`, without a word to the request's reader."""

@@ -47,6 +47,7 @@ class EngineStats:
     compiles_after_warmup: XLA compilations of the whole process since; the engine itself makes none.
     load_seconds: wall time of loading the weights.
     compile_seconds: wall time of compiling and warming up.
+    last_step_age_s: how long the engine, with requests, has waited for the device to answer; 0 where it has none.
     """
 
     steps: int = 0
@@ -65,6 +66,7 @@ class EngineStats:
     compile_seconds: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    last_step_age_s: float = 0.0
 
     @property
     def occupancy(self) -> float:

@@ -27,7 +27,8 @@ class RequestValidator:
     vocab_size, eos_token_ids: the model's.
     max_model_len: tokens of a request at most, prompt and generated.
     tokenizer: None where prompts can only be token ids.
-    max_waiting: sequences that may wait at most; None is unbounded.
+    max_waiting: sequences that may wait at most, beyond those that free slots take; None is unbounded.
+    max_num_seqs: slots.
     never_fits: says why a request of so many prompt and new tokens can never have enough memory; None if it can.
     """
 
@@ -36,6 +37,7 @@ class RequestValidator:
     max_model_len: int
     tokenizer: Tokenizer | None
     max_waiting: int | None = None
+    max_num_seqs: int = 0
     never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
     _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
@@ -78,15 +80,22 @@ class RequestValidator:
         fits = bisect_left(room, True, key=lambda tokens: self.never_fits(prompt_tokens, tokens) is not None)
         return replace(params, max_tokens=fits)
 
-    def check_queue(self, n: int, waiting: int) -> None:
-        """Raise QueueFullError unless all n sequences of a request fit behind those that wait.
+    def check_queue(self, n: int, waiting: int, free: int) -> None:
+        """Raise QueueFullError unless all n sequences of a request fit behind those that wait, and into free slots.
 
-        For a request of one sequence the scheduler checks this itself.
+        Raises InvalidRequestError where they never will. For a request of one sequence the scheduler checks this.
         """
-        if n > 1 and self.max_waiting is not None and waiting + n > self.max_waiting:
+        if n == 1 or self.max_waiting is None:
+            return
+        if n > (most := self.max_num_seqs + self.max_waiting):
+            raise InvalidRequestError(
+                f"n is {n}, but an engine of {self.max_num_seqs} slots and max_waiting {self.max_waiting} never holds "
+                f"more than {most}: lower n, or raise the bound"
+            )
+        if waiting + n > self.max_waiting + free:
             raise QueueFullError(
-                f"{n} sequences were not taken: {waiting} wait and max_waiting is {self.max_waiting}; submit them "
-                "again after a step, lower n, or raise the bound"
+                f"{n} sequences were not taken: {max(waiting - free, 0)} wait and max_waiting is {self.max_waiting}; "
+                "submit them again after a step, lower n, or raise the bound"
             )
 
     def check_options(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_engine.config import EngineConfig
@@ -103,7 +103,7 @@ def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
     Raises RecordMismatchError where this version's options are not those of the record; `force` takes what is
     known to both. Raises ConfigError for values that no engine can have.
     """
-    known = {field.name for field in fields(EngineConfig)}
+    known = EngineConfig().bit_options().keys()
     recorded = record.identity.config
     wrong = [f"engine option {name}: not known to this version" for name in recorded if name not in known]
     wrong += [f"engine option {name}: not in the record" for name in known if name not in recorded]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -51,6 +52,13 @@ class TokenMask:
                 "allowed_token_ids, bad_words, structured_outputs and min_tokens together leave no token to sample; "
                 "allow more"
             )
+
+    def copy(self) -> TokenMask:
+        """A mask at the same place that goes on by itself; what never changes is shared."""
+        other = copy.copy(self)
+        other._tokens = list(self._tokens)
+        other._matcher = None if self._matcher is None else self._matcher.copy()
+        return other
 
     def push(self, token_id: int) -> None:
         """Take the sampled token. Raises InvalidRequestError where none may follow it."""

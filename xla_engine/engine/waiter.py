@@ -1,0 +1,120 @@
+"""Waiting for steps of the device, in this thread or in one that can be left behind when a step hangs."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from xla_engine.errors import DeviceGoneError, EngineClosedError
+from xla_engine.runner.in_flight import InFlight, PromptScores
+from xla_engine.runner.row_settings import RowSettings
+from xla_engine.runner.verify_inputs import Guess
+from xla_engine.scheduler import Plan, StepResult
+
+
+class StepRunner(Protocol):
+    """What a loop asks of the device side; `Runner` documents it."""
+
+    def start(
+        self,
+        plan: Plan,
+        settings: Mapping[str, RowSettings],
+        guesses: Mapping[str, Guess] | None = None,
+    ) -> InFlight: ...
+    def wait(self, step: InFlight) -> StepResult: ...
+    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores]: ...
+    def discard(self, request_id: str) -> None: ...
+    def rebuild(self) -> None: ...
+
+
+def gone() -> DeviceGoneError:
+    """What stands in place of a step's result when the device has not answered in time."""
+    return DeviceGoneError("the device has not answered within step_timeout_s; start a new process")
+
+
+class Pending:
+    """A step that another thread waits for. answer: its result or what was raised, once `done` is set."""
+
+    def __init__(self, call: Callable[[], StepResult], on_done: Callable[[], object] | None) -> None:
+        self.done = threading.Event()
+        self.answer: StepResult | BaseException | None = None
+        self._call = call
+        self._on_done = on_done
+
+    def run(self) -> None:
+        """Wait for the step; what `on_done` raises is lost."""
+        try:
+            self.answer = self._call()
+        except BaseException as error:
+            self.answer = error
+        self.done.set()
+        if self._on_done is not None:
+            with suppress(RuntimeError):  # its event loop was closed meanwhile
+                self._on_done()
+
+    def result(self) -> StepResult | BaseException:
+        """The answer; `done` must be set."""
+        assert self.answer is not None, "the step was not waited for"
+        return self.answer
+
+
+class Waiter:
+    """One thread that waits for steps in order. No process waits for it at its end.
+
+    sleep: waits for an event for so many seconds at most, and says whether it came.
+    """
+
+    def __init__(self) -> None:
+        self.sleep: Callable[[threading.Event, float], bool] = threading.Event.wait
+        self._jobs: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._started = False
+        self._pid = os.getpid()
+        self.close = weakref.finalize(self, self._jobs.put, None)  # also when the engine is forgotten
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether this is the process that the engine was made in; its threads do not live in a fork."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raise EngineClosedError in a process that was forked from the engine's."""
+        if not self.is_at_home:
+            raise EngineClosedError(
+                f"the engine belongs to process {self._pid}, and this one was forked from it; make an engine in this "
+                "process, or start it with the method spawn"
+            )
+
+    def ask(self, call: Callable[[], StepResult], on_done: Callable[[], object] | None = None) -> Pending:
+        """Let the thread make a call, which waits for a step. on_done: called in that thread afterwards."""
+        if not self._started:
+            threading.Thread(target=_serve, args=(self._jobs,), name="xla-engine-wait", daemon=True).start()
+            self._started = True
+        pending = Pending(call, on_done)
+        self._jobs.put(pending)
+        return pending
+
+    def watch(
+        self,
+        call: Callable[[], StepResult],
+        time_left: Callable[[float], float],
+        began: float,
+        expire: Callable[[], None],
+    ) -> StepResult | BaseException:
+        """Wait as long as there is time left, with a call of `expire` whenever that may be due."""
+        pending = self.ask(call)
+        while (left := time_left(began)) > 0:
+            if self.sleep(pending.done, left):
+                return pending.result()
+            expire()
+        return gone()
+
+
+def _serve(jobs: queue.SimpleQueue[Pending | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # else it would live until the next one comes
