@@ -8,18 +8,16 @@ from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
-from xla_engine.scheduler.plan import Decision, Plan, Row, Speculation, StepResult, Swap
+from xla_engine.scheduler.plan import Decision, Plan, Speculation, StepResult, Swap
 from xla_engine.scheduler.queue.deadlines import Deadlines
-from xla_engine.scheduler.queue.round_robin import RoundRobin
 from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.snapshot import Counters, Snapshot
 from xla_engine.scheduler.steps.commit import Committer, Events
 from xla_engine.scheduler.steps.decode import Decoding
-from xla_engine.scheduler.steps.host_gated import HostGated
-from xla_engine.scheduler.steps.prefill import Prefilling, PrefillPlan
-from xla_engine.scheduler.steps.speculate import Speculating
+from xla_engine.scheduler.steps.prefill import PrefillPlan
+from xla_engine.scheduler.steps.running import Running
 
 NO_PREFILL = PrefillPlan((), (), ())
 
@@ -43,16 +41,14 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}  # every live request
         self._kv = KVAllocator(config)
         self._waiting = WaitingQueue(config, only)
-        takes_turns = config.scheduling_policy == "round_robin"
-        self._round_robin = RoundRobin(config.quantum if takes_turns else None, config.max_num_seqs)
         self._deadlines = Deadlines()
-        self._prefilling = Prefilling(config, self._kv.cache)
         self._decoding = Decoding()
-        self._host_gated = HostGated()
-        self._speculating = Speculating(self._kv.blocks)
         self._committer = Committer(self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens)
+        running = self._running = Running(config, self._kv, self._decoding, self._committer)
+        self._prefilling, self._host_gated = running.prefilling, running.host_gated
+        self._speculating, self._round_robin = running.speculating, running.round_robin
         self._preemption = Preemption(
-            config, self._kv, self._waiting, holders=self._holders, detach=self._detach
+            config, self._kv, self._waiting, holders=running.holders, detach=self._detach
         )
         self._cached_tokens = 0
         self._next_step = 0
@@ -104,7 +100,7 @@ class Scheduler:
         speculation: rows may sample several tokens in this step or a later one. It may be another in every plan.
         """
         decisions: list[Decision] = []
-        to_speculate, to_decode = self._change_part(speculation is not None)
+        to_speculate, to_decode = self._running.change_part(speculation is not None, self._next_step)
         if self._round_robin:
             decisions += self._preemption.park_expired(self._round_robin, self._next_step)
         if (blocks := self._kv.blocks) is not None:
@@ -117,7 +113,7 @@ class Scheduler:
             rows = len(self._decoding) + len(self._host_gated) + len(self._speculating)
             work = self._prefilling.plan(rows, decisions)
             for state in work.complete:
-                self._run(state, sampled=state.base + 1)
+                self._running.run(state, self._next_step, sampled=state.base + 1)
         verify = self._speculating.plan(speculation, self._host_gated, self._next_step)
         width = (
             0
@@ -225,7 +221,7 @@ class Scheduler:
             if state.status is Status.PARKED:
                 self._preemption.release(state)
                 resumes.append(self._kv.resume(state, state.position(self._next_step)))
-                self._run(state, sampled=state.planned_before)
+                self._running.run(state, self._next_step, sampled=state.planned_before)
                 decisions.append(state.decide("resume", f"slot {state.slot.index} was free"))
             else:
                 state.status = Status.PREFILLING
@@ -233,56 +229,15 @@ class Scheduler:
                 decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
         return tuple(admitted), tuple(resumes)
 
-    def _holders(self) -> tuple[RequestState, ...]:
-        return (*self._prefilling, *self._decoding, *self._host_gated, *self._speculating)
-
-    def _change_part(self, speculates: bool) -> tuple[tuple[str, ...], tuple[Row, ...]]:
-        """Let rows join those that speculate, or leave them as soon as it is known how many tokens they have; the ids
-        of the ones, and rows of the others."""
-        self._speculating.takes_all = speculates
-        if speculates:
-            joining = list(self._decoding)
-            for state in joining:
-                planned = state.planned(self._next_step)
-                self._detach(state, "speculate")
-                self._speculating.join(state, sampled=planned)
-            return tuple(state.request_id for state in joining), ()
-        leaving = self._speculating.exact()
-        for state in leaving:
-            self._speculating.leave(state)
-            self._decode(state, sampled=state.planned_before)
-        return (), tuple(Row(slot=state.slot, request_id=state.request_id) for state in leaving)
-
     def _detach(self, state: RequestState, how: str) -> None:
         """Plan nothing more for a request that loses its slot."""
-        self._part_of(state).leave(state)
-        if state.last_step is not None:
-            state.settle(self._committer.steps)
-            self._committer.taken_away(state, self._next_step)
+        self._running.detach(state, self._next_step)
         if how == "replay":
             self._committer.take_back(state)
 
-    def _run(self, state: RequestState, *, sampled: int) -> None:
-        """Let a request decode, with `sampled` tokens planned before."""
-        state.status = Status.RUNNING
-        self._round_robin.begin(state, self._next_step)
-        if state.request.host_gated:
-            self._host_gated.join(state, sampled=sampled)
-        elif self._speculating.takes_all:
-            self._speculating.join(state, sampled=sampled)
-        else:
-            self._decode(state, sampled=sampled)
-
-    def _decode(self, state: RequestState, *, sampled: int) -> None:
-        """Let a request decode in every step from the next one on."""
-        self._decoding.join(state, self._next_step, sampled=sampled)
-        self._committer.joined(state)
-        if self._kv.blocks is not None:
-            self._kv.blocks.runs(state, self._next_step)
-
     def _hand_over(self, state: RequestState) -> Decision:
         """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
-        self._part_of(state).leave(state)
+        self._running.part_of(state).leave(state)
         if state.last_step is not None:
             self._committer.handed_over(state)
         self._kv.leave(state, self._next_step)
@@ -305,7 +260,7 @@ class Scheduler:
         else:
             self._kv.retain(state)
         if state.holds_slot:
-            self._part_of(state).leave(state)
+            self._running.part_of(state).leave(state)
             self._kv.leave(state, self._next_step)
         if state.last_step is not None:
             self._committer.ended(state, self._next_step)
@@ -316,14 +271,6 @@ class Scheduler:
     def _settle(self) -> None:
         for state in self._states.values():
             state.settle(self._committer.steps)
-
-    def _part_of(self, state: RequestState) -> Prefilling | Decoding | HostGated | Speculating:
-        """The part that plans for a request that holds a slot."""
-        if state.status is Status.PREFILLING:
-            return self._prefilling
-        if state.request.host_gated:
-            return self._host_gated
-        return self._speculating if state.last_step is None else self._decoding
 
     @property
     def has_unfinished(self) -> bool:

@@ -1,0 +1,92 @@
+"""Every request that holds a slot, in the part of the scheduler that plans its rows."""
+
+from __future__ import annotations
+
+from xla_engine.scheduler.config import SchedulerConfig
+from xla_engine.scheduler.kv.allocator import KVAllocator
+from xla_engine.scheduler.plan import Row
+from xla_engine.scheduler.queue.round_robin import RoundRobin
+from xla_engine.scheduler.request import Status
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.steps.commit import Committer
+from xla_engine.scheduler.steps.decode import Decoding
+from xla_engine.scheduler.steps.host_gated import HostGated
+from xla_engine.scheduler.steps.prefill import Prefilling
+from xla_engine.scheduler.steps.speculate import Speculating
+
+
+class Running:
+    """Which part a request is in: a prompt in chunks, a row in every step, a row behind its mask, or one that
+    speculates.
+
+    step: of the plan that is being made, in all methods.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, kv: KVAllocator, decoding: Decoding, committer: Committer
+    ) -> None:
+        """decoding, committer: that know of each other."""
+        self._kv = kv
+        self._committer = committer
+        self.prefilling = Prefilling(config, kv.cache)
+        self.decoding = decoding
+        self.host_gated = HostGated()
+        self.speculating = Speculating(kv.blocks)
+        takes_turns = config.scheduling_policy == "round_robin"
+        self.round_robin = RoundRobin(config.quantum if takes_turns else None, config.max_num_seqs)
+
+    def holders(self) -> tuple[RequestState, ...]:
+        """The requests that hold a slot."""
+        return (*self.prefilling, *self.decoding, *self.host_gated, *self.speculating)
+
+    def part_of(self, state: RequestState) -> Prefilling | Decoding | HostGated | Speculating:
+        """The part that plans for a request that holds a slot."""
+        if state.status is Status.PREFILLING:
+            return self.prefilling
+        if state.request.host_gated:
+            return self.host_gated
+        return self.speculating if state.last_step is None else self.decoding
+
+    def run(self, state: RequestState, step: int, *, sampled: int) -> None:
+        """Let a request decode, with `sampled` tokens planned before."""
+        state.status = Status.RUNNING
+        self.round_robin.begin(state, step)
+        if state.request.host_gated:
+            self.host_gated.join(state, sampled=sampled)
+        elif self.speculating.takes_all:
+            self.speculating.join(state, sampled=sampled)
+        else:
+            self._decode(state, step, sampled=sampled)
+
+    def detach(self, state: RequestState, step: int) -> None:
+        """Plan nothing more for a request that loses its slot, or changes its part."""
+        self.part_of(state).leave(state)
+        if state.last_step is not None:
+            state.settle(self._committer.steps)
+            self._committer.taken_away(state, step)
+
+    def change_part(self, speculates: bool, step: int) -> tuple[tuple[str, ...], tuple[Row, ...]]:
+        """Let rows join those that speculate, or leave them as soon as it is known how many tokens they have.
+
+        Returns the ids of those that joined, and the rows of those that left.
+        """
+        self.speculating.takes_all = speculates
+        if speculates:
+            joining = list(self.decoding)
+            for state in joining:
+                planned = state.planned(step)
+                self.detach(state, step)
+                self.speculating.join(state, sampled=planned)
+            return tuple(state.request_id for state in joining), ()
+        leaving = self.speculating.exact()
+        for state in leaving:
+            self.speculating.leave(state)
+            self._decode(state, step, sampled=state.planned_before)
+        return (), tuple(Row(slot=state.slot, request_id=state.request_id) for state in leaving)
+
+    def _decode(self, state: RequestState, step: int, *, sampled: int) -> None:
+        """Let a request decode in every step from the next one on."""
+        self.decoding.join(state, step, sampled=sampled)
+        self._committer.joined(state)
+        if self._kv.blocks is not None:
+            self._kv.blocks.runs(state, step)
