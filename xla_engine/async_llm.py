@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import RequestOptions, drained, pop_options
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.waiter import Pending, Waiter, gone
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar, Unpack
 from xla_engine import vllm_options
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import SharedOptions, pop_options
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt, prompt_list

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import Engine
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from tests.support.device import edit_cache
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.faults import FAULTS_IN_A_ROW
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.errors import EngineClosedError

@@ -14,7 +14,7 @@ import pytest
 from tests.support.models import TINY_ENGINE
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 

@@ -10,7 +10,7 @@ import pytest
 
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xla_engine.engine.output_collector import OutputCollector
-from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.token_buffer import FLUSH_STEPS, TokenBuffer
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.token_buffer import FLUSH_STEPS, TokenBuffer
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import NO_TOKEN, Decoded, FinishReason, Sample

@@ -20,8 +20,8 @@ from tests.support.faults import (
 )
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.token_buffer import TokenBuffer
+from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from xla_engine.engine.identity import EngineIdentity
-from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.stats import EngineStats
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.stop_strings import by_definition
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.output_collector import OutputCollector
-from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.token_buffer import TokenBuffer
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import FinishReason, Sample
 from xla_engine.text.detokenizer import IncrementalDetokenizer

@@ -11,7 +11,7 @@ from typing import Any
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import Chat, LineError, LineRequest, explain, line_error
 from xla_engine.config import EngineConfig
-from xla_engine.engine.validation import RequestValidator
+from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.model_loader.config_json import read_config, read_special_tokens
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.text.chat_template import chosen_template, render_chat

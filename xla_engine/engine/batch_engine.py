@@ -13,15 +13,15 @@ from xla_engine.drafting.drafter import Drafter
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
 from xla_engine.engine.loop import Loop
-from xla_engine.engine.output_collector import OutputCollector, Readable
 from xla_engine.engine.protocol import RequestOptions, drained
-from xla_engine.engine.request_table import RequestTable
+from xla_engine.engine.requests.output_collector import OutputCollector, Readable
+from xla_engine.engine.requests.request_table import RequestTable
+from xla_engine.engine.requests.seeds import request_seed
+from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.engine.scheduler_options import scheduler_config
-from xla_engine.engine.seeds import request_seed
 from xla_engine.engine.speculation import make_speculator
 from xla_engine.engine.stats import EngineStats
-from xla_engine.engine.validation import RequestValidator
-from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
+from xla_engine.errors import ConfigError, EngineClosedError
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
@@ -81,6 +81,7 @@ class XlaBatchEngine(Loop):
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
         super().__init__(scheduler, runner, RequestTable(tokenizer), lag=config.lag)
         self.step_timeout_s = config.step_timeout_s
+        self._parks = config.parks
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -189,31 +190,6 @@ class XlaBatchEngine(Loop):
         """
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
-    @locked
-    def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
-        """Take a request's slot away: it goes on later, and its stream is the same; false where it holds no slot.
-
-        how: "park" (its state waits on the host), "recompute" (prompt and tokens are prefilled again, where that gives
-            the same bits), "replay" (it runs again from its beginning); None takes what is cheapest.
-        to_back: it waits behind all others of its priority, else at the place it had.
-
-        Raises InvalidRequestError for a way that this engine does not offer.
-        """
-        self._settle()
-        if how not in (None, *self.ways_to_preempt):
-            raise InvalidRequestError(
-                f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
-            )
-        return any(
-            [self._take_away(name, how=how, to_back=to_back) for name in self._table.sequences(request_id)]
-        )
-
-    @property
-    def ways_to_preempt(self) -> tuple[str, ...]:
-        """The values of `how` that `preempt` takes on this engine."""
-        parks = ("park",) if self.config.parks else ()
-        return (*parks, *(("recompute",) if self.scheduler.config.keeps_tokens else ()), "replay")
-
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
         """Run one turn; returns the cumulative output of every request with news and no collector of its own.
 
@@ -317,16 +293,6 @@ class XlaBatchEngine(Loop):
             config=json.loads(json.dumps(self.config.bit_options())),
             platform=self.runner.platform,
         )
-
-    @property
-    def closed_because(self) -> str | None:
-        """Why the engine takes nothing any more, None while it does."""
-        return self._closed
-
-    @property
-    def last_fault(self) -> str | None:
-        """The latest failed step, in words; None where none has failed."""
-        return self._faults.last
 
     @locked
     def reset_prefix_cache(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.scheduler import Chunk, Plan, Row
 
 FAULTS_SURVIVED = 1  # failed steps after which a request is run again as before; from then on it is a suspect

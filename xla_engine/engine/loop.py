@@ -13,38 +13,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import groupby
 from threading import Condition, get_ident
 
-from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
+from xla_engine.engine.faults import Faults
 from xla_engine.engine.locked import locked
-from xla_engine.engine.request_table import RequestTable
-from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.recovery import Recovery
+from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.speculation import Speculator
 from xla_engine.engine.stats import WorkCounters
 from xla_engine.engine.waiter import StepRunner, Waiter
-from xla_engine.errors import DeviceGoneError, EngineClosedError
+from xla_engine.errors import DeviceGoneError, EngineClosedError, InvalidRequestError
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.scheduler import (
-    NO_CHOICE,
-    Chunk,
     Events,
     FinishReason,
     Plan,
     Request,
     Scheduler,
     StepResult,
-    Swap,
-    TokenEvent,
 )
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
-from xla_engine.scheduler.restart import restarted
-
-NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
-class Loop:
+class Loop(Recovery):
     """Drives a scheduler and a runner; a table holds what requests have so far.
 
     lag: started steps that may be left unread; may be changed between turns.
@@ -79,6 +71,7 @@ class Loop:
         self._gone = False  # the device does not answer any more
         self._closed: str | None = None
         self._draining = False  # takes no more requests
+        self._parks = False  # the state of a request can wait on the host
 
     def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
         """Queue all sequences of a request of the table, or none: then the request leaves the table.
@@ -277,135 +270,40 @@ class Loop:
         self._work.started(plan)
         return True
 
-    def _begin_decoding(self, plan: Plan) -> None:
-        """Tell the token buffer in which slots requests decode from this step on."""
-        table, step = self._table, plan.step
-        parts: tuple[Chunk | Swap, ...] = (*plan.first_rows, *plan.resumes)
-        for part in (*parts, *plan.to_decode):
-            request = table[part.request_id]
-            if not request.host_gated:
-                self._give(request, request.take, None)  # tokens of the slot it had before
-                # Those that may have several in a step are given them when it is read.
-                if not request.finished and plan.width == 0:
-                    table.token_buffer.begin(request, part.slot.index, step)
-        for row in reversed(plan.decode):  # host_gated rows come last, and may not decode in the next step
-            one = table.get(row.request_id)
-            if one is None or not one.host_gated:
-                break
-            table.token_buffer.begin(one, row.slot.index, step, step + 1)
+    @locked
+    def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
+        """Take a request's slot away: it goes on later, and its stream is the same; false where it holds no slot.
 
-    def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
-        """Give requests their first token, and eager requests their next one; lazy requests take theirs later."""
-        now, token_buffer = self.clock(), self._table.token_buffer
-        self._heard = now
-        for event in events.first:
-            request = self._table[event.request_id]
-            if event.sample.token_id == NO_CHOICE:
-                self._end(event.request_id, FinishReason.ERROR, NO_NUMBERS)
-            else:
-                self._give(request, partial(request.add, event.sample, now), event.finish_reason)
-        ends = {event.request_id: event.finish_reason for event in events.ended}
-        for name in [name for name, reason in ends.items() if reason is FinishReason.ERROR]:
-            del ends[name]
-            self._end(name, FinishReason.ERROR, NO_NUMBERS)
-        for name, several in groupby(events.several, key=lambda event: event.request_id):
-            self._give_several(name, list(several), now)
-        token_buffer.append(plan.step, result.decode, now)
-        for request in token_buffer.eager():
-            self._give(request, request.take, ends.pop(request.request_id, None))
-            if not (request.finished or request.eager):
-                token_buffer.make_lazy(request)
-        for name, reason in ends.items():
-            if reason is not None and self._table.get(name) is not None:  # no stop string has ended it before
-                self._end(name, reason)
-        for request in token_buffer.streamed():
-            request.collector.put(request.reader)
-        for request in token_buffer.next_to_flush():
-            self._give(request, request.take, None)
+        how: "park" (its state waits on the host), "recompute" (prompt and tokens are prefilled again, where that gives
+            the same bits), "replay" (it runs again from its beginning); None takes what is cheapest.
+        to_back: it waits behind all others of its priority, else at the place it had.
 
-    def _give_several(self, name: str, events: list[TokenEvent], now: float) -> None:
-        """Give a request the tokens that it has of one step."""
-        *_, last = events
-        reason, failed = last.finish_reason, last.sample.token_id == NO_CHOICE
-        samples = [event.sample for event in events[: len(events) - failed]]
-        request = self._table[name]
-        if samples:
-            self._give(request, partial(request.extend, samples, now), None if failed else reason)
-        if failed and self._table.get(name) is not None:
-            self._end(name, FinishReason.ERROR, NO_NUMBERS)
-
-    def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
-        """Let a request take its tokens, and end it for `reason`, for a stop string or for a failure of its text."""
-        error, by_scheduler, tokens = None, reason is not None, request.num_tokens
-        try:
-            if take():
-                reason = FinishReason.STOP
-        except Exception as failure:  # its text cannot be made; no other request is concerned
-            reason, error = FinishReason.ERROR, str(failure)
-        if reason is not None:
-            if not by_scheduler:
-                self.scheduler.finish(request.request_id, reason)
-            self._end(request.request_id, reason, error)
-        elif request.num_tokens > tokens and request.collector.every_token:
-            request.collector.put(request.reader)
-
-    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """Deliver the terminal result of a sequence that the scheduler has ended."""
-        reason = self._table.end(request_id, reason, self.clock(), error)
-        self.runner.discard(request_id)
-        if self._speculator is not None:
-            self._speculator.end(request_id)
-        if self.on_end is not None:
-            self.on_end(request_id, reason)
-
-    def _recover(self, cause: str) -> None:
-        """After a failed turn run the live requests again, or those that may have been its cause apart from others.
-
-        One that fails alone ends with `error`.
+        Raises InvalidRequestError for a way that this engine does not offer.
         """
-        if not self._faults.record(cause):
-            self.fail(f"{FAULTS_IN_A_ROW} steps failed in a row, the last with {cause}")
-            return
-        live = (self._table[name] for name in self._table)
-        culprit = self._faults.blame(live, self.scheduler.credited)
-        self._restart()
-        if culprit is not None and not culprit.finished:
-            self.scheduler.finish(culprit.request_id, FinishReason.ERROR)
-            message = f"a step failed again with this request alone in it: {cause}"
-            self._end(culprit.request_id, FinishReason.ERROR, message)
+        self._settle()
+        if how not in (None, *self.ways_to_preempt):
+            raise InvalidRequestError(
+                f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
+            )
+        return any(
+            [self._take_away(name, how=how, to_back=to_back) for name in self._table.sequences(request_id)]
+        )
 
-    def _settle(self) -> None:
-        """Start afresh after an interrupt in the middle of a turn, which leaves unknown what was done."""
-        if self._unsettled and not self._turning and self._closed is None:
-            self._faults.plan = None
-            self._restart()
+    @property
+    def ways_to_preempt(self) -> tuple[str, ...]:
+        """The values of `how` that `preempt` takes on this engine."""
+        parks = ("park",) if self._parks else ()
+        return (*parks, *(("recompute",) if self.scheduler.config.keeps_tokens else ()), "replay")
 
-    def _restart(self) -> None:
-        """Run every live request again from its beginning, with state made anew on the device.
+    @property
+    def closed_because(self) -> str | None:
+        """Why the engine takes nothing any more, None while it does."""
+        return self._closed
 
-        Law 1 makes this exact: a request gets the tokens it already has once more, which are not delivered again, and
-        goes on.
-        """
-        self._in_flight.clear()
-        self.scheduler = restarted(self.scheduler, self._faults.only)
-        for name in self._table:
-            self._table[name].rewind()
-        self._table.token_buffer.clear()
-        if self._speculator is not None:
-            self._speculator.restart()
-        try:
-            self.runner.rebuild()
-        except Exception as error:
-            self.fail(f"the device state was lost and cannot be made again: {type(error).__name__}: {error}")
-        self._unsettled = False
-
-    def fail(self, cause: str) -> None:
-        """Close the engine for a cause: every request ends with reason `error`, and later submits fail at once."""
-        self._closed = cause
-        self._in_flight.clear()
-        for name in self._table:
-            self.scheduler.finish(name, FinishReason.ERROR)
-            self._end(name, FinishReason.ERROR, cause)
+    @property
+    def last_fault(self) -> str | None:
+        """The latest failed step, in words; None where none has failed."""
+        return self._faults.last
 
     @property
     def has_work(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypedDict, Unpack
 
 from xla_engine.engine.identity import EngineIdentity
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ from xla_engine.config import AUTO, EngineConfig
 from xla_engine.drafting.drafter import Drafter, Proposal
 from xla_engine.drafting.suffix import SuffixDrafter
 from xla_engine.drafting.width import WidthChooser
-from xla_engine.engine.request_table import RequestTable
-from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.requests.request_table import RequestTable
+from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.errors import ConfigError
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck

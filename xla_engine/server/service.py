@@ -14,7 +14,7 @@ from typing import Protocol
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.batch.requests import Chat, LineRequest, Prompt
 from xla_engine.batch.results import ResultHeader
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams

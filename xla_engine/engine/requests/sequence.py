@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from xla_engine.engine.output_collector import OutputCollector, Readable
-from xla_engine.engine.token_buffer import Taken, TokenBuffer
+from xla_engine.engine.requests.output_collector import OutputCollector, Readable
+from xla_engine.engine.requests.token_buffer import Taken, TokenBuffer
 from xla_engine.errors import ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput

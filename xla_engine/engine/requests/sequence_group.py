@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xla_engine.engine.sequence import LiveSequence
+from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.outputs import RequestMetrics, RequestOutput
 
 

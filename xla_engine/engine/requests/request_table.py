@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from xla_engine.engine.output_collector import OutputCollector
 from xla_engine.engine.protocol import RequestOptions
-from xla_engine.engine.seeds import sequence_ids, sequence_seed
-from xla_engine.engine.sequence import LiveSequence
-from xla_engine.engine.sequence_group import SequenceGroup
-from xla_engine.engine.token_buffer import TokenBuffer
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.seeds import sequence_ids, sequence_seed
+from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.sequence_group import SequenceGroup
+from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from xla_engine.engine.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.scheduler import Decoded
 
 FLUSH_STEPS = 192  # steps in which every lazy request has taken its tokens once
