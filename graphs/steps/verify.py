@@ -32,9 +32,10 @@ class Drafts:
     slot: i32 `[P]`, the row of each lane, distinct; -1 for an unused lane.
     most: i32 `[P]`, drafts the lane may use; 0 makes it a decode step of the row.
     tokens: i32 `[P, L]`, what the host expects at positions `start ..` of the slot, padded with -1.
-    start: i32 `[P]`. The row may have got further than the host knew: what it has from `start` on must be the first
+    start: i32 `[P]`. The row may have got further than the host knew: what it has from `start` on should be the first
         of `tokens`, and the others are the drafts.
-    lookup: bool `[P]`, look for an earlier place that continues as the row ends, where the host's tokens do not fit.
+    lookup: bool `[P]`, look for an earlier place that continues as the row ends, where the first of `tokens` are not
+        what the row has.
     gated: bool `[P]`, the host made masks for the drafts (`Tables.draft_masks`); without them a row's one mask holds.
     """
 
@@ -145,13 +146,13 @@ def _drafts(
         known = _known(rows, slot)
         known = jnp.where(jnp.arange(known.shape[1]) == end[:, None], rows.token[slot][:, None], known)
         given, fits = _continued(known, end, drafts, most)
-        return lax.cond(
-            jnp.any(live & drafts.lookup & ~fits),
-            lambda: jnp.where(
-                fits[:, None], given, jnp.where(drafts.lookup[:, None], looked_up(known, end, most), -1)
-            ),
-            lambda: jnp.where(fits[:, None], given, -1),
-        )
+        looks = drafts.lookup & ~fits
+
+        def better() -> jax.Array:
+            found = looked_up(known, end, most)
+            return jnp.where((looks & (found[:, 0] >= 0))[:, None], found, given)
+
+        return lax.cond(jnp.any(live & looks), better, lambda: given)
 
     none = jnp.full((len(slot), most), -1, jnp.int32)
     asked = live & (limit > 0) & (drafts.lookup | (drafts.tokens[:, 0] >= 0))
@@ -162,7 +163,8 @@ def _drafts(
 
 
 def _continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> tuple[jax.Array, jax.Array]:
-    """The host's tokens behind `end [P]`, i32 `[P, most]`, and whether they fit what the row has, bool `[P]`."""
+    """The host's tokens for the positions behind `end [P]`, i32 `[P, most]`, -1 where it has none, and whether those
+    before are what the row has, bool `[P]`. Behind a token that was not expected the others may be right still."""
     offset = end + 1 - drafts.start  # tokens of the host's that the row has by now
     held = drafts.tokens.shape[1]
     place = jnp.arange(held, dtype=jnp.int32)
@@ -171,7 +173,7 @@ def _continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> t
     fits = (offset >= 0) & (offset < held) & jnp.all(same | (place >= offset[:, None]), axis=1)
     at = offset[:, None] + jnp.arange(most, dtype=jnp.int32)
     rest = jnp.take_along_axis(drafts.tokens, jnp.clip(at, 0, held - 1), axis=1)
-    rest = jnp.where(at < held, rest, -1)
+    rest = jnp.where((at >= 0) & (at < held), rest, -1)
     return rest, fits & (rest[:, 0] >= 0)
 
 
