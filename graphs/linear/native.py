@@ -1,7 +1,7 @@
 """Products by the vector or tile instructions of a CPU, in bf16 or int8: one C++ call each, with norm and residual.
 
-The weights of layers are packed when they are loaded (`pack`), in the order in which the kernels take them; the head's
-are not, because the embedding may be the same array.
+Weights are packed when they are loaded (`pack`), in the order in which the kernels take them; where the head's are the
+embedding too, its rows are gathered out of that order. On tiles the head's stay rows.
 
 The library (`native/linear.cc`) is built and registered outside (`xla_engine.runner.native_library.build`), once for
 each instruction set; a graph only names its targets.
@@ -30,6 +30,7 @@ from xla_engine.graphs.linear.products import (
     activated,
     finished,
     kept_dtype,
+    looked_up,
 )
 
 HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"
@@ -63,7 +64,7 @@ class NativeProducts:
         if bias is not None:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
         values, scale = _parts(weight)
-        if len(values) % _WHOLE:  # not packed: a router of few experts
+        if len(values) % _WHOLE:  # a router of few experts
             return finished(self.head(weight, norm, x).T, None, residual)
         in_place = {} if residual is None else {5: 0}
         call = self._call(LINEAR, (len(x), len(values)), jnp.float32, in_place)
@@ -90,17 +91,29 @@ class NativeProducts:
         return native_experts(experts, x, routed, residual, isa=self.isa)
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
-        """In the order that `packed.h` describes, if it has whole blocks of features."""
-        if weight.shape[0] % _WHOLE:
+        """In the order that `product.h` describes, as far as there are whole tasks; on tiles, all or nothing."""
+        whole = _packed_rows(weight)
+        if not whole or (self.isa == "amx" and whole < len(weight)):
             return weight
-        words = weight.view(np.uint32)  # two or four neighbours of a row each
+        words = np.ascontiguousarray(weight[:whole]).view(np.uint32)  # two or four neighbours of a row each
         blocks = words.reshape(-1, 16, words.shape[1]).swapaxes(1, 2)  # [F / 16, K words, 16]
-        return np.ascontiguousarray(blocks).view(weight.dtype).reshape(weight.shape)
+        packed = np.ascontiguousarray(blocks).view(weight.dtype).reshape(whole, -1)
+        return packed if whole == len(weight) else np.concatenate([packed, weight[whole:]])
+
+    def pack_head(self, weight: np.ndarray) -> np.ndarray:
+        return weight if self.isa == "amx" else self.pack(weight)
 
     def head(self, weight: Weight, norm: Norm | None, x: jax.Array) -> jax.Array:
         values, scale = _parts(weight)
         call = self._call(HEAD, (len(values), len(x)), jnp.float32)
         return call(x, self._live(), _weight(norm), values, scale, eps=_eps(norm))
+
+    def embedded(self, weight: Weight, tokens: jax.Array) -> jax.Array:
+        if self.isa == "amx":
+            return looked_up(weight, tokens)
+        values, scale = _parts(weight)
+        rows = _unpacked(values, tokens).astype(jnp.float32)
+        return rows * scale[tokens][:, None] if isinstance(weight, Quantized) else rows
 
     def _live(self) -> jax.Array:
         return jnp.zeros(0, bool) if self.live is None else self.live
@@ -131,6 +144,21 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
         return not any(width % (64 // dtype.itemsize) for width in widths)
     whole = [config.intermediate_size, *([] if config.experts is None else widths)]
     return not any(width % 16 for width in widths) and not any(width % _WHOLE for width in whole)
+
+
+def _packed_rows(weight: np.ndarray | jax.Array) -> int:
+    """How many rows of a weight `[F, D]` fill tasks."""
+    return len(weight) // _WHOLE * _WHOLE
+
+
+def _unpacked(values: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows `rows [N]` of what `pack` made of a weight `[F, D]`: `[N, D]`."""
+    width, pair = values.shape[1], 4 // values.dtype.itemsize  # values of a word
+    row, column = rows[:, None], jnp.arange(width, dtype=jnp.int32)
+    within = (column // pair * 16 + row % 16) * pair + column % pair  # of a block of sixteen rows
+    packed = row < _packed_rows(values)
+    at = jnp.where(packed, row // 16 * 16 + within // width, row), jnp.where(packed, within % width, column)
+    return values.at[at].get(mode="promise_in_bounds")
 
 
 def _parts(weight: Weight) -> tuple[jax.Array, jax.Array]:

@@ -94,8 +94,16 @@ class Products(Protocol):
         """A layer's weight `[F, D]` as `linear` and `gated` want it, in an array of the same shape."""
         ...
 
+    def pack_head(self, weight: np.ndarray) -> np.ndarray:
+        """The head's weight `[V, D]` as `head` and `embedded` want it, in an array of the same shape."""
+        ...
+
     def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
-        """`weight [V, D]`, not packed, times the norm of x, vocabulary-major: float32 `[V, N]`."""
+        """`weight [V, D]` of `pack_head` times the norm of x, vocabulary-major: float32 `[V, N]`."""
+        ...
+
+    def embedded(self, weight: Weight, tokens: jax.Array) -> jax.Array:
+        """The rows `tokens [N]` of `weight [V, D]` of `pack_head`, where it is the embedding: float32 `[N, D]`."""
         ...
 
 
@@ -154,8 +162,14 @@ class XlaProducts:
     def pack(self, weight: np.ndarray) -> np.ndarray:
         return weight
 
+    def pack_head(self, weight: np.ndarray) -> np.ndarray:
+        return weight
+
     def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
         return feature_major(weight, normed(x, norm))
+
+    def embedded(self, weight: Weight, tokens: jax.Array) -> jax.Array:
+        return looked_up(weight, tokens)
 
     def _product(self, weight: Weight, x: jax.Array | FeatureMajor) -> jax.Array:
         """`[F, N]` where weights are the left operands, else `[N, F]`."""
@@ -194,6 +208,13 @@ def _gpu_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax.Ar
 def kept_dtype(weight: Weight) -> jnp.dtype:
     """What the hidden features of a gated product are handed on in: int8 products round by themselves."""
     return jnp.dtype(jnp.float32) if isinstance(weight, Quantized) else weight.dtype
+
+
+def looked_up(weight: Weight, tokens: jax.Array) -> jax.Array:
+    """The rows `tokens [N]` of an embedding `[V, D]`: float32 `[N, D]`."""
+    if isinstance(weight, Quantized):
+        return weight.values[tokens].astype(jnp.float32) * weight.scale[tokens][:, None]
+    return weight[tokens].astype(jnp.float32)
 
 
 def normed(x: jax.Array, norm: Norm | None) -> jax.Array:

@@ -23,7 +23,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
-from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, Weight
+from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, Weight, looked_up
 from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, ones, zeros
 from xla_engine.graphs.ops.norms import centred, rms_norm
 
@@ -168,10 +168,8 @@ class Decoder(nnx.Module):
         `products` is the form that suits the graph.
         """
         embed = weight_of(self, "embed")
-        if isinstance(embed, Quantized):
-            x = embed.values[tokens].astype(jnp.float32) * embed.scale[tokens][:, None]
-        else:
-            x = embed[tokens].astype(jnp.float32)  # [N, D]
+        is_head = self.config.tie_word_embeddings
+        x = products.embedded(embed, tokens) if is_head else looked_up(embed, tokens)  # [N, D]
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
             x = x * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.layers):
@@ -251,9 +249,11 @@ class ModelSpec:
         return {name: self._packed(name, leaf)}
 
     def _packed(self, name: str, leaf: np.ndarray) -> np.ndarray:
-        if self.products is None or leaf.ndim != 2 or name.rsplit(".", 1)[-1] not in LINEAR:
+        if self.products is None or leaf.ndim != 2:
             return leaf
-        return self.products.pack(leaf)
+        if name == ("embed" if self.config.tie_word_embeddings else "head"):
+            return self.products.pack_head(leaf)
+        return self.products.pack(leaf) if name.rsplit(".", 1)[-1] in LINEAR else leaf
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 // Linear layers of a decoder in bf16 or int8, for XLA:CPU: each call is one product with what stands before and behind it,
-// for the rows that are live; all others are zero, or the residual. The head's weights are rows as in the checkpoint, because
-// the embedding may be the same array, and its result is feature-major; those of the layers are packed (product.h).
+// for the rows that are live; all others are zero, or the residual. Weights are packed (product.h), but for features that fill no
+// task, and for the head's on tiles: these are rows as in the checkpoint. The head's result is feature-major.
 
 #include "products.h"
 #include "tiles.h"

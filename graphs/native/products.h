@@ -39,8 +39,8 @@ void PackedProduct(ffi::ThreadPool& pool, Operand<T>& operand, int64_t tasks, co
 
 #ifndef XLA_ENGINE_AMX
 
-// Live rows of an operand times `features` rows of weights as in a checkpoint, which are packed on the way. `finish(task, sums)`
-// gets the values of 32 features, [feature][live row], `stride` floats from one to the next.
+// Live rows of an operand times `features` rows of weights: packed as far as they fill tasks, those behind as in a checkpoint.
+// `finish(task, sums)` gets the values of 32 features, [feature][live row], `stride` floats from one to the next.
 template <typename T, typename Finish>
 void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, int64_t stride,
                  const Finish& finish) {
@@ -56,13 +56,17 @@ void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, i
   };
   const auto multiply = [&](int64_t task) {
     thread_local Lines packed, values;
-    char* to = packed.Bytes(2 * block);
     auto* sums_of = reinterpret_cast<float*>(values.Bytes(kFeatures * stride * sizeof(float)));
     const int64_t left = std::min(kFeatures, features - task * kFeatures);
-    Pack(reinterpret_cast<const Word*>(at(task)), words, std::min<int64_t>(left, 16), words, to);
-    Pack(reinterpret_cast<const Word*>(at(task) + block), words, std::max<int64_t>(left - 16, 0), words, to + block);
-    const char* next = task + 2 < tasks ? at(task + 1) : to;
-    DotKernel<T>::Multiply(blocks, count, width, {to, to + block}, {next, next + block},
+    const char* from = at(task);
+    if (left < kFeatures) {
+      char* to = packed.Bytes(2 * block);
+      Pack(reinterpret_cast<const Word*>(from), words, std::min<int64_t>(left, 16), words, to);
+      Pack(reinterpret_cast<const Word*>(from + block), words, std::max<int64_t>(left - 16, 0), words, to + block);
+      from = to;
+    }
+    const char* next = task + 1 < features / kFeatures ? at(task + 1) : from;
+    DotKernel<T>::Multiply(blocks, count, width, {from, from + block}, {next, next + block},
                            [&](int64_t n, int64_t rows, const auto& sums) {
                              for (int64_t r = 0; r < rows; ++r) {
                                for (int64_t f = 0; f < left; ++f) {

@@ -77,7 +77,7 @@ def layer(form: Products, dtype: Any, x: Any, live: Any = None) -> list[np.ndarr
             drawn(2 * inner, width), outs[-1], norm=norm, bias=gate_bias, activation=activation
         )
         outs.append(form.linear(drawn(width, inner), hidden, residual=outs[-1]))
-    return [*outs, form.head(drawn(VOCABULARY, width, pack=np.asarray), norm, outs[-1]).T]
+    return [*outs, form.head(drawn(VOCABULARY, width, pack=form.pack_head), norm, outs[-1]).T]
 
 
 run = jax.jit(layer, static_argnums=(0, 1))
@@ -142,6 +142,21 @@ def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
         expected = np.asarray(WEIGHT_LEFT.linear(plain, rounded))
         np.testing.assert_array_equal(found, expected)
         assert found.any(axis=1).tolist() == [index not in (3, 6) for index in range(21)]
+
+
+@pytest.mark.parametrize("count", [VOCABULARY, 2 * 32, 7])
+def test_the_rows_of_the_head_are_those_of_the_embedding(isa: str, dtype: Any, count: int) -> None:
+    products = NativeProducts(isa)
+    values = np.asarray(np.random.default_rng(7).standard_normal((count, WIDTHS[dtype][0])), jnp.bfloat16)
+    tokens = jnp.asarray([0, count - 1, 5, 5, count // 2, *range(count)], jnp.int32)
+    if dtype == BF16:
+        plain, packed = jnp.asarray(values), jnp.asarray(products.pack_head(values))
+    else:
+        kept, scale = quantize_weight(values)
+        plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
+        packed = Quantized(jnp.asarray(products.pack_head(kept)), jnp.asarray(scale))
+    found, expected = products.embedded(packed, tokens), WEIGHT_LEFT.embedded(plain, tokens)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 def test_what_does_not_fit_is_told() -> None:

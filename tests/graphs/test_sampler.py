@@ -125,19 +125,20 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
     Logits are given, or those of the C++ head: XLA's products depend on the number of rows on some machines.
     """
     draw = np.random.default_rng(0)
-    head = jnp.asarray(draw.standard_normal((4096, 32)), jnp.bfloat16)
+    head = np.asarray(draw.standard_normal((4096, 32)), jnp.bfloat16)
     hidden = draw.standard_normal((4096, 32)).astype(np.float32)
     if isa is None:
-        logits = np.ascontiguousarray(feature_major(head, hidden).T)  # [N, V]
+        logits = np.ascontiguousarray(feature_major(jnp.asarray(head), hidden).T)  # [N, V]
     else:
         try:
             products = NativeProducts(register(isa))
         except NativeBuildError as error:
             pytest.skip(str(error))
+        packed = jnp.asarray(products.pack_head(head))
 
     @jax.jit
     def chosen(rows: jax.Array) -> jax.Array:
-        logits = rows.T if isa is None else products.head(head, None, rows)
+        logits = rows.T if isa is None else products.head(packed, None, rows)
         return logprobs(logits, vocabulary.argmax(logits), jnp.zeros(len(rows), jnp.int32))[0]
 
     def by(count: int) -> np.ndarray:
