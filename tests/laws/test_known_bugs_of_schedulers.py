@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from tests.support.fake_runner import Loop, expected
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import expected
 from xla_engine.scheduler import FinishReason, QueueFullError, Request, SchedulerConfig
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 

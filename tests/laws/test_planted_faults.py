@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from tests.support.device import poison_free_slots
-from tests.support.fake_runner import Loop, PlanError
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import PlanError
 from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine

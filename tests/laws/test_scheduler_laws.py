@@ -1,7 +1,8 @@
 """The scheduler's laws over generated cases, against a stand-in device that refuses wrong plans.
 
-`tests.support.fake_runner` states the laws of a plan (order, gaps, ownership, budget) and of a request (it returns
-what it returns alone). The last part breaks the scheduler on purpose, to show that these laws can fail.
+`tests.support.fake_runner` and `tests.support.fake_loop` state the laws of a plan (order, gaps, ownership, budget) and
+of a request (it returns what it returns alone). The last part breaks the scheduler on purpose, to show that these laws
+can fail.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support import fake_runner
-from tests.support.fake_runner import VOCABULARY, Loop, expected
+from tests.support import fake_loop
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import VOCABULARY, expected
 from tests.support.faults import credit_goes_to_the_slot
 from xla_engine.scheduler import (
     Events,
@@ -371,7 +373,7 @@ def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None
 
 def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a request went on where it was, with its state on the device gone."""
-    restarted = fake_runner.restarted
+    restarted = fake_loop.restarted
 
     def careless(old: Scheduler) -> Scheduler:
         fresh = restarted(old)
@@ -379,7 +381,7 @@ def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
             fresh._states[request_id].credited = state.credited
         return fresh
 
-    monkeypatch.setattr(fake_runner, "restarted", careless)
+    monkeypatch.setattr(fake_loop, "restarted", careless)
 
 
 def one_slot_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
