@@ -3,7 +3,7 @@
 Some faults do not depend on the batch at all. Alone and batched agree on the same wrong numbers, so `verify` is blind
 to them, and the comparison with `xla_engine.equivalence.reference` must see them. More faults stand beside the
 checks they belong
-to: in `test_equivalence`, `test_self_check` and `test_scheduler_laws`.
+to: in `test_equivalence`, `test_self_check` and `test_scheduler_faults`.
 """
 
 from __future__ import annotations
