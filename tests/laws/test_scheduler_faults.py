@@ -27,6 +27,7 @@ def epochs_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Slots, "release", stuck)
 
+
 def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a token went to the request that has the id now."""
     commit = Scheduler.commit
@@ -41,12 +42,15 @@ def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Scheduler, "commit", careless)
 
+
 def busy_slot_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slots, "acquire", lambda self, index=None: self.current(0))
+
 
 def slot_is_handed_over_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     due = Decoding.due
     monkeypatch.setattr(Decoding, "due", lambda self, step: due(self, step + 1) + due(self, step))
+
 
 def cap_is_one_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     join = Decoding.join
@@ -56,21 +60,26 @@ def cap_is_one_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Decoding, "join", late)
 
+
 def queue_is_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     def last(self: WaitingQueue) -> RequestState:
         return max(self, key=lambda state: state.arrival)
 
     monkeypatch.setattr(WaitingQueue, "head", property(last))
 
+
 def priority_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request ages: a low priority may starve."""
     monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (priority, arrival))
 
+
 def priority_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (arrival, arrival))
 
+
 def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crediting, "NO_CHOICE", -99)
+
 
 def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a request went on where it was, with its state on the device gone."""
@@ -84,21 +93,26 @@ def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fake_loop, "restarted", careless)
 
+
 def one_slot_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slots, "num_free", property(lambda self: max(len(self._free) - 1, 0)))
+
 
 def budget_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "grant", lambda chunks_left, *_, **__: chunks_left)
 
+
 def floor_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     grant = policy.grant
     monkeypatch.setattr(policy, "grant", lambda *args, **kwargs: grant(*args, **(kwargs | {"first": False})))
+
 
 def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(start: int, tokens: int, size: int, count: int) -> list[tuple[int, int]]:
         return [(start, min(start + size + 1, tokens))][:count]
 
     monkeypatch.setattr(policy, "next_cuts", cut)
+
 
 def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which every row gets one token more is taken too easily."""
@@ -110,8 +124,10 @@ def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Committer, "joined", careless)
 
+
 def samples_of_the_dead_are_credited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Committer, "ended", lambda *_: None)
+
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     epochs_never_move,
@@ -133,6 +149,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     samples_of_the_dead_are_credited,
 ]
 
+
 def storms() -> None:
     for seed in range(30):
         loop = storm(random.Random(seed))
@@ -140,8 +157,10 @@ def storms() -> None:
         loop.drain(lag=1)
         assert len(submitted) == len(loop.ended)
 
+
 def test_storms_pass_without_a_fault() -> None:
     storms()
+
 
 @pytest.mark.parametrize("plant", FAULTS)
 def test_planted_fault_is_caught(

@@ -51,8 +51,6 @@ def requests(request_id: str) -> st.SearchStrategy[Request]:
     )
 
 
-
-
 patience = st.none() | st.integers(0, 9)
 
 
@@ -253,47 +251,3 @@ def test_same_calls_give_the_same_plans() -> None:
         return loop.plans
 
     assert run() == run()
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

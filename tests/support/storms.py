@@ -14,6 +14,7 @@ def within(request: Request, now: float, times: tuple[int | None, int | None]) -
     deadline, queue_deadline = (None if time is None else now + time for time in times)
     return replace(request, deadline=deadline, queue_deadline=queue_deadline)
 
+
 def some_request(rng: random.Random, request_id: str) -> Request:
     return Request(
         request_id=request_id,
@@ -23,6 +24,7 @@ def some_request(rng: random.Random, request_id: str) -> Request:
         stop_token_ids=frozenset({rng.randrange(VOCABULARY)}),
         priority=rng.choice([0, 0, 0, 1, -1]),
     )
+
 
 def storm(rng: random.Random, turns: int = 40) -> Loop:
     """A loop after some turns of submits, aborts and resubmits at a lag of 0 to 3."""
