@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import CONFIG, MakeModel, assert_refused
+from tests.support.checkpoints import CONFIG, LLAMA3, MakeModel, assert_refused
 from xla_engine.graphs.config import ModelConfig, RopeScaling
 from xla_engine.model_loader.checkpoint import load_checkpoint, read_config
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 
 LLAMA3_SCALING = RopeScaling(
     rope_type="llama3",

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tests.model_loader.test_checkpoint_config import LLAMA3
-from tests.support.checkpoints import CONFIG, tensors_of, write_file, write_shards
+from tests.support.checkpoints import CONFIG, LLAMA3, tensors_of, write_file, write_shards
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 

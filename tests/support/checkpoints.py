@@ -105,3 +105,12 @@ def read_config_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 def write_file(file: Path, header: bytes, data: bytes = b"", length: int | None = None) -> None:
     file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
