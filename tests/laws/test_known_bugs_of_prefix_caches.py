@@ -55,6 +55,9 @@ def test_a_prompt_that_is_wholly_cached_still_computes_a_token(
     assert reuse.length == (7 if cut_invariant else 4)
 
 
+# From here on, bugs of R.
+
+
 def test_a_slot_reused_by_another_suffix_forgets_the_longer_prefix() -> None:
     """Reuse did not move the slot's version: the old, longer prefix still matched and returned overwritten keys."""
     stem = tuple(range(1, 9))
