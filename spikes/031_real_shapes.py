@@ -2,7 +2,7 @@
 
     python -m spikes.031_real_shapes [--tiny]
 
-Configurations are those published (`tests/model_loader/test_family_config.py`; routed and recurrent ones from here),
+Configurations are those published (`tests/support/published_configs.py`; routed and recurrent ones from here),
 cut to as many layers as have room; weights are random. Most of a step is reading weights, so the measure is bytes
 per second.
 """
@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from spikes.support.timing import describe_machine, markdown_table
-from tests.model_loader.test_family_config import PUBLISHED
+from tests.support.published_configs import PUBLISHED
 from xla_engine.bench.limits import read_bandwidth
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.batch_lines import by_line, interrupt_at, prompts
-from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
+from tests.support.command_line import ROOT, assert_not_started, invoke, run_file
 from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
-from xla_engine.batch.lines import read_lines
-from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.errors import CheckpointError
 
 
@@ -275,150 +271,6 @@ def test_help_does_not_wait_for_jax() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Complete a file of requests." in result.stdout
-
-
-ATTACKS = {
-    "invalid_json_line": [
-        b'{"prompt": "broken',
-        b'{"prompt": "x", "temperature": NaN}',
-        b'{"prompt": "\xff\xfe"}',
-        rb'{"prompt": "\ud800"}',
-        b"[" * 100_000,
-    ],
-    "line_too_long": [b'{"prompt": "' + b"x" * 10_000_000 + b'"}'],
-    "duplicate_custom_id": [b'{"prompt": "x", "custom_id": "twice"}'],
-    "token_limit_exceeded": [
-        b'{"prompt": "x", "max_tokens": 100000}',
-        b'{"prompt": "%s", "max_tokens": 1}' % (b"def f(x): return x " * 20_000),
-    ],
-    "invalid_request": [
-        b'{"prompt": ""}',
-        b'{"prompt": []}',
-        b'{"prompt": [1000000]}',
-        b'{"prompt": [-1]}',
-        b'{"prompt": "x", "max_tokens": 0}',
-        b'{"prompt": "x", "temperature": -1}',
-        b'{"prompt": "x", "top_p": 0}',
-        b'{"prompt": "x", "unknown": 1}',
-        b'{"method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}',
-    ],
-}
-GOOD = [
-    b'{"prompt": "def f(x):\\n", "temperature": 0, "ignore_eos": true, "max_tokens": 5, "custom_id": "twice",'
-    b' "logprobs": 0}',
-    b'{"prompt": [10, 11, 12], "seed": 1, "max_tokens": 7}',
-    b'{"custom_id": "c", "method": "POST", "url": "/v1/completions",'
-    b' "body": {"model": "m", "prompt": "import ", "max_tokens": 3, "seed": 2, "logprobs": 0}}',
-]
-
-
-def start(*arguments: str | Path, python: tuple[str, ...] = ("-m", "xla_engine")) -> subprocess.Popen[bytes]:
-    command = [sys.executable, *python, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Path) -> None:
-    """Every bad line of the list between good ones, through the real engine on the embedded model."""
-    expected = [(code, raw) for code, raws in ATTACKS.items() for raw in raws]
-    bad = [raw for _, raw in expected]
-    (tmp_path / "good.jsonl").write_bytes(b"\n".join(GOOD))
-    (tmp_path / "all.jsonl").write_bytes(b"\n".join([*GOOD, *bad, GOOD[1]]))
-    for name, status in (("good", 0), ("all", 1)):
-        process = start("run", tmp_path / f"{name}.jsonl", "-o", tmp_path / f"{name}.out")
-        _, stderr = process.communicate(timeout=240)
-        assert process.returncode == status, stderr.decode()
-        assert b"Traceback" not in stderr
-    alone, together = (by_line(records_of(tmp_path / f"{name}.out")) for name in ("good", "all"))
-
-    def choices(records: dict[int, dict[str, Any]], line: int) -> Any:
-        return records[line]["response"]["body"]["choices"]
-
-    for line, cap in ((1, 5), (2, 7), (3, 3)):
-        assert 1 <= alone[line]["response"]["body"]["usage"]["completion_tokens"] <= cap
-    assert (
-        len(choices(alone, 1)[0]["logprobs"]["token_logprobs"]) > 0
-        and choices(alone, 2)[0]["logprobs"] is None
-    )
-    assert alone[3]["custom_id"] == "c" and alone[3]["response"]["body"]["model"] == "m"
-    for line in (1, 2, 3):
-        assert choices(together, line) == choices(alone, line)
-    assert choices(together, len(together)) == choices(alone, 2)
-    for line, (code, raw) in enumerate(expected, len(GOOD) + 1):
-        error = together[line]["error"]
-        assert error and (error["code"], error["line"]) == (code, line), (raw[:60], together[line])
-    assert len(together) == len(GOOD) + len(bad) + 1
-    messages = [record["error"]["message"] for record in together.values() if record["error"]]
-    over = next(message for message in messages if "(100000)" in message)
-    assert "100001" in over and "max_model_len" in over  # all three numbers of the sum and its limit
-
-
-def test_a_real_ctrl_c(tmp_path: Path) -> None:
-    """An interrupt once results have come: status 130, complete lines only."""
-    lines = b'{"prompt": "def f(x):\\n", "ignore_eos": true, "max_tokens": 200}\n' * 2000
-    (tmp_path / "in.jsonl").write_bytes(lines)
-    out = tmp_path / "out.jsonl"
-    # A shell may start its background jobs, this test among them, with SIGINT ignored.
-    listen = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import xla_engine.__main__"
-    )
-    process = start("run", tmp_path / "in.jsonl", "-o", out, python=("-c", listen))
-    deadline = time.monotonic() + 120
-    while (
-        not (out.exists() and out.stat().st_size) and process.poll() is None and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr.decode()
-    assert b"Traceback" not in stderr and b"interrupted: " in stderr and b"once more to stop" in stderr
-    assert 0 < len(by_line(records_of(out))) < 2000
-    assert b" 0 requests under way" in stderr  # the first interrupt let them finish
-
-
-def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    """As with `| head -1`: no traceback, no second message at exit."""
-    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "def f(x):\\n", "max_tokens": 3}\n' * 500)
-    process = start("run", tmp_path / "in.jsonl", "-o", "-")
-    assert process.stdout is not None and process.stderr is not None
-    first = process.stdout.readline()
-    process.stdout.close()
-    stderr = process.stderr.read().decode()
-    process.stderr.close()
-    assert process.wait(timeout=60) == 1, stderr
-    assert json.loads(first)["error"] is None
-    assert "Broken pipe" in stderr and "Traceback" not in stderr and "Exception ignored" not in stderr
-
-
-def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
-    """Sixty-four requests and more than there are slots, of many lengths, caps and settings."""
-    from xla_engine.config import embedded_model_directory
-    from xla_engine.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_pretrained(embedded_model_directory())
-    for name, least in (("requests.jsonl", 72), ("openai_batch.jsonl", 5)):
-        with open(ROOT / "examples" / name, "rb") as source:
-            requests = [parse_line(line.raw or b"", line.number) for line in read_lines(source)]
-        assert all(isinstance(request, LineRequest) for request in requests) and len(requests) >= least
-        lengths = [len(tokenizer.encode(p) if isinstance(p, str) else p) for r in requests for p in r.prompts]
-        assert max(n + r.params.max_tokens for n, r in zip(lengths, requests, strict=True)) < 512
-        assert len({r.custom_id for r in requests}) == len(requests)
-        assert len(set(lengths)) > least // 4 and len({r.params.max_tokens for r in requests}) > least // 4
-
-
-@pytest.mark.slow
-def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
-    command = tmp_path / "bin" / "xla-engine"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m xla_engine "$@"\n')
-    command.chmod(0o755)
-    paths = f"{command.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths}
-    example = ["bash", ROOT / "examples" / "more_requests_than_memory.sh", tmp_path / "results"]
-    done = subprocess.run(example, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines().count("same") == 5, "a run differs from the first"
-    assert "tokens found" in done.stdout and "preemptions" in done.stdout
-    assert (tmp_path / "results" / "steps.html").stat().st_size > 10_000
 
 
 def test_flags_keep_their_old_names_unseen() -> None:

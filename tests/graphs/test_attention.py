@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,191 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.device import read_cache
+from tests.support.attention_cases import (
+    BACKENDS,
+    FEATURES,
+    INTERPRET,
+    POSITIONS,
+    SHAPES,
+    Case,
+    Features,
+    _stored,
+    assert_as_numpy,
+    bits,
+    each_backend,
+)
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import (
-    KEY_SPAN,
     Attention,
-    AttentionCall,
-    AttentionWeights,
-    LayerCache,
 )
-from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
-from xla_engine.graphs.config import FULL, SLIDING, AttentionForm
 from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.runner.backends import choose_attention
-
-INTERPRET = jax.default_backend() != "gpu"
-BACKENDS: list[Attention] = [XlaAttention(), GpuAttention(interpret=INTERPRET)]
-if isinstance(native := choose_attention("auto"), NativeAttention):
-    BACKENDS.append(native)
-POSITIONS = 512
-each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-
-
-class Case:
-    """Random cache, projections and lengths of 4 decode rows, or of 3 prefill lanes: two chunks of one prompt, one
-    shorter than its width, and an unused lane."""
-
-    def __init__(
-        self, heads: tuple[int, int, int], dtype: Any, seed: int = 0, features: Features | None = None
-    ) -> None:
-        self.heads, self.kv_heads, self.head_dim = heads
-        self.dtype = jnp.dtype(dtype)
-        draw = np.random.default_rng(seed)
-        self.features = features or Features()
-        self.form = self.features.form(self.head_dim)
-        self.weights = self.features.weights(self.heads, self.head_dim, draw)
-        self.tables: np.ndarray | None = None
-        self.key_length = POSITIONS
-        shape = (4, self.kv_heads, POSITIONS, self.head_dim)
-        self.cache = tuple(
-            np.asarray(jnp.asarray(draw.standard_normal(shape, np.float32), dtype)) for _ in range(2)
-        )
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = draw.standard_normal((4, width), np.float32)
-        self.length = np.array([0, 255, 256, 511], np.int32)
-        self.live = np.array([True, True, True, True])
-        self.chunks = draw.standard_normal((3, 24, width), np.float32)
-        self.slot = np.array([1, 1, 2], np.int32)
-        self.start = np.array([240, 264, 9], np.int32)
-        self.count = np.array([24, 19, 0], np.int32)
-        model = replace(TINY, head_dim=self.head_dim)
-        self.rope = jnp.asarray(rope_tables(model, POSITIONS)[0])
-
-    def decode(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Cache `[B, KV, S, Dh]` and result `[B, H Dh]` of a decode call; `changes` replace attributes."""
-        own = {**vars(self), **changes}
-        layer, out = _decode(backend, self.dtype, self.form, _stored(backend, own["cache"]), own["qkv"], self.rope,
-                             self.weights, own["length"], own["live"], own["tables"], own["key_length"])  # fmt: skip
-        return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32)
-
-    def prefill(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """The same of a prefill call: result `[P, T, H Dh]`."""
-        own = {**vars(self), **changes}
-        chunks = own["chunks"]
-        layer, out = _prefill(backend, self.dtype, self.form, _stored(backend, own["cache"]), chunks, self.rope,
-                              self.weights, own["slot"], own["start"], own["count"], own["tables"],
-                              own["key_length"])  # fmt: skip
-        return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32).reshape(
-            *chunks.shape[:2], -1
-        )
-
-    def expected(
-        self, cache: tuple[np.ndarray, np.ndarray], qkv: np.ndarray, slot: int, position: int
-    ) -> np.ndarray:
-        """Attention of one token over a cache that holds its key, in float64: `[H Dh]`."""
-        cos, sin = np.asarray(self.rope, np.float64)[position]
-        heads = qkv.reshape(-1, self.head_dim)[: self.heads].astype(np.float64)
-        q_norm, _, sinks = self.weights
-        if q_norm is not None:
-            heads = heads / np.sqrt((heads**2).mean(axis=1, keepdims=True) + self.form.norm_eps) * q_norm
-        first, second = np.split(heads, 2, axis=1)
-        q = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
-        seen = slice(max(0, position + 1 - (self.form.window or POSITIONS)), position + 1)
-        keys, values = (x[slot, :, seen].astype(np.float64) for x in cache)
-        out = []
-        for head, query in enumerate(q):
-            of = head // (self.heads // self.kv_heads)
-            scores = keys[of] @ query * self.form.scale
-            if self.form.softcap is not None:
-                scores = self.form.softcap * np.tanh(scores / self.form.softcap)
-            weights = np.exp(scores - scores.max())
-            sink = 0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
-            out.append(weights @ values[of] / (weights.sum() + sink))
-        return np.concatenate(out)
-
-    def in_blocks(self, size: int, seed: int = 7) -> dict[str, Any]:
-        """The same cache in blocks of `size` positions, in any order, among blocks of NaN."""
-        draw = np.random.default_rng(seed)
-        slots, blocks = len(self.cache[0]), POSITIONS // size
-        place = draw.permutation(slots * blocks + 5)[: slots * blocks]
-        pool = []
-        for each in self.cache:
-            parts = each.reshape(slots, self.kv_heads, blocks, size, -1).swapaxes(1, 2)
-            stored = np.full((slots * blocks + 5, *parts.shape[2:]), np.nan, each.dtype)
-            stored[place] = parts.reshape(-1, *parts.shape[2:])
-            pool.append(stored)
-        return {"cache": tuple(pool), "tables": place.reshape(slots, blocks).astype(np.int32)}
-
-
-@dataclass(frozen=True)
-class Features:
-    """What a model's attention has beside Llama's."""
-
-    window: int | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    norms: bool = False
-    sinks: bool = False
-
-    def form(self, head_dim: int) -> AttentionForm:
-        return AttentionForm(
-            scale=head_dim**-0.5 if self.scale is None else self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            norm_eps=1e-3,
-        )
-
-    def weights(self, heads: int, head_dim: int, draw: np.random.Generator) -> AttentionWeights:
-        norms = [draw.uniform(0.5, 2, head_dim).astype(np.float32) if self.norms else None for _ in range(2)]
-        return AttentionWeights(*norms, draw.uniform(-1, 5, heads).astype(np.float32) if self.sinks else None)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 10))
-def _decode(
-    backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, qkv: Any, rope: Any, weights: Any,
-    length: Any, live: Any, tables: Any, key_length: int,
-) -> Any:  # fmt: skip
-    call = AttentionCall(form, weights, rope[length], key_length, dtype, tables)
-    return backend.attend_decode(layer, qkv, call, length=length, live=live)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 11))
-def _prefill(
-    backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, chunks: Any, rope: Any, weights: Any,
-    slot: Any, start: Any, count: Any, tables: Any, key_length: int,
-) -> Any:  # fmt: skip
-    angles = rope[start[:, None] + jnp.arange(chunks.shape[1])]
-    call = AttentionCall(form, weights, angles, key_length, dtype, tables)
-    qkv = chunks.reshape(-1, chunks.shape[2])
-    return backend.attend_prefill(layer, qkv, call, slot=slot, start=start, count=count)
-
-
-def _stored(backend: Attention, cache: tuple[np.ndarray, np.ndarray]) -> LayerCache:
-    return backend.from_host(*(np.array(each) for each in cache))
-
-
-def bits(array: np.ndarray) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
-
-
-SHAPES = [
-    ((9, 3, 64), jnp.bfloat16),
-    ((7, 1, 96), jnp.float32),
-    ((8, 1, 128), jnp.bfloat16),
-    ((3, 3, 64), jnp.float32),
-]
-
-
-def assert_as_numpy(case: Case, backend: Attention) -> None:
-    tolerance = 0.02 if case.dtype == jnp.bfloat16 else 2e-5
-    cache, out = case.decode(backend)
-    for row, position in enumerate(case.length):
-        expected = case.expected(cache, case.qkv[row], row, position)
-        np.testing.assert_allclose(out[row], expected, atol=tolerance)
-    cache, out = case.prefill(backend)
-    for lane, token in ((0, 0), (0, 23), (1, 0), (1, 18)):
-        expected = case.expected(cache, case.chunks[lane, token], case.slot[lane], case.start[lane] + token)
-        np.testing.assert_allclose(out[lane, token], expected, atol=tolerance)
 
 
 @pytest.mark.parametrize(("heads", "dtype"), SHAPES, ids=str)
@@ -206,14 +43,6 @@ def assert_as_numpy(case: Case, backend: Attention) -> None:
 def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, int], dtype: Any) -> None:
     """Any number of heads and groups, head sizes that are no power of two, first and last positions."""
     assert_as_numpy(Case(heads, dtype), backend)
-
-
-FEATURES = [
-    ((6, 2, 64), jnp.bfloat16, Features(norms=True), 64),
-    ((4, 1, 80), jnp.float32, Features(window=100, softcap=5.0, scale=0.3, sinks=True), 16),
-    ((20, 1, 48), jnp.float32, Features(window=33, sinks=True), 128),
-    ((6, 2, 96), jnp.bfloat16, Features(window=300, softcap=20.0, norms=True, sinks=True), 32),
-]
 
 
 # What is slow to compile or interpret, and shown by the others.
@@ -253,79 +82,6 @@ def test_norms_windows_caps_sinks_and_blocks(
         for contiguous, blocks in zip(kept, pool, strict=True):
             by_slot = blocks[pooled["tables"]].swapaxes(1, 2).reshape(contiguous.shape)
             assert bits(by_slot) == bits(contiguous)
-
-
-@pytest.mark.parametrize("backend", [XlaAttention(call_positions=64)], ids=["xla"])
-def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
-    """Three rounds of it, in lanes of one call and of several, over stale values of another owner; then decode."""
-    case = Case((2, 1, 64), jnp.float32, features=Features(window=100))
-    case.rope = jnp.asarray(rope_tables(replace(TINY, head_dim=64), 4 * KEY_SPAN)[0])
-    draw, runs = np.random.default_rng(2), []
-    tokens = draw.standard_normal((900, 256), np.float32)
-    for positions, apart in ((KEY_SPAN, False), (KEY_SPAN, True), (4 * KEY_SPAN, False)):
-        cache = tuple(draw.standard_normal((4, 1, positions, 64), np.float32) for _ in range(2))
-        found, slot = [], np.array([2, 2], np.int32)
-        for at in range(0, 832, 64):
-            chunks = tokens[at : at + 64].reshape(2, 32, -1)
-            start, both = np.array([at, at + 32], np.int32), np.array([32, 32], np.int32)
-            for count in [both * [1, 0], both * [0, 1]] if apart else [both]:
-                own = {"slot": slot, "start": start, "count": count.astype(np.int32), "chunks": chunks}
-                cache, out = case.prefill(backend, cache=cache, key_length=4 * KEY_SPAN, **own)
-                found.append(out[count > 0].reshape(-1, 128))
-        for at in range(832, 840):
-            own = {"length": np.full(4, at, np.int32), "live": np.arange(4) == 2, "qkv": tokens[[at] * 4]}
-            cache, out = case.decode(backend, cache=cache, key_length=4 * KEY_SPAN, **own)
-            found.append(out[2:3])
-        runs.append(np.concatenate(found))
-    assert bits(runs[0]) == bits(runs[1])
-    np.testing.assert_allclose(runs[0], runs[2], atol=2e-5)
-
-
-@pytest.mark.parametrize(("length", "whole"), [(300, 2), (700, 3), (1024, 4)])
-@pytest.mark.parametrize(
-    "backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name
-)
-def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) -> None:
-    """To another slot; spans behind the length are written as well where the backend has stale values cleared."""
-    draw = np.random.default_rng(length)
-    cache = tuple(draw.standard_normal((2, 1, 512, 64), np.float32) for _ in range(2))
-    layer, size = _stored(backend, cache), jnp.int32(length)
-    spans = [backend.read_span(layer, jnp.int32(0), jnp.int32(span)) for span in range(whole)]
-    for span in range(whole if backend.bounded_by_length else 4):
-        moved = spans[min(span, whole - 1)]
-        layer = backend.write_span(layer, jnp.int32(1), jnp.int32(span), moved, size)
-    valid = min(length, 512)
-    for old, new in zip(cache, backend.to_host(layer, 64), strict=True):
-        assert bits(new[1, :, :valid]) == bits(old[0, :, :valid]) and bits(new[0]) == bits(old[0])
-
-
-def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
-    model = replace(TINY, num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=300)
-    for backend in (XlaAttention(call_positions=128), NativeAttention("any", call_positions=128)):
-        spec = ModelSpec(model, jnp.dtype(jnp.bfloat16), backend)
-        for length, kept in ((2048, [512, 2048]), (256, [256, 256])):
-            layers = to_host(spec, make_cache(spec, 8, length))
-            assert [keys.shape[2] for keys, _ in layers] == kept
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("auto", "bfloat16"), pytest.param("xla", "float32", marks=pytest.mark.slow)]
-)
-def test_an_engine_with_rings_keeps_the_law(
-    make_engine: Callable[..., XlaBatchEngine], name: str, dtype: str
-) -> None:
-    """Prompts longer than a ring, beside layers that keep everything."""
-    model = replace(
-        TINY, layer_types=(SLIDING, FULL), sliding_window=100, qk_norm="head", max_position_embeddings=1024
-    )
-    config = replace(
-        TINY_ENGINE, attention_backend=name, max_model_len=800, prefill_lanes=(8,), key_buckets=(512,)
-    )
-    engine = make_engine(config, dtype, model)
-    assert [keys.shape[2] for keys, _ in read_cache(engine.runner)] == [256, 1024]
-    report = verify(engine, requests=16, schedules=2, seed=6, lags=(0, 1))
-    assert report.ok, "\n".join(report.lines())
-    assert report.compiles_after_warmup == 0
 
 
 @each_backend
@@ -457,52 +213,6 @@ def test_an_engine_on_gpu_kernels_keeps_the_law(make_engine: Callable[..., XlaBa
     report = verify(engine, requests=24, schedules=2, seed=5, lags=(0, 1))
     assert report.ok, "\n".join(report.lines())
     assert report.compiles_after_warmup == 0
-
-
-@contextlib.contextmanager
-def hopper() -> Any:
-    """Lower for an H200 on a machine without one. Versions that need no device description have none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        if not hasattr(jax.sharding, "AbstractDevice"):
-            yield
-            return
-        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            yield
-
-
-LOWERED = [(heads, dtype, None, None) for heads, dtype in [*SHAPES, ((32, 8, 128), jnp.bfloat16)]]
-
-
-@pytest.mark.parametrize(("heads", "dtype", "features", "block_size"), [*LOWERED, *FEATURES], ids=str)
-def test_the_kernels_lower_for_cuda(
-    heads: tuple[int, int, int], dtype: Any, features: Features | None, block_size: int | None
-) -> None:
-    """Through Triton, with both cache buffers aliased to the write kernel's outputs."""
-    case, backend = Case(heads, dtype, features=features), GpuAttention()
-    stored = case.in_blocks(block_size) if block_size else {"cache": case.cache, "tables": None}
-    layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in stored["cache"]))
-    rest = case.rope, case.weights
-    decode = (case.form, layer, case.qkv, *rest, case.length, case.live, stored["tables"], POSITIONS)
-    prefill = (
-        case.form,
-        layer,
-        case.chunks,
-        *rest,
-        case.slot,
-        case.start,
-        case.count,
-        stored["tables"],
-        POSITIONS,
-    )
-    with hopper():
-        for function, arguments, kernels in ((_decode, decode, 3), (_prefill, prefill, 1)):
-            lowered = function.trace(backend, case.dtype, *arguments).lower(lowering_platforms=("cuda",))
-            text = lowered.as_text()
-            calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
-            assert len(calls) == kernels
-            assert sum(line.count("output_operand_alias<") for line in calls) == (2 if kernels == 3 else 0)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

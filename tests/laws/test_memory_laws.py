@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from tests.support.adversary import adversary
-from tests.support.fake_runner import Loop
+from tests.support.fake_loop import Loop
 from xla_engine.scheduler import FinishReason
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 

@@ -3,7 +3,7 @@
 Some faults do not depend on the batch at all. Alone and batched agree on the same wrong numbers, so `verify` is blind
 to them, and the comparison with `xla_engine.equivalence.reference` must see them. More faults stand beside the
 checks they belong
-to: in `test_equivalence`, `test_self_check` and `test_scheduler_laws`.
+to: in `test_equivalence`, `test_self_check` and `test_scheduler_faults`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from tests.support.device import poison_free_slots
-from tests.support.fake_runner import Loop, PlanError
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import PlanError
 from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine

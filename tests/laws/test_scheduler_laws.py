@@ -1,13 +1,13 @@
 """The scheduler's laws over generated cases, against a stand-in device that refuses wrong plans.
 
-`tests.support.fake_runner` states the laws of a plan (order, gaps, ownership, budget) and of a request (it returns
-what it returns alone). The last part breaks the scheduler on purpose, to show that these laws can fail.
+`tests.support.fake_runner` and `tests.support.fake_loop` state the laws of a plan (order, gaps, ownership, budget) and
+of a request (it returns what it returns alone). `test_scheduler_faults` breaks the scheduler on purpose, to show that
+these laws can fail.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,26 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support import fake_runner
-from tests.support.fake_runner import VOCABULARY, Loop, expected
-from tests.support.faults import credit_goes_to_the_slot
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import VOCABULARY, expected
+from tests.support.storms import some_request, storm, within
 from xla_engine.scheduler import (
-    Events,
     FinishReason,
     Plan,
     Request,
-    Scheduler,
     SchedulerConfig,
-    Slot,
-    Slots,
-    StepResult,
-    WaitingQueue,
     policy,
 )
-from xla_engine.scheduler.request_state import RequestState
-from xla_engine.scheduler.steps import commit as crediting
-from xla_engine.scheduler.steps.commit import Committer
-from xla_engine.scheduler.steps.decode import Decoding
 
 QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -59,11 +49,6 @@ def requests(request_id: str) -> st.SearchStrategy[Request]:
         stop_token_ids=st.frozensets(token_ids, max_size=3),
         priority=st.sampled_from([0, 0, -1, 2, 10]),
     )
-
-
-def within(request: Request, now: float, times: tuple[int | None, int | None]) -> Request:
-    deadline, queue_deadline = (None if time is None else now + time for time in times)
-    return replace(request, deadline=deadline, queue_deadline=queue_deadline)
 
 
 patience = st.none() | st.integers(0, 9)
@@ -266,195 +251,3 @@ def test_same_calls_give_the_same_plans() -> None:
         return loop.plans
 
     assert run() == run()
-
-
-def some_request(rng: random.Random, request_id: str) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))),
-        max_tokens=rng.randint(1, 8),
-        host_gated=rng.random() < 0.3,
-        stop_token_ids=frozenset({rng.randrange(VOCABULARY)}),
-        priority=rng.choice([0, 0, 0, 1, -1]),
-    )
-
-
-def storm(rng: random.Random, turns: int = 40) -> Loop:
-    """A loop after some turns of submits, aborts and resubmits at a lag of 0 to 3."""
-    loop = Loop(
-        SchedulerConfig(
-            max_num_seqs=rng.randint(1, 3),
-            chunk_size=3,
-            max_num_batched_tokens=rng.choice([2, 8, 30]),
-            priority_aging=2,
-        )
-    )
-    lag = rng.randint(0, 3)
-    for _ in range(turns):
-        for _ in range(rng.choice([0, 0, 1, 1, 3])):
-            request_id = f"r{rng.randrange(5)}"
-            if rng.random() < 0.5:
-                loop.finish(request_id)
-            if request_id not in loop.live:
-                times = rng.choice([(None, None), (None, None), (4, None), (30, 2)])
-                loop.submit(within(some_request(rng, request_id), loop.now, times))
-        loop.pass_time(1)
-        if rng.random() < 0.03:
-            loop.restart()
-        loop.turn(lag)
-        loop.scheduler.check()
-    return loop
-
-
-def epochs_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = Slots.release
-
-    def stuck(self: Slots, slot: Slot, use: int = 0) -> None:
-        release(self, slot, use)
-        self._epochs[slot.index] -= 1
-
-    monkeypatch.setattr(Slots, "release", stuck)
-
-
-def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a token went to the request that has the id now."""
-    commit = Scheduler.commit
-
-    def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
-        def today(part):  # type: ignore[no-untyped-def]
-            state = self._states.get(part.request_id)
-            return replace(part, slot=state.tenancy) if state and state.tenancy else part
-
-        plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
-        return commit(self, plan, result)
-
-    monkeypatch.setattr(Scheduler, "commit", careless)
-
-
-def busy_slot_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slots, "acquire", lambda self, index=None: self.current(0))
-
-
-def slot_is_handed_over_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    due = Decoding.due
-    monkeypatch.setattr(Decoding, "due", lambda self, step: due(self, step + 1) + due(self, step))
-
-
-def cap_is_one_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = Decoding.join
-
-    def late(self: Decoding, state: RequestState, step: int, *, sampled: int) -> None:
-        join(self, state, step + 1, sampled=sampled)
-
-    monkeypatch.setattr(Decoding, "join", late)
-
-
-def queue_is_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(self: WaitingQueue) -> RequestState:
-        return max(self, key=lambda state: state.arrival)
-
-    monkeypatch.setattr(WaitingQueue, "head", property(last))
-
-
-def priority_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request ages: a low priority may starve."""
-    monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (priority, arrival))
-
-
-def priority_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (arrival, arrival))
-
-
-def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crediting, "NO_CHOICE", -99)
-
-
-def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a request went on where it was, with its state on the device gone."""
-    restarted = fake_runner.restarted
-
-    def careless(old: Scheduler) -> Scheduler:
-        fresh = restarted(old)
-        for request_id, state in old._states.items():
-            fresh._states[request_id].credited = state.credited
-        return fresh
-
-    monkeypatch.setattr(fake_runner, "restarted", careless)
-
-
-def one_slot_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slots, "num_free", property(lambda self: max(len(self._free) - 1, 0)))
-
-
-def budget_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "grant", lambda chunks_left, *_, **__: chunks_left)
-
-
-def floor_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    grant = policy.grant
-    monkeypatch.setattr(policy, "grant", lambda *args, **kwargs: grant(*args, **(kwargs | {"first": False})))
-
-
-def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(start: int, tokens: int, size: int, count: int) -> list[tuple[int, int]]:
-        return [(start, min(start + size + 1, tokens))][:count]
-
-    monkeypatch.setattr(policy, "next_cuts", cut)
-
-
-def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in which every row gets one token more is taken too easily."""
-    joined = Committer.joined
-
-    def careless(self: Committer, state: RequestState) -> None:
-        joined(self, state)
-        self._stops.clear()
-
-    monkeypatch.setattr(Committer, "joined", careless)
-
-
-def samples_of_the_dead_are_credited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Committer, "ended", lambda *_: None)
-
-
-FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    epochs_never_move,
-    credit_ignores_the_tenancy,
-    credit_goes_to_the_slot,
-    busy_slot_is_given_away,
-    slot_is_handed_over_a_step_early,
-    cap_is_one_too_high,
-    queue_is_a_stack,
-    priority_is_strict,
-    priority_is_ignored,
-    missing_choice_is_taken_for_a_token,
-    tokens_are_kept_over_a_restart,
-    one_slot_is_never_used,
-    budget_is_ignored,
-    floor_is_forgotten,
-    cut_depends_on_the_load,
-    stop_tokens_are_overlooked,
-    samples_of_the_dead_are_credited,
-]
-
-
-def storms() -> None:
-    for seed in range(30):
-        loop = storm(random.Random(seed))
-        submitted = [life.request for life in (*loop.ended, *loop.live.values())]
-        loop.drain(lag=1)
-        assert len(submitted) == len(loop.ended)
-
-
-def test_storms_pass_without_a_fault() -> None:
-    storms()
-
-
-@pytest.mark.parametrize("plant", FAULTS)
-def test_planted_fault_is_caught(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    # PlanError is an AssertionError; a token for a request that is not there is a LookupError.
-    with pytest.raises((AssertionError, ValueError, LookupError)):
-        storms()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,14 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tests.support.gguf_files import Kind, rewrite_gguf, write_gguf
+from tests.support.gguf_checks import GOLDEN, embedded_tokenizer
+from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig, embedded_model_directory
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.errors import CheckpointError
 from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_model
@@ -32,7 +28,6 @@ from xla_engine.model_loader.model_files import open_model
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.tokenizer import Tokenizer
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 BLOCKS = replace(TINY, hidden_size=64, intermediate_size=96)  # rows of whole blocks of 32
 
 
@@ -42,13 +37,6 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("blocks") / "model"
     write_checkpoint(BLOCKS, random_weights(BLOCKS, dtype="bfloat16", scale=0.3), directory)
     return directory
-
-
-def assert_refused(path: Path, *words: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        dict(load_checkpoint(path).weights)
-    for word in (str(path), *words):
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["gqa_tied", "untied_odd_heads"])
@@ -124,16 +112,6 @@ def test_experts_are_taken_out_of_their_stack(kind: Kind, tmp_path: Path) -> Non
         np.testing.assert_array_equal(stored.weights[leaf], array, err_msg=leaf)
 
 
-def test_a_stack_of_other_length_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "families" / "mixtral", tmp_path / "m.gguf")
-    content = path.read_bytes()
-    key = b"llama.expert_count" + struct.pack("<I", 4)
-    assert content.count(key) == 1
-    at = content.index(key) + len(key)
-    path.write_bytes(content[:at] + struct.pack("<I", 4) + content[at + 4 :])  # of five
-    assert_refused(path, "experts.0.w2.weight is missing")
-
-
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.BF16, ml_dtypes.bfloat16), (Kind.F16, np.float16)])
 def test_half_precision_is_read_as_it_is(blocks: Path, kind: Kind, dtype: Any, tmp_path: Path) -> None:
     stored = load_checkpoint(write_gguf(blocks, tmp_path / "m.gguf", kind=kind), dtype="float32")
@@ -175,20 +153,6 @@ def test_llama_3_scaling_is_found_again_in_its_divisors(original: int, tmp_path:
         assert found.rope_type == "longrope" and max(found.short_factor) == wanted.factor
 
 
-def embedded_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """The embedded model's byte-level tokenizer as llama.cpp's converter writes one."""
-    state = json.loads((embedded_model_directory() / "tokenizer.json").read_text())
-    special = {token["content"] for token in state["added_tokens"]}
-    vocabulary = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([3 if token in special else 1 for token in vocabulary])
-    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
-    writer.add_eos_token_id(0)
-    writer.add_chat_template("{{ messages[0].content }}")
-
-
 def test_the_engine_gives_the_same_bits_from_a_gguf_file(embedded: XlaBatchEngine, tmp_path: Path) -> None:
     path = write_gguf(
         embedded_model_directory(), tmp_path / "m.gguf", kind=Kind.BF16, tokenizer=embedded_tokenizer
@@ -228,124 +192,6 @@ def test_a_tokenizer_json_beside_the_file_is_taken(tmp_path: Path) -> None:
 
 
 # Refusals
-
-
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert_refused(path, "xla-engine[gguf]")
-
-
-def test_paths_that_are_no_gguf_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no such directory.*\.gguf"):
-        load_checkpoint(tmp_path / "absent.gguf")
-    (tmp_path / "empty.gguf").touch()
-    assert_refused(tmp_path / "empty.gguf", "not readable")
-    (tmp_path / "text.gguf").write_text("a text that is no GGUF file")
-    assert_refused(tmp_path / "text.gguf", "magic")
-
-
-@pytest.mark.parametrize(
-    ("extra", "word"),
-    [
-        ({"expert_shared_count": 4}, "llama.expert_shared_count = 4"),
-        ({"attention.max_alibi_bias": 8.0}, "max_alibi_bias"),
-        ({"attention.sliding_window": 16}, "sliding_window"),
-    ],
-)
-def test_what_is_not_built_in_is_refused_by_name(extra: dict[str, Any], word: str, tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", extra=extra)
-    assert_refused(path, word, "not supported")
-
-
-@pytest.mark.parametrize("value", ["many", True, ["a"], [2, 3], -1, 2**63, float("nan")], ids=str)
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("llama.block_count", "llama.embedding_length", "llama.attention.head_count"),
-        *("llama.rope.freq_base", "llama.attention.key_length", "llama.rope.dimension_count"),
-    ],
-)
-def test_metadata_of_other_types_are_refused(key: str, value: Any, tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    rewrite_gguf(path, lambda fields: fields.update({key: value}))
-    assert_refused(path, key.split(".")[-1] if isinstance(value, str | bool | list) else "")
-
-
-@pytest.mark.parametrize("value", [3, 0.5, "text", [1, 2], [""]], ids=str)
-def test_tokens_of_other_types_are_refused_or_left_out(value: Any, tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", tokenizer=embedded_tokenizer)
-    rewrite_gguf(path, lambda fields: fields.update({"tokenizer.ggml.tokens": value}))
-    files = open_model(path)
-    files.chat_template()
-    with pytest.raises(CheckpointError, match=r"m\.gguf"):
-        files.tokenizer()
-
-
-def test_a_key_that_repeats_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    content = path.read_bytes()
-    (count,) = struct.unpack("<Q", content[16:24])
-    key = b"llama.attention.value_length"
-    pair = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 8)
-    path.write_bytes(content[:16] + struct.pack("<Q", count + 1) + pair + content[24:])
-    assert_refused(path, "llama.attention.value_length", "twice")
-
-
-def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    length = struct.pack("<Q", 5)
-    path.write_bytes(path.read_bytes().replace(length + b"llama", length + b"mamba"))
-    assert_refused(path, "general.architecture", "mamba", "qwen2")
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "word"),
-    [
-        (4, struct.pack("<I", 1), "version 1"),
-        (4, struct.pack(">I", 3), "byte order"),
-        (8, struct.pack("<Q", 2**63), "tensor"),
-        (16, struct.pack("<Q", 2**63), ""),
-        (24, struct.pack("<Q", 2**40), "ends within its header"),
-    ],
-)
-def test_impossible_headers_are_refused(at: int, value: bytes, word: str, tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    content = path.read_bytes()
-    path.write_bytes(content[:at] + value + content[at + len(value) :])
-    assert_refused(path, word)
-
-
-def test_truncated_files_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    content = path.read_bytes()
-    for length in [*range(1, 64), *range(64, 2000, 97), len(content) // 2, len(content) - 1]:
-        path.write_bytes(content[:length])
-        assert_refused(path)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    edits=st.lists(
-        st.tuples(st.integers(0, 3000), st.integers(0, 4), st.binary(max_size=8)), min_size=1, max_size=4
-    )
-)
-def test_fuzzed_headers_load_or_are_refused(edits: list[tuple[int, int, bytes]], tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    if not (tmp_path / "whole").exists():
-        write_gguf(GOLDEN / "gqa_tied", tmp_path / "whole", tokenizer=embedded_tokenizer)
-    content = (tmp_path / "whole").read_bytes()
-    for at, deleted, inserted in edits:
-        content = content[:at] + inserted + content[at + deleted :]
-    path.write_bytes(content)
-    try:
-        files = open_model(path)
-        checkpoint = load_checkpoint(files)
-        Tokenizer.of_model(files)
-        files.chat_template()
-    except CheckpointError:
-        return
-    assert checkpoint.weights.keys()
 
 
 def test_rotary_rows_really_differ_in_the_file(tmp_path: Path) -> None:

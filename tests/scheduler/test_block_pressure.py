@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.adversary import adversary
-from tests.support.fake_runner import Loop, expected
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import expected
 from tests.support.policy_loop import PolicyLoop
 from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
 from xla_engine.scheduler.kv.block_hashes import BlockHashes

@@ -6,18 +6,25 @@ import doctest
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 import xla_engine
 from tests.support.fake_runner import decoded_of
+from tests.support.scheduler_calls import (
+    ERROR,
+    LENGTH,
+    ask,
+    ends,
+    make,
+    names,
+    result,
+    step,
+)
 from xla_engine.scheduler import (
     NO_TOKEN,
     Decoded,
-    FinishReason,
-    Plan,
     QueueFullError,
     Request,
     ResultMismatchError,
@@ -27,102 +34,9 @@ from xla_engine.scheduler import (
     Slot,
     Slots,
     StaleSlotError,
-    Status,
     StepResult,
-    TokenEvent,
     policy,
 )
-
-END = 99  # a stop token
-STOP, LENGTH, ABORT, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR
-
-
-def make(slots: int = 2, *, chunk: int = 4, budget: int = 1000, max_waiting: int | None = None) -> Scheduler:
-    return Scheduler(
-        SchedulerConfig(
-            max_num_seqs=slots, chunk_size=chunk, max_num_batched_tokens=budget, max_waiting=max_waiting
-        )
-    )
-
-
-def ask(name: str, prompt: int = 3, tokens: int = 5, stops: Sequence[int] = (END,)) -> Request:
-    """A request with a prompt of `prompt` tokens 0, 1, 2, ..."""
-    return Request(
-        request_id=name,
-        prompt_token_ids=tuple(range(prompt)),
-        max_tokens=tokens,
-        stop_token_ids=frozenset(stops),
-    )
-
-
-def result(plan: Plan, token: int = 7) -> StepResult:
-    """Every row samples `token`."""
-    decoded = decoded_of(plan.decode, [Sample(token)] * len(plan.decode))
-    return StepResult(first=[Sample(token)] * len(plan.first_rows), decode=decoded)
-
-
-def step(engine: Scheduler, token: int = 7) -> list[TokenEvent]:
-    plan = engine.plan()
-    events = list(engine.commit(plan, result(plan, token)))
-    engine.check()
-    return events
-
-
-def ends(events: Iterable[TokenEvent]) -> dict[str, FinishReason]:
-    return {event.request_id: event.finish_reason for event in events if event.finish_reason is not None}
-
-
-def names(parts: Sequence[object]) -> list[str]:
-    return [part.request_id for part in parts]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("sampled", "max_tokens", "credited", "reason"),
-    [
-        ([7, 7, 7], 3, 3, LENGTH),
-        ([7, END], 3, 2, STOP),
-        ([END], 3, 1, STOP),  # the first token, from the prefill program
-        ([END], 1, 1, STOP),  # stop and cap on the only token
-        ([7], 1, 1, LENGTH),
-        ([7, END], 2, 2, STOP),  # stop and cap on one decoded token
-        ([7, 7], 2, 2, LENGTH),
-    ],
-)
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_stop_wins_over_length_and_both_are_credited(
-    sampled: list[int], max_tokens: int, credited: int, reason: FinishReason, lag: int
-) -> None:
-    engine = make()
-    engine.submit(ask("a", tokens=max_tokens))
-    tokens = iter(sampled)
-    flight: list[Plan] = []
-    events: list[TokenEvent] = []
-    while engine.has_unfinished:
-        plan = engine.plan()
-        flight += [] if plan.is_empty else [plan]
-        while len(flight) > (0 if plan.is_empty else lag):
-            oldest = flight.pop(0)
-            first = [Sample(next(tokens)) for _ in oldest.first_rows]
-            stopped = any(sample.token_id == END for sample in first)
-            rows = [None if stopped else next(map(Sample, tokens), None) for _ in oldest.decode]
-            decoded = decoded_of(oldest.decode, rows)
-            events += engine.commit(oldest, StepResult(first=first, decode=decoded))
-            engine.check()
-    assert [event.sample.token_id for event in events] == sampled[:credited]
-    assert [event.finish_reason for event in events] == [None] * (credited - 1) + [reason]
-
-
-def test_cap_of_one_uses_no_decode_row_and_frees_its_slot_in_the_same_plan() -> None:
-    engine = make(slots=1)
-    engine.submit(ask("a", tokens=1))
-    engine.submit(ask("b", tokens=1))
-    first, second = engine.plan(), engine.plan()  # nothing was committed between
-    assert (names(first.chunks), first.decode) == (["a"], ())
-    assert (names(second.chunks), second.decode) == (["b"], ())
-    assert first.chunks[0].slot == Slot(index=0, epoch=0)
-    assert second.chunks[0].slot == Slot(index=0, epoch=1)
-    assert ends(engine.commit(first, result(first))) == {"a": LENGTH}
-    assert ends(engine.commit(second, result(second))) == {"b": LENGTH}
 
 
 def test_row_of_the_last_chunk_decodes_in_the_same_plan() -> None:
@@ -134,119 +48,6 @@ def test_row_of_the_last_chunk_decodes_in_the_same_plan() -> None:
         (4, (4, 5), True),
     ]
     assert names(plan.first_rows) == names(plan.decode) == ["a"]
-
-
-def test_stop_at_the_first_token_drops_the_decode_of_the_same_plan() -> None:
-    engine = make()
-    engine.submit(ask("a"))
-    plan = engine.plan()
-    sampled = StepResult(first=[Sample(END)], decode=decoded_of(plan.decode, [Sample(7)]))
-    assert list(engine.commit(plan, sampled)) == [TokenEvent("a", Sample(END), STOP)]
-    assert not engine.has_unfinished
-    assert engine.snapshot().counters.tokens_dropped == 1
-
-
-def test_tokens_sampled_after_a_stop_are_dropped_at_any_lag() -> None:
-    engine = make()
-    engine.submit(ask("a", tokens=10))
-    plans = [engine.plan() for _ in range(4)]
-    assert ends(engine.commit(plans[0], result(plans[0], END))) == {"a": STOP}
-    assert [list(engine.commit(plan, result(plan))) for plan in plans[1:]] == [[], [], []]
-
-
-def test_slot_is_handed_over_when_the_last_token_is_planned() -> None:
-    engine = make(slots=1)
-    engine.submit(ask("a", tokens=2))
-    engine.submit(ask("b", tokens=9))
-    first, second = engine.plan(), engine.plan()
-    assert names(second.decode) == ["b"]
-    assert names(engine.snapshot().draining) == ["a"]
-    events = list(engine.commit(first, result(first)))
-    assert names(events) == ["a", "a"]
-    assert ends(events) == {"a": LENGTH}
-    assert names(list(engine.commit(second, result(second)))) == ["b", "b"]
-
-
-@pytest.mark.parametrize("max_tokens", range(1, 6))
-def test_never_more_tokens_planned_than_asked_for(max_tokens: int) -> None:
-    engine = make()
-    engine.submit(ask("a", tokens=max_tokens))
-    plans = [engine.plan() for _ in range(8)]
-    assert sum(len(plan.first_rows) + len(plan.decode) for plan in plans) == max_tokens
-    assert [plan.is_empty for plan in plans] == [False] * max(max_tokens - 1, 1) + [True] * (
-        8 - max(max_tokens - 1, 1)
-    )
-
-
-def test_finish_frees_the_slot_for_the_next_plan() -> None:
-    engine = make(slots=1)
-    engine.submit(ask("a", tokens=50))
-    engine.submit(ask("b"))
-    plan = engine.plan()
-    engine.commit(plan, result(plan))
-    assert engine.finish("a", STOP)  # a stop string
-    assert engine.plan().admitted == ("b",)
-    assert engine.snapshot().counters.finished == dict.fromkeys(FinishReason, 0) | {STOP: 1}
-
-
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "running", "draining"])
-def test_abort_ends_a_request_in_every_state(state: str) -> None:
-    engine = make(slots=1, chunk=2, budget=2)
-    if state == "waiting":
-        engine.submit(ask("peer", prompt=2, tokens=3))
-    prompt, tokens = {"prefilling": (8, 5), "running": (2, 5)}.get(state, (2, 2))
-    engine.submit(ask("a", prompt, tokens))
-    plan = engine.plan()
-    view = engine.snapshot()
-    there = {
-        "waiting": view.waiting,
-        "draining": view.draining,
-        "prefilling": [slot.request for slot in view.slots if slot.request],
-        "running": [slot.request for slot in view.slots if slot.request],
-    }[state]
-    assert [(seen.request_id, seen.status) for seen in there] == [
-        ("a", Status.RUNNING if state == "draining" else Status(state))
-    ]
-    assert engine.abort("a")
-    assert not engine.abort("a")
-    engine.check()
-    assert not [event for event in engine.commit(plan, result(plan)) if event.request_id == "a"]
-    assert engine.has_unfinished == (state == "waiting")
-    engine.submit(ask("next"))
-    assert engine.plan().admitted == (("next",) if state != "waiting" else ())
-
-
-def test_abort_of_an_unknown_or_finished_request_is_false() -> None:
-    engine = make()
-    assert not engine.abort("nobody")
-    engine.submit(ask("a", tokens=1))
-    step(engine)
-    assert not engine.abort("a")
-
-
-@pytest.mark.parametrize("lag", [1, 2, 3])
-def test_resubmitted_id_never_gets_the_tokens_of_its_former_life(lag: int) -> None:
-    """Credit by id and slot index alone gives the new life the old one's token."""
-    engine = make(slots=1)
-    engine.submit(ask("a", tokens=20))
-    old = [engine.plan() for _ in range(lag)]
-    assert engine.abort("a")
-    engine.submit(ask("a", tokens=20))
-    new = engine.plan()
-    assert new.decode[0].slot.index == old[0].decode[0].slot.index
-    assert [list(engine.commit(plan, result(plan, 1))) for plan in old] == [[]] * lag
-    assert [event.sample.token_id for event in engine.commit(new, result(new, 2))] == [2, 2]
-
-
-def test_id_resubmitted_while_it_waits_gets_nothing_from_steps_in_flight() -> None:
-    engine = make(slots=1)
-    engine.submit(ask("a", tokens=20))
-    old = engine.plan()
-    engine.abort("a")
-    engine.submit(ask("b", tokens=20))
-    engine.submit(ask("a", tokens=20))
-    engine.plan()
-    assert list(engine.commit(old, result(old))) == []
 
 
 def test_every_slot_is_used_and_the_lowest_first() -> None:
@@ -455,77 +256,6 @@ def test_decode_tuple_is_the_same_object_until_membership_changes() -> None:
     assert names(fifth.decode) == ["a"]
 
 
-def test_decisions_say_why() -> None:
-    engine = make(slots=1, chunk=2, budget=5)
-    engine.submit(ask("a", prompt=6, tokens=3))
-    engine.submit(ask("b"))
-    engine.submit(ask("c"))
-    told = [
-        [(said.request_id, said.action, said.reason) for said in engine.plan().decisions] for _ in range(3)
-    ]
-    waits = ("b", "wait", "no free slot: 1 of 1 busy")
-    assert told == [
-        [
-            ("a", "admit", "slot 0 was free"),
-            waits,
-            (
-                "a",
-                "prefill",
-                "2 of the 3 chunks left; token budget 5 used up by 0 decode rows and 2 chunks of 2",
-            ),
-        ],
-        [waits, ("a", "prefill", "1 of the 1 chunks left; within the token budget 5")],
-        [waits, ("a", "hand over", "all 3 new tokens are planned; slot 0 is free")],
-    ]
-
-
-def test_hold_and_floor_decisions_name_the_budget() -> None:
-    engine = make(slots=3, chunk=2, budget=2)
-    for name in "abc":
-        engine.submit(ask(name, prompt=2, tokens=9))
-    decisions = {said.request_id: said for said in engine.plan().decisions}
-    assert (
-        decisions["a"].reason
-        == "1 of the 1 chunks left; one runs in every step, here beyond the token budget 2"
-    )
-    assert decisions["b"].action == "hold"
-    assert decisions["b"].reason.startswith(
-        "0 of the 1 chunks left; token budget 2 used up by 0 decode rows and 1"
-    )
-    third = engine.snapshot().slots[2].request
-    assert third is not None and third.decision is not None
-    assert third.decision.reason == "the prompt of 'b' is older and goes first"
-
-
-def test_decisions_do_not_grow_with_the_queue() -> None:
-    engine = make(slots=2)
-    for index in range(5000):
-        engine.submit(ask(f"r{index}"))
-    engine.plan()
-    assert names(engine.plan().decisions) == ["r2"]
-    last = engine.snapshot().waiting[-1].decision
-    assert last is not None and last.reason == "4997 go first"
-
-
-def test_snapshot_tells_slots_queue_and_counters() -> None:
-    engine = make(slots=3, chunk=4, budget=9)
-    engine.submit(ask("a", prompt=3, tokens=9))
-    step(engine)
-    engine.submit(ask("b", prompt=15))
-    engine.plan()
-    engine.submit(ask("c"))
-    view = engine.snapshot()
-    a, b, free = view.slots
-    assert a.request is not None and b.request is not None and free.request is None
-    assert (a.slot, a.position) == (Slot(index=0, epoch=0), 3 + 2)  # the third token is sampled, not written
-    assert (a.request.status, a.request.planned, a.request.credited) == (Status.RUNNING, 3, 2)
-    assert (b.slot.index, b.position, b.request.status, b.request.prefilled) == (1, 8, Status.PREFILLING, 8)
-    assert (free.slot, free.position) == (Slot(index=2, epoch=0), 0)
-    assert [(seen.request_id, seen.decision) for seen in view.waiting] == [("c", None)]
-    assert (view.counters.steps_planned, view.counters.steps_committed) == (2, 1)
-    assert (engine.num_waiting, engine.num_running, engine.has_unfinished) == (1, 2, True)
-
-
 def test_a_step_has_no_more_chunks_than_a_prefill_call_has_lanes() -> None:
     """Where nothing decodes, the budget of tokens would allow one more, in a call of its own."""
     scheduler = Scheduler(
@@ -541,36 +271,6 @@ def test_a_step_has_no_more_chunks_than_a_prefill_call_has_lanes() -> None:
     assert first.reason == "0 of the 2 chunks left; 2 chunks are as many as a prefill call has lanes"
     with pytest.raises(ValueError, match="max_chunks"):
         SchedulerConfig(max_num_seqs=1, chunk_size=4, max_num_batched_tokens=4, max_chunks=0)
-
-
-def test_check_finds_a_broken_invariant() -> None:
-    def leak_slot(engine: Scheduler) -> None:
-        engine._kv.slots.acquire()
-
-    def lose_request(engine: Scheduler) -> None:
-        del engine._states["a"]
-
-    def share_slot(engine: Scheduler) -> None:
-        engine._states["b"].tenancy = engine._states["a"].tenancy
-
-    def skip_prompt(engine: Scheduler) -> None:
-        engine._states["a"].prefilled -= 1
-
-    def overcredit(engine: Scheduler) -> None:
-        engine._states["a"].credited = 4
-
-    def forget_row(engine: Scheduler) -> None:
-        engine._decoding.leave(engine._states["a"])
-
-    for damage in (leak_slot, lose_request, share_slot, skip_prompt, overcredit, forget_row):
-        engine = make(slots=3)
-        engine.submit(ask("a", tokens=9))
-        engine.submit(ask("b", tokens=9))
-        engine.plan()
-        engine.check()
-        damage(engine)
-        with pytest.raises(AssertionError):
-            engine.check()
 
 
 def test_slots_come_lowest_first_and_each_release_starts_an_epoch() -> None:

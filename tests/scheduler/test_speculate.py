@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.fake_runner import VOCABULARY, Loop, PlanError
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import VOCABULARY, PlanError
 from xla_engine.scheduler import (
     FinishReason,
     Plan,

@@ -54,3 +54,18 @@ def offline(engine: XlaBatchEngine, bodies: list[tuple[str, dict[str, Any]]]) ->
     found = {entry["custom_id"]: entry for entry in map(json.loads, sink.getvalue().splitlines())}
     assert all(entry["error"] is None for entry in found.values()), found
     return [found[str(number)]["response"]["body"] for number in range(len(bodies))]
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}

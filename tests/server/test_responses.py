@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.test_tools import TOOL
+from tests.server.bodies import TOOL
 from xla_engine.server.responses.body import chat_body
 
 ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}

@@ -9,22 +9,10 @@ import httpx
 import openai
 import pytest
 
+from tests.server.bodies import TOOL
 from tests.server.conftest import Running
 from xla_engine.server.parsers.choose import Dialect
 
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
-    },
-}
 MESSAGES: Any = [{"role": "user", "content": "add"}]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.support.fake_runner import VOCABULARY, Loop, expected
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import VOCABULARY, expected
 from xla_engine.scheduler import Request, SchedulerConfig
 
 TREE = random.Random(7)

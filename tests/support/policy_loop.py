@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.fake_runner import Loop
+from tests.support.fake_loop import Loop
 from xla_engine.scheduler import Plan
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 

@@ -1,0 +1,75 @@
+"""Steps that hang: a time limit ends their requests with the reason, and costs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.support.engine_faults import SLOTS, HangingDevice, bits, ends
+from tests.support.models import TINY_ENGINE
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.errors import EngineClosedError
+from xla_engine.sampling_params import SamplingParams
+
+
+def test_a_step_that_hangs_ends_every_request_with_its_reason(
+    make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(replace(TINY_ENGINE, step_timeout_s=30.0))
+    device = HangingDevice(monkeypatch, engine, 3)
+    told = []
+    reader = OutputCollector(on_news=lambda: told.append(device.now), every_token=False)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for number in range(2 * SLOTS):
+        engine.submit([number + 1], params, request_id=str(number))
+    engine.submit([5], params, request_id="read", collector=reader)
+    outputs = ends(engine.drain())
+    assert len(outputs) == 2 * SLOTS and told == [30.0] and device.slept == [30.0]
+    for output in (*outputs.values(), *(request.output() for request in reader.take())):
+        assert output.outputs[0].finish_reason == "error" and "step_timeout_s" in str(output.error)
+    with pytest.raises(EngineClosedError, match="has not answered"):
+        engine.submit([1])
+    engine.close()  # does not wait for the device
+    device.release.set()
+
+
+def test_deadlines_fire_while_a_step_runs_and_the_heartbeat_grows(
+    make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(replace(TINY_ENGINE, step_timeout_s=30.0))
+    device = HangingDevice(monkeypatch, engine, 3)
+    seen: list[tuple[float, float]] = []
+
+    def news() -> None:
+        seen.append((device.now, engine.stats().last_step_age_s))
+        device.release.set()
+
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    soon = OutputCollector(on_news=news, every_token=False)
+    engine.submit([1, 2], params, request_id="soon", deadline_s=5, collector=soon)
+    engine.submit([1, 3], params, request_id="late")
+    (late,) = engine.drain()
+    (ended,) = soon.take()
+    assert ended.output().outputs[0].finish_reason == "deadline" and seen == [(5.0, 5.0)]
+    assert late.outputs[0].finish_reason == "length" and late.error is None
+    assert engine.stats().last_step_age_s == 0.0
+
+
+def test_no_thread_waits_where_a_step_has_no_time_limit(tiny: XlaBatchEngine) -> None:
+    tiny.submit([1, 2], SamplingParams(max_tokens=3))
+    tiny.drain()
+    assert not tiny._waiter._started
+
+
+def test_a_time_limit_changes_no_identity_and_no_bit(
+    make_engine: Callable[..., XlaBatchEngine], tiny: XlaBatchEngine
+) -> None:
+    assert "step_timeout_s" not in TINY_ENGINE.options()
+    limited = make_engine(replace(TINY_ENGINE, step_timeout_s=60.0))
+    assert limited.identity().digest() == tiny.identity().digest()
+    for engine in (limited, tiny):
+        engine.submit([1, 2], SamplingParams(max_tokens=12, logprobs=0), request_id="same")
+    assert bits(limited.drain()[0].outputs[0]) == bits(tiny.drain()[0].outputs[0])

@@ -1,0 +1,69 @@
+"""The commands that write a record and replay it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command_line import invoke
+from tests.support.record_edits import altered, other_hash, put
+from xla_engine import cli
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.equivalence.record import Record
+from xla_engine.equivalence.record_file import read_record, to_json, write_record
+
+
+@pytest.fixture
+def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The tiny engine whatever is asked for; what was asked for is in the list."""
+    asked: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def load(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+        asked.append(options)
+        yield tiny
+
+    monkeypatch.setattr(cli._common, "load_engine", load)
+    return asked
+
+
+def test_verify_records_and_replay_repeats(tmp_path: Path, loaded: list[dict[str, Any]]) -> None:
+    path = tmp_path / "record.json"
+    result = invoke("verify", "--requests", 24, "--schedules", 2, "--record", path)
+    assert result.exit_code == 0, result.output
+    record = read_record(path)
+    assert len(record.schedule.cases) == 12 and record.schedule.lag == 1, "the last schedule of two"
+    result = invoke("replay", path, "--model", "elsewhere")
+    assert result.exit_code == 0, result.output
+    assert "same plans, same tokens, same logprob bits" in result.output
+    assert loaded[-1]["model"] == "elsewhere"
+    assert loaded[-1]["max_num_seqs"] == 8 and loaded[-1]["key_buckets"] == (48,)
+    assert invoke("replay", path).exit_code == 0 and loaded[-1]["model"] == "random"
+
+
+def test_replay_exit_statuses(tmp_path: Path, honest: Record, loaded: list[dict[str, Any]]) -> None:
+    path = tmp_path / "record.json"
+    write_record(path, altered(honest, lambda data: other_hash(data, 5)))
+    result = invoke("replay", path)
+    assert result.exit_code == 1 and "step 5" in result.output
+    write_record(path, altered(honest, put("platform", "jax", value="0.1")))
+    result = invoke("replay", path)
+    assert result.exit_code == 2 and "record_mismatch" in result.output and "jax: 0.1" in result.output
+    assert invoke("replay", path, "--force").exit_code == 0
+    path.write_text(to_json(honest)[:5000])
+    result = invoke("replay", path)
+    assert result.exit_code == 2 and str(path) in result.output and "not JSON" in result.output
+    assert invoke("replay", tmp_path / "missing.json").exit_code == 2
+    write_record(path, altered(honest, lambda data: data["requests"][0]["prompt"].append(10**6)))
+    result = invoke("replay", path)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_record_file_is_refused_before_the_work(tmp_path: Path, loaded: list[dict[str, Any]]) -> None:
+    result = invoke("verify", "--record", tmp_path / "no" / "where.json")
+    assert result.exit_code == 2
+    assert invoke("verify", "--against", "config", "--record", tmp_path / "x").exit_code == 2

@@ -1,0 +1,147 @@
+"""Tensors and their headers: what is missing, misshapen, malicious or cut off is refused."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.support.checkpoints import CONFIG, MakeModel, assert_refused, tensors_of, write_file
+
+
+def test_sizes_that_the_files_do_not_hold_are_never_allocated(make_model: MakeModel) -> None:
+    directory = make_model(
+        config={"vocab_size": 2**24, "hidden_size": 2**20, "head_dim": 2}, tensors=tensors_of(CONFIG)
+    )
+    tracemalloc.start()
+    try:
+        assert_refused(directory, "model.embed_tokens.weight", "[11, 8]", "[16777216, 1048576]")
+        assert tracemalloc.get_traced_memory()[1] < 10e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_too_little_memory_is_said_with_the_size(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    directory = make_model()
+    monkeypatch.setattr(np, "empty", refuse)
+    assert_refused(directory, "no memory for embed", "GB that the model needs as float32")
+
+
+def test_a_missing_tensor_is_named(make_model: MakeModel) -> None:
+    for number, name in enumerate(["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]):
+        tensors = tensors_of(CONFIG)
+        del tensors[name]
+        assert_refused(make_model(f"{number}", tensors=tensors), "model.safetensors", name, "missing")
+    assert_refused(make_model("none", tensors={}), "model.embed_tokens.weight", "missing")
+
+
+def test_an_unexpected_tensor_is_named(make_model: MakeModel) -> None:
+    for number, name in enumerate(
+        ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"]
+    ):
+        tensors = tensors_of(CONFIG) | {name: np.zeros((6, 8), np.float32)}
+        assert_refused(make_model(f"{number}", tensors=tensors), "model.safetensors", name, "not part")
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 1), (48,), (8, 6), (5, 8), (0, 8)])
+def test_a_wrong_shape_is_named(make_model: MakeModel, shape: tuple[int, ...]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = tensors_of(CONFIG) | {name: np.zeros(shape, np.float32)}
+    assert_refused(make_model(tensors=tensors), "model.safetensors", name, str(list(shape)), "[6, 8]")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"),
+    [
+        (np.int8, "I8"),
+        (np.int32, "I32"),
+        (np.float64, "F64"),
+        (bool, "BOOL"),
+        (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
+    ],
+)
+def test_a_wrong_dtype_is_named(make_model: MakeModel, dtype: Any, word: str) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    directory = make_model()
+    raw = {n: (t.dtype.name, t) for n, t in tensors_of(CONFIG).items()}
+    raw[name] = (word, np.zeros((6, 8), dtype))
+    words = {"float32": "F32"}
+    write_raw(directory / "model.safetensors", {n: (words.get(d, d), t) for n, (d, t) in raw.items()})
+    assert_refused(directory, "model.safetensors", name, word)
+
+
+def write_raw(file: Path, tensors: Mapping[str, tuple[str, np.ndarray]]) -> None:
+    header, data = {}, b""
+    for name, (word, array) in tensors.items():
+        start, data = len(data), data + array.tobytes()
+        header[name] = {"dtype": word, "shape": list(array.shape), "data_offsets": [start, len(data)]}
+    write_file(file, json.dumps(header).encode(), data)
+
+
+def entry(shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        (b"", b""),
+        (b"{", b""),
+        (b"[" * 100_000, b""),
+        (b"\xff\xff", b""),
+        ({"x": entry([2], [0, 8])}, b"1234"),  # truncated
+        ({"x": entry([2], [0, 8])}, b"12345678tail"),
+        ({"x": entry([3], [0, 8])}, b"12345678"),
+        ({"x": entry([2], [0, 8]), "y": entry([2], [4, 12])}, b"123456789012"),  # overlapping
+        ({"x": entry([2], [0, 8]), "y": entry([2], [0, 8])}, b"12345678"),
+        ({"x": entry([2], [0, 8]), "y": entry([2], [12, 20])}, b"1" * 20),  # a hole
+        ({"x": entry([2], [8, 0])}, b"12345678"),
+        ({"x": entry([-2], [0, 8])}, b"12345678"),
+        ({"x": entry([2], [-8, 0])}, b"12345678"),
+        ({"x": entry([2**62, 4], [0, 8])}, b"12345678"),  # overflows
+        ({"x": entry([2**40], [0, 2**42])}, b"12345678"),
+        ({"x": entry([2], [0, 8], "Q9")}, b"12345678"),
+        ({"x": {"dtype": "F32"}}, b""),
+        ({"x": 3}, b""),
+        (b'{"x": %s, "x": %s}' % ((json.dumps(entry([1], [0, 4])).encode(),) * 2), b"1234"),  # repeated
+    ],
+)
+def test_malicious_headers_are_refused(make_model: MakeModel, header: Any, data: bytes) -> None:
+    directory = make_model()
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    write_file(directory / "model.safetensors", content, data)
+    assert_refused(directory, "model.safetensors")
+
+
+@pytest.mark.parametrize("length", [0, 10**6, 2**40, 2**63, 2**64 - 1])
+def test_header_lengths_beyond_the_file_are_refused_without_allocation(
+    make_model: MakeModel, length: int
+) -> None:
+    directory = make_model()
+    write_file(directory / "model.safetensors", b"{}", length=length)
+    tracemalloc.start()
+    try:
+        assert_refused(directory, "model.safetensors", "header")
+        assert tracemalloc.get_traced_memory()[1] < 10e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_truncated_files_are_refused_at_every_length(make_model: MakeModel) -> None:
+    directory = make_model()
+    file = directory / "model.safetensors"
+    content = file.read_bytes()
+    for length in [*range(64), *range(64, len(content), 211), len(content) - 1]:
+        file.write_bytes(content[:length])
+        assert_refused(directory, "model.safetensors")

@@ -1,0 +1,109 @@
+"""What the scheduler tells of itself: decisions, snapshots, and the invariants it checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.scheduler_calls import ask, make, names, step
+from xla_engine.scheduler import Scheduler, Slot, Status
+
+
+def test_decisions_say_why() -> None:
+    engine = make(slots=1, chunk=2, budget=5)
+    engine.submit(ask("a", prompt=6, tokens=3))
+    engine.submit(ask("b"))
+    engine.submit(ask("c"))
+    told = [
+        [(said.request_id, said.action, said.reason) for said in engine.plan().decisions] for _ in range(3)
+    ]
+    waits = ("b", "wait", "no free slot: 1 of 1 busy")
+    assert told == [
+        [
+            ("a", "admit", "slot 0 was free"),
+            waits,
+            (
+                "a",
+                "prefill",
+                "2 of the 3 chunks left; token budget 5 used up by 0 decode rows and 2 chunks of 2",
+            ),
+        ],
+        [waits, ("a", "prefill", "1 of the 1 chunks left; within the token budget 5")],
+        [waits, ("a", "hand over", "all 3 new tokens are planned; slot 0 is free")],
+    ]
+
+
+def test_hold_and_floor_decisions_name_the_budget() -> None:
+    engine = make(slots=3, chunk=2, budget=2)
+    for name in "abc":
+        engine.submit(ask(name, prompt=2, tokens=9))
+    decisions = {said.request_id: said for said in engine.plan().decisions}
+    assert (
+        decisions["a"].reason
+        == "1 of the 1 chunks left; one runs in every step, here beyond the token budget 2"
+    )
+    assert decisions["b"].action == "hold"
+    assert decisions["b"].reason.startswith(
+        "0 of the 1 chunks left; token budget 2 used up by 0 decode rows and 1"
+    )
+    third = engine.snapshot().slots[2].request
+    assert third is not None and third.decision is not None
+    assert third.decision.reason == "the prompt of 'b' is older and goes first"
+
+
+def test_decisions_do_not_grow_with_the_queue() -> None:
+    engine = make(slots=2)
+    for index in range(5000):
+        engine.submit(ask(f"r{index}"))
+    engine.plan()
+    assert names(engine.plan().decisions) == ["r2"]
+    last = engine.snapshot().waiting[-1].decision
+    assert last is not None and last.reason == "4997 go first"
+
+
+def test_snapshot_tells_slots_queue_and_counters() -> None:
+    engine = make(slots=3, chunk=4, budget=9)
+    engine.submit(ask("a", prompt=3, tokens=9))
+    step(engine)
+    engine.submit(ask("b", prompt=15))
+    engine.plan()
+    engine.submit(ask("c"))
+    view = engine.snapshot()
+    a, b, free = view.slots
+    assert a.request is not None and b.request is not None and free.request is None
+    assert (a.slot, a.position) == (Slot(index=0, epoch=0), 3 + 2)  # the third token is sampled, not written
+    assert (a.request.status, a.request.planned, a.request.credited) == (Status.RUNNING, 3, 2)
+    assert (b.slot.index, b.position, b.request.status, b.request.prefilled) == (1, 8, Status.PREFILLING, 8)
+    assert (free.slot, free.position) == (Slot(index=2, epoch=0), 0)
+    assert [(seen.request_id, seen.decision) for seen in view.waiting] == [("c", None)]
+    assert (view.counters.steps_planned, view.counters.steps_committed) == (2, 1)
+    assert (engine.num_waiting, engine.num_running, engine.has_unfinished) == (1, 2, True)
+
+
+def test_check_finds_a_broken_invariant() -> None:
+    def leak_slot(engine: Scheduler) -> None:
+        engine._kv.slots.acquire()
+
+    def lose_request(engine: Scheduler) -> None:
+        del engine._states["a"]
+
+    def share_slot(engine: Scheduler) -> None:
+        engine._states["b"].tenancy = engine._states["a"].tenancy
+
+    def skip_prompt(engine: Scheduler) -> None:
+        engine._states["a"].prefilled -= 1
+
+    def overcredit(engine: Scheduler) -> None:
+        engine._states["a"].credited = 4
+
+    def forget_row(engine: Scheduler) -> None:
+        engine._decoding.leave(engine._states["a"])
+
+    for damage in (leak_slot, lose_request, share_slot, skip_prompt, overcredit, forget_row):
+        engine = make(slots=3)
+        engine.submit(ask("a", tokens=9))
+        engine.submit(ask("b", tokens=9))
+        engine.plan()
+        engine.check()
+        damage(engine)
+        with pytest.raises(AssertionError):
+            engine.check()
