@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.batch_lines import by_line
 from tests.support.command_line import ROOT, records_of
 
@@ -54,6 +56,7 @@ def start(*arguments: str | Path, python: tuple[str, ...] = ("-m", "xla_engine")
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Path) -> None:
     """Every bad line of the list between good ones, through the real engine on the embedded model."""
     expected = [(code, raw) for code, raws in ATTACKS.items() for raw in raws]

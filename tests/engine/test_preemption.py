@@ -64,6 +64,7 @@ def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) 
     assert report.ok and report.preempted > 10, "\n".join(report.lines())
 
 
+@pytest.mark.slow
 def test_by_the_attention_that_stale_values_harm(make_engine: MakeEngine) -> None:
     """Cold, cached, preempted: the same bits also where slots have to be cleared behind what is written back."""
     config = replace(

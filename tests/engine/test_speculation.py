@@ -150,6 +150,7 @@ def test_a_replay_is_drafted_by_what_it_had(tiny: XlaBatchEngine, engine: XlaBat
     assert engine.stats().accepted_tokens - accepted > 10
 
 
+@pytest.mark.slow
 def test_auto_runs_as_any_width_does(tiny: XlaBatchEngine) -> None:
     config = replace(SPECULATING, speculative_config={"method": "ngram"})
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
@@ -177,6 +178,7 @@ def test_what_is_not_there_is_refused(options: Any, why: str) -> None:
         EngineConfig(speculative_config=options)
 
 
+@pytest.mark.slow
 def test_where_bits_would_differ_it_is_refused() -> None:
     config = replace(SPECULATING, isa="none", prefill_lanes=(2,))
     with pytest.raises(ConfigError, match="not the same code"):

@@ -180,6 +180,7 @@ def test_verify_emits_what_decode_emits(seed: int, block_size: int | None) -> No
     assert found == plain
 
 
+@pytest.mark.slow
 def test_right_drafts_are_all_accepted() -> None:
     """Each full step brings `WIDTH` tokens; wrong drafts bring one."""
     draw, here = np.random.default_rng(1), device()

@@ -53,6 +53,7 @@ def test_an_instruction_set_of_other_machines_is_refused(make_engine: Callable[.
         make_engine(replace(TINY_ENGINE, isa=foreign))
 
 
+@pytest.mark.slow
 def test_the_environment_chooses_where_the_option_does_not(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:

@@ -200,6 +200,7 @@ class Process:
         return self.process.wait(60)
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_servers_lose_no_line(tmp_path: Path) -> None:
     """kill -9 in the middle of a batch, then SIGTERM in the middle of what is left; the third server ends it.
 
