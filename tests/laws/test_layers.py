@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -161,3 +162,21 @@ def test_folders_and_files_stay_small(package: str) -> None:
     assert {name: count for name, count in folders.items() if count > 15} == {}
     lines = {place(path): len(path.read_text().splitlines()) for path in paths}
     assert {name: count for name, count in lines.items() if count > 350} == {}
+
+
+def test_files_of_a_user_with_these_names_do_no_harm(tmp_path: Path) -> None:
+    """`graphs` and `scheduler` are everyday names; ours are imported from `xla_engine`."""
+    (tmp_path / "scheduler.py").write_text("raise SystemExit('the scheduler of the user')\n")
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / "__init__.py").write_text("raise SystemExit('the graphs of the user')\n")
+    (tmp_path / "script.py").write_text("from xla_engine import LLM, XlaBatchEngine\nprint(LLM.__module__)\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "xla_engine.llm\n", done.stderr
