@@ -63,15 +63,15 @@ WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=
 
 
 @pytest.mark.parametrize(
-    ("attention", "model"), [pytest.param("xla", TINY, marks=pytest.mark.slow), ("auto", WIDE)]
+    ("backend", "model"), [pytest.param("xla", TINY, marks=pytest.mark.slow), ("auto", WIDE)]
 )
 def test_law_1_holds_in_eight_bits(
-    make_engine: Callable[..., XlaBatchEngine], attention: str, model: ModelConfig
+    make_engine: Callable[..., XlaBatchEngine], backend: str, model: ModelConfig
 ) -> None:
-    """The wide model's layers are whole blocks: C++ multiplies."""
-    config = replace(TINY_ENGINE, quantization="int8", attention_backend=attention)
+    """By XLA's products, and by C++, for which the wide model's layers are whole blocks."""
+    config = replace(TINY_ENGINE, quantization="int8", attention_backend=backend, linear_backend=backend)
     engine = make_engine(config, model=model)
-    products = choose_products("auto", model, jnp.dtype(jnp.int8))
+    products = choose_products(backend, model, jnp.dtype(jnp.int8))
     assert engine.runner._spec.products == products and (model is WIDE or products is None)
     assert (
         sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(engine.runner._weights))
