@@ -71,6 +71,8 @@ class Running:
         Returns the ids of those that joined, and the rows of those that left.
         """
         self.speculating.takes_all = speculates
+        if not (speculates or self.speculating):
+            return (), ()
         if speculates:
             joining = list(self.decoding)
             for state in joining:

@@ -60,6 +60,8 @@ class Speculating:
 
         Each samples one token where there are too many of them, or where no row has room for more.
         """
+        if speculation is None and not self._states:
+            return ()
         gated, others = host_gated.ready(), self.ready()
         if speculation is None or len(gated) + len(others) > speculation.lanes:
             return tuple(self._add(state, 1) for state in others)

@@ -201,9 +201,13 @@ def test_samples_of_one_prompt_share_its_blocks(paged: XlaBatchEngine) -> None:
 
 
 def test_law_1_over_blocks(paged: XlaBatchEngine) -> None:
-    with scheduled(paged, num_blocks=14):
-        report = verify(paged, requests=60, schedules=2, seed=31, lags=(0, 2))
-    assert report.ok and report.preempted > 0, "\n".join(report.lines())
+    preempted = 0  # how often depends on the tokens, which are another CPU kind's own
+    for seed in (31, 32):
+        with scheduled(paged, num_blocks=14):
+            report = verify(paged, requests=60, schedules=2, seed=seed, lags=(0, 2))
+        assert report.ok, "\n".join(report.lines())
+        preempted += report.preempted
+    assert preempted > 2
 
 
 @pytest.mark.slow
@@ -211,7 +215,7 @@ def test_law_1_over_blocks_with_pure_jax(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(PAGED, attention_backend="xla", max_model_len=128, num_blocks=12))
     assert engine.ways_to_preempt[0] == "park"
     report = verify(engine, requests=40, schedules=2, seed=31, lags=(0, 2))
-    assert report.ok and report.preempted > 0, "\n".join(report.lines())
+    assert report.ok and report.preempted > 2, "\n".join(report.lines())
     engine.scheduler.check()
 
 

@@ -37,6 +37,7 @@ class Delivery:
     on_end: Callable[[str, FinishReason], None] | None
     _table: RequestTable
     _speculator: Speculator | None
+    _heard: float
 
     def _begin_decoding(self, plan: Plan) -> None:
         """Tell the token buffer in which slots requests decode from this step on."""
