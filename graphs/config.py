@@ -47,6 +47,11 @@ class Rope(NamedTuple):
     theta: float
     scaling: RopeScaling | None
 
+    @property
+    def follows_context(self) -> bool:
+        """Whether the angles depend on the longest request that an engine takes."""
+        return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:

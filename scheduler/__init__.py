@@ -7,11 +7,13 @@ engine, a property test with a stand-in runner, and a simulator.
 from xla_engine.scheduler.config import SchedulerConfig as SchedulerConfig
 from xla_engine.scheduler.kv.slots import Slots as Slots
 from xla_engine.scheduler.kv.slots import StaleSlotError as StaleSlotError
+from xla_engine.scheduler.peek import Peek as Peek
 from xla_engine.scheduler.plan import NO_CHOICE as NO_CHOICE
 from xla_engine.scheduler.plan import NO_TOKEN as NO_TOKEN
 from xla_engine.scheduler.plan import BlockCopy as BlockCopy
 from xla_engine.scheduler.plan import BlockTable as BlockTable
 from xla_engine.scheduler.plan import Chunk as Chunk
+from xla_engine.scheduler.plan import Continuation as Continuation
 from xla_engine.scheduler.plan import Decision as Decision
 from xla_engine.scheduler.plan import Decoded as Decoded
 from xla_engine.scheduler.plan import Plan as Plan
@@ -36,4 +38,5 @@ from xla_engine.scheduler.snapshot import Counters as Counters
 from xla_engine.scheduler.snapshot import RequestView as RequestView
 from xla_engine.scheduler.snapshot import SlotView as SlotView
 from xla_engine.scheduler.snapshot import Snapshot as Snapshot
+from xla_engine.scheduler.snapshot import Times as Times
 from xla_engine.scheduler.steps.commit import Events as Events

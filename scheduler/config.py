@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xla_engine.scheduler.policy import POLICIES, PREEMPTIVE
+from xla_engine.scheduler.immutable import Immutable
+from xla_engine.scheduler.policy import PREEMPTIVE
+from xla_engine.scheduler.user_policy import find_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(Immutable):
     """Limits of a scheduler. Raises ValueError, naming the field, for a limit that is below 1.
 
     max_num_seqs: number of slots.
@@ -18,7 +20,8 @@ class SchedulerConfig:
     max_chunks: chunks of one step, None for no bound but that of tokens. Chunks beyond the lanes of a prefill call
         take one more call.
     max_waiting: most requests that wait beyond the free slots, None for no bound.
-    scheduling_policy: who goes first, one of `scheduler.policy.POLICIES`.
+    scheduling_policy: who goes first, one of `scheduler.policy.POLICIES` or the import path of another
+        (`scheduler.user_policy`).
     priority_aging: later arrivals that one class of priority is worth, see `scheduler.policy.place`; under policies
         that bound no wait by themselves, how many requests may go before the one that waits longest.
     quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
@@ -35,6 +38,7 @@ class SchedulerConfig:
     preemption: a request that is before another in line takes its slot; see `Scheduler.preempt`.
     swap_tokens: tokens of parked requests that the host has room for.
     recompute_tokens: requests of up to so many tokens are recomputed and not parked, where that is exact.
+    keeps_finished: requests that have ended may go on, see `scheduler.continuation`.
     """
 
     max_num_seqs: int
@@ -54,6 +58,7 @@ class SchedulerConfig:
     preemption: bool = False
     swap_tokens: int = 1 << 20
     recompute_tokens: int = 0
+    keeps_finished: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,10 +75,7 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
-        if self.scheduling_policy not in POLICIES:
-            raise ValueError(
-                f"scheduling_policy is {self.scheduling_policy!r}; choose one of {', '.join(POLICIES)}"
-            )
+        find_policy(self.scheduling_policy)
         if self.preemption and self.scheduling_policy not in PREEMPTIVE:
             raise ValueError(
                 f"preemption under {self.scheduling_policy!r} would let newcomers take a slot away again and "
@@ -83,5 +85,5 @@ class SchedulerConfig:
     @property
     def keeps_tokens(self) -> bool:
         """Whether generated tokens are of any use to the scheduler."""
-        loses_slots = self.preemption or self.num_blocks is not None
+        loses_slots = self.preemption or self.num_blocks is not None or self.keeps_finished
         return self.prefill_equals_decode and (self.enable_prefix_caching or loses_slots)

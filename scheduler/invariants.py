@@ -83,7 +83,8 @@ def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> Non
         case Status.PREFILLING:
             _require(state.holds_slot and planned == state.base, "a prompt without a slot", state)
             _require(not whole_prompt, "wholly planned, but still a prompt", state)
-            _require(state.prefilled % chunk_size == 0, "cut off the chunk grid", state)
+            grids = {start % chunk_size for start in (0, state.request.max_cached_tokens or 0)}
+            _require(state.prefilled % chunk_size in grids, "cut off the chunk grid", state)
         case Status.RUNNING:
             _require(whole_prompt and planned > 0, "runs without its prompt", state)
             _require(state.holds_slot == (planned < cap), "a slot is kept or given up too early", state)

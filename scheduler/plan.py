@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from xla_engine.scheduler.immutable import Immutable
 from xla_engine.scheduler.request import FinishReason
 
 
@@ -14,15 +15,14 @@ class ResultMismatchError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(Immutable):
     """One tenancy of a slot: device row `index` in its `epoch`-th occupancy. No two tenancies are equal."""
 
     index: int
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A piece of a prompt for one prefill lane; `tokens` go to positions `start`, `start + 1`, ...
 
     Starts are multiples of the chunk size and only the last chunk may be shorter: the cut depends on the
@@ -43,7 +43,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Immutable):
     """One row of the decode step."""
 
     slot: Slot
@@ -64,6 +64,13 @@ class Speculation(NamedTuple):
 
     width: int
     lanes: int
+
+    @classmethod
+    def again(cls, width: int) -> Speculation | None:
+        """What makes a plan of this `Plan.width` once more."""
+        if width == 0:
+            return None
+        return cls(width, 1 << 30 if width > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,17 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """A request that had ended goes on in `slot`, which holds its state as it was left: `length` positions are
+    written, and `remaining` tokens are still to come at most."""
+
+    slot: Slot
+    request_id: str
+    length: int
+    remaining: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
     """Block `target` becomes what block `source` is."""
 
@@ -113,12 +131,21 @@ class Decision:
     """What the scheduler did with a request, and why in plain words.
 
     action: "admit" to a slot, "wait" for one, "prefill" chunks, "hold" (in a slot, no chunk in this step),
-        "hand over" the slot; "park", "recompute" or "replay": it lost its slot, and how it will go on; "resume".
+        "hand over" the slot; "park", "recompute" or "replay": it lost its slot, and how it will go on; "resume";
+        "continue", in the slot in which it had ended.
     """
 
     request_id: str
     action: str
     reason: str
+
+
+class Admitted(NamedTuple):
+    """Requests that got a slot, by id, the states of them that come from the host, and those that are there still."""
+
+    names: tuple[str, ...]
+    resumes: tuple[Swap, ...]
+    continues: tuple[Continuation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +157,15 @@ class Plan:
     chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
         a lane may read the KV that an earlier lane writes.
     decode: the rows that decode, in the order they began to. A row whose last chunk is in this plan is one of
-        them, unless it is in host_gated: such rows come last, and only when no token of theirs is in flight. Without
-        them, the tuple is the same object from plan to plan until membership changes.
+        them, unless no other decodes: then it begins in the next plan, so that its first token is read sooner. Those
+        in host_gated come last, and only when no token of theirs is in flight. Without them, the tuple is the same
+        object from plan to plan until membership changes.
     decisions: in the order taken. Those about the queue concern its head only.
     parks: state that goes to the host. Parks, copies, resumes and reuses happen before all else in the step, in this
         order.
     resumes: state that comes back from the host.
     reuses: cached prefixes that requests begin with.
+    continues: requests that had ended and go on in their slots; before all rows and chunks.
     replays: ids of requests that lost their slot and will sample all their tokens anew.
     tables: where slots borrow blocks, those that are new.
     copies: blocks that become what another one is.
@@ -146,13 +175,15 @@ class Plan:
         `decode`; 0 likewise, and requests that begin to decode in this plan do so in every step from there on.
     to_decode: rows that from this step on decode in every one, and might have sampled several tokens before.
     to_speculate: ids of the requests for which it is the other way round.
+    held: ids of the host-gated requests that sit out this step, as it is not known yet what their next token may be.
+    is_late: a plan was empty since the last one that was not, while requests were held.
     """
 
     step: int
-    admitted: tuple[str, ...]
-    chunks: tuple[Chunk, ...]
-    decode: tuple[Row, ...]
-    decisions: tuple[Decision, ...]
+    admitted: tuple[str, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decode: tuple[Row, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     parks: tuple[Swap, ...] = ()
     resumes: tuple[Swap, ...] = ()
     reuses: tuple[Reuse, ...] = ()
@@ -163,6 +194,9 @@ class Plan:
     width: int = 0
     to_decode: tuple[Row, ...] = ()
     to_speculate: tuple[str, ...] = ()
+    continues: tuple[Continuation, ...] = ()
+    held: frozenset[str] = frozenset()
+    is_late: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -180,10 +214,17 @@ class Plan:
         return (*self.decode, *self.verify) if self.verify else self.decode
 
     @property
+    def joins(self) -> int:
+        """The first step in which the rows of `first_rows` may decode: this one, if any row decodes in it."""
+        return self.step + (not (self.decode or self.verify))
+
+    @property
     def first_rows(self) -> tuple[Chunk, ...]:
         """The chunks that end a prompt, and so sample a first token, in lane order."""
-        return tuple(chunk for chunk in self.chunks if chunk.is_last)
+        return tuple([chunk for chunk in self.chunks if chunk.is_last])
 
+
+MASK = "its mask is being made"  # why a request is held
 
 # In place of a token id:
 NO_TOKEN = -1  # the row did not decode, or had stopped

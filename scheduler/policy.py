@@ -21,8 +21,8 @@ WAYS_TO_PREEMPT = (
 class Facts(NamedTuple):
     """What a policy may look at.
 
-    turn: how many requests came before, or were sent to the back. priority, deadline: as in `Request`.
-    prompt_tokens: of the prompt. aging: `priority_aging` of `SchedulerConfig`.
+    turn: how many requests came before, or were sent to the back. aging: `priority_aging` of `SchedulerConfig`.
+    prompt_tokens: of the prompt. priority, deadline, max_tokens, cache_salt: as in `Request`.
     """
 
     turn: int
@@ -30,6 +30,8 @@ class Facts(NamedTuple):
     prompt_tokens: int
     deadline: float | None
     aging: int
+    max_tokens: int = 1
+    cache_salt: str = ""
 
 
 def fcfs(facts: Facts) -> Place:
@@ -143,20 +145,25 @@ def grant(chunks_left: int, budget: int, chunk_size: int, *, joins_decode: bool,
     return max(min(budget // chunk_size, chunks_left - 1), int(first))
 
 
-def usable_prefix(cached: int, context_tokens: int, chunk_size: int, *, cut_invariant: bool) -> int:
+def usable_prefix(
+    cached: int, context_tokens: int, chunk_size: int, *, cut_invariant: bool, most: int | None = None
+) -> int:
     """Of `cached` tokens, how many need not run again: whole chunks, so that the rest is cut as it is without a cache.
 
     The last token always runs, because its logits are wanted. Where the device does not mind the cut
-    (`cut_invariant`), it runs alone if all else is cached.
+    (`cut_invariant`), it runs alone if all else is cached. With `most`, all tokens behind it run, for the same reason.
 
     >>> usable_prefix(9, 14, 4, cut_invariant=True), usable_prefix(14, 14, 4, cut_invariant=False)
     (8, 12)
     >>> usable_prefix(12, 12, 4, cut_invariant=False), usable_prefix(12, 12, 4, cut_invariant=True)
     (8, 11)
+    >>> usable_prefix(12, 12, 4, cut_invariant=False, most=6), usable_prefix(12, 12, 4, cut_invariant=True, most=6)
+    (4, 6)
     """
-    if cut_invariant and cached >= context_tokens:
-        return context_tokens - 1
-    return min(cached, context_tokens - 1) // chunk_size * chunk_size
+    last = context_tokens - 1 if most is None else min(most, context_tokens - 1)
+    if cut_invariant and cached >= (context_tokens if most is None else last):
+        return last
+    return min(cached, last) // chunk_size * chunk_size
 
 
 def worth_keeping(used: int, kept: int) -> bool:

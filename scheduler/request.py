@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xla_engine.scheduler.immutable import Immutable
+
 PRIORITIES = range(-10, 11)
 
 
@@ -31,7 +33,7 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Immutable):
     """One prompt to continue. Raises ValueError, naming the field, for one that cannot be.
 
     request_id: unique among live requests; free again once the request has ended.
@@ -40,10 +42,12 @@ class Request:
     stop_token_ids: sampling one of these ends the request.
     host_gated: each token is planned only after the one before it was committed.
     cache_salt: requests share cached prefixes only with those of the same salt.
-    reads_prefix_cache: false for one that needs every position of its prompt computed.
+    adapter: names what was added to the model for this request; prefixes are shared within one adapter only.
+    max_cached_tokens: of its prompt, how many may be taken from a cache; None: all, 0: every position is computed.
     priority: from -10 to 10, the lower the sooner; see `scheduler.policy.place`.
     deadline: time on the caller's clock from which on `expire` ends the request wherever it is.
     queue_deadline: time from which on `expire` ends it if it still waits for its first slot.
+    quantum: steps of its turns under "round_robin"; None: as `SchedulerConfig` says.
     """
 
     request_id: str
@@ -52,10 +56,17 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     host_gated: bool = False
     cache_salt: str = ""
-    reads_prefix_cache: bool = True
+    max_cached_tokens: int | None = None
     priority: int = 0
     deadline: float | None = None
     queue_deadline: float | None = None
+    quantum: int | None = None
+    adapter: str = ""
+
+    @property
+    def group(self) -> str:
+        """Requests of one group may learn from each other's text."""
+        return f"{self.cache_salt}\0{self.adapter}" if self.adapter else self.cache_salt
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -64,6 +75,8 @@ class Request:
             raise ValueError(
                 f"request {self.request_id!r} has max_tokens {self.max_tokens}; ask for at least 1 new token"
             )
+        if self.quantum is not None and self.quantum < 1:
+            raise ValueError(f"request {self.request_id!r} has quantum {self.quantum}; give at least 1 step")
         if self.priority not in PRIORITIES:
             raise ValueError(
                 f"request {self.request_id!r} has priority {self.priority}; give one from {PRIORITIES[0]} (soonest) "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from xla_engine.scheduler.plan import Decision, Slot
 from xla_engine.scheduler.request import FinishReason, Request, Status
@@ -37,6 +38,7 @@ class RequestState:
     ready: tokens of its context that `blocks` held when it got them.
     left: (index, block, times it was taken) of those that are not settled, once it gave them up.
     reached: positions it had written when it lost its slot.
+    goes_on: it had ended in `tenancy`, and nothing was seen to overwrite what it left there.
     finish_reason: set when it ends.
     decision: the latest about it, None before the first.
     """
@@ -63,8 +65,17 @@ class RequestState:
     ready: int = 0
     reached: int = 0
     left: tuple[tuple[int, int, int], ...] = ()
+    goes_on: bool = False
     finish_reason: FinishReason | None = None
     decision: Decision | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RequestState:
+        """A state with lists of its own; all else in it never changes."""
+        twin = copy.copy(self)
+        for part in fields(self):
+            if isinstance(value := getattr(self, part.name), list):
+                setattr(twin, part.name, value.copy())
+        return twin
 
     @property
     def request_id(self) -> str:
@@ -90,11 +101,16 @@ class RequestState:
         assert self.tenancy is not None, f"request {self.request_id!r} was never admitted"
         return self.tenancy
 
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it needs to know what its next token may be when it gets a slot, and not only when it decodes."""
+        return self.request.host_gated and self.status is Status.WAITING and self.credited > 0
+
     def planned(self, next_step: int) -> int:
         """New tokens planned by the plans before `next_step`, in flight or credited.
 
-        From the plan of the last chunk on, each plan adds one token (that one two: the first and a decoded
-        one), so the number follows from `last_step` and no step has to count.
+        From the plan of the last chunk on, each plan adds one token (that one two, the first and a decoded one, if
+        other rows decode in it), so the number follows from `last_step` and no step has to count.
         """
         if self.last_step is None:
             return min(self.planned_before, self.request.max_tokens)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from xla_engine.scheduler import invariants, snapshot
+from xla_engine.scheduler import invariants
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
-from xla_engine.scheduler.plan import Decision, Plan, Speculation, StepResult, Swap
+from xla_engine.scheduler.plan import MASK, Admitted, Decision, Plan, Speculation, StepResult
 from xla_engine.scheduler.queue.deadlines import Deadlines
 from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
 from xla_engine.scheduler.request_state import RequestState
-from xla_engine.scheduler.snapshot import Counters, Snapshot
 from xla_engine.scheduler.steps.commit import Committer, Events
 from xla_engine.scheduler.steps.decode import Decoding
 from xla_engine.scheduler.steps.prefill import PrefillPlan
 from xla_engine.scheduler.steps.running import Running
+from xla_engine.scheduler.views import SchedulerViews
 
 NO_PREFILL = PrefillPlan((), (), ())
 
 
-class Scheduler:
+class Scheduler(SchedulerViews):
     """First in line, first served over a fixed number of slots. The line is by one of `scheduler.policy.POLICIES`.
 
     Plans may run ahead of commits by any number of steps (the lag)::
@@ -34,16 +34,23 @@ class Scheduler:
     A request that reaches its cap gives its slot up when its last token is planned; one that samples a stop
     token, when that token is committed. Tokens of a tenancy that has ended are dropped. Every request ends
     once: by a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
+
+    untold: requests that `commit` and `expire` have ended since the last plan, by id; a restart runs those of them
+        again whose end was not told.
     """
 
     def __init__(self, config: SchedulerConfig, only: Collection[str] | None = None) -> None:
         self.config = config
+        self.ended: dict[str, RequestState] = {}  # see `scheduler.continuation`
+        self.untold: dict[str, RequestState] = {}
         self._states: dict[str, RequestState] = {}  # every live request
         self._kv = KVAllocator(config)
         self._waiting = WaitingQueue(config, only)
         self._deadlines = Deadlines()
         self._decoding = Decoding()
-        self._committer = Committer(self._states, self._decoding, self._end, keeps_tokens=config.keeps_tokens)
+        self._committer = Committer(
+            self._states, self._decoding, self._end_untold, keeps_tokens=config.keeps_tokens
+        )
         running = self._running = Running(config, self._kv, self._decoding, self._committer)
         self._prefilling, self._host_gated = running.prefilling, running.host_gated
         self._speculating, self._round_robin = running.speculating, running.round_robin
@@ -52,6 +59,7 @@ class Scheduler:
         )
         self._cached_tokens = 0
         self._next_step = 0
+        self._is_late = False  # see `Plan`
         self._submitted = 0
         self._finished = dict.fromkeys(FinishReason, 0)
 
@@ -89,17 +97,21 @@ class Scheduler:
         """
         expired = []
         for state, reason in self._deadlines.due(now):
-            self._end(state, reason)
+            self._end_untold(state, reason)
             expired.append((state.request_id, reason))
         return expired
 
-    def plan(self, speculation: Speculation | None = None) -> Plan:
+    def plan(self, speculation: Speculation | None = None, held: Collection[str] = frozenset()) -> Plan:
         """Decide the next step, and count it as started: fill free slots from the head of the queue, decode every
         live row, and run prompt chunks in what that leaves of the token budget.
 
         speculation: rows may sample several tokens in this step or a later one. It may be another in every plan.
+        held: ids of the requests among which the host-gated ones get no row, since what their next token may be is not
+            known yet; others may be among them.
         """
         decisions: list[Decision] = []
+        self._host_gated.held = held
+        self.untold.clear()
         to_speculate, to_decode = self._running.change_part(speculation is not None, self._next_step)
         if self._round_robin:
             decisions += self._preemption.park_expired(self._round_robin, self._next_step)
@@ -107,22 +119,24 @@ class Scheduler:
             decisions += self._preemption.grow(
                 (*self._host_gated.ready(), *self._speculating.ready()), self._next_step
             )
-        admitted, resumes = self._admit(decisions)
-        work = NO_PREFILL
+        admitted, resumes, continues = self._admit(decisions)
+        work, alone = NO_PREFILL, False
         if self._prefilling:
             rows = len(self._decoding) + len(self._host_gated) + len(self._speculating)
             work = self._prefilling.plan(rows, decisions)
+            alone = not (rows or self._speculating.takes_all)
             for state in work.complete:
-                self._running.run(state, self._next_step, sampled=state.base + 1)
+                waits = alone and state.request.max_tokens - state.base > 1
+                self._running.run(state, self._next_step + waits, sampled=state.base + 1)
         verify = self._speculating.plan(speculation, self._host_gated, self._next_step)
         width = (
             0
             if speculation is None
             else max((speculation.width for row in verify if row.width > 1), default=1)
         )
-        parks, replays = self._preemption.take()
+        parks = self._preemption.take_parks()
         copies, tables = ((), ()) if blocks is None else blocks.take_moves()
-        decode = self._decoding.rows
+        decode = () if alone else self._decoding.rows
         planned = self._decoding.due(self._next_step)
         planned += self._speculating.done()
         if self._host_gated:
@@ -131,6 +145,7 @@ class Scheduler:
                 self._committer.differ(self._next_step + 1)
             planned += self._host_gated.done()
         decisions.extend(self._hand_over(state) for state in planned)
+        is_empty = not (work.chunks or decode or verify or parks or resumes)
         plan = Plan(
             step=self._next_step,
             admitted=admitted,
@@ -140,18 +155,22 @@ class Scheduler:
             parks=parks,
             resumes=resumes,
             reuses=work.reuses,
-            replays=replays,
+            replays=() if is_empty else self._preemption.take_replays(),
             tables=tables,
             copies=copies,
             verify=verify,
             width=width,
             to_decode=to_decode,
             to_speculate=to_speculate,
+            continues=continues,
+            held=self._gated(held) if held else frozenset(),
+            is_late=self._is_late,
         )
+        self._is_late = is_empty and (self._is_late or bool(held))
         for reuse in plan.reuses:
             self._cached_tokens += reuse.length
             self._kv.used(reuse.source, self._next_step)
-        self._next_step += not plan.is_empty
+        self._next_step += not is_empty
         return plan
 
     def credited(self, request_id: str) -> int | None:
@@ -195,15 +214,23 @@ class Scheduler:
             self._hand_over(state)
         return events
 
-    def _admit(self, decisions: list[Decision]) -> tuple[tuple[str, ...], tuple[Swap, ...]]:
-        """Give slots to the head of the line. Returns the ids that got one, and the states that come from the host."""
-        admitted, resumes = [], []
+    def _admit(self, decisions: list[Decision]) -> Admitted:
+        """Give slots to the head of the line."""
+        admitted, resumes, continues = [], [], []
         while self._waiting:
             state = self._waiting.next_in_line(self._kv.cached_tokens)
             if state.credited < state.planned_before:
                 decisions.append(state.decide("wait", "tokens of it are in flight"))
                 break
-            if state.status is Status.WAITING:
+            if state.request_id in self._host_gated.held and state.awaits_mask:
+                decisions.append(state.decide("wait", MASK))
+                break
+            if state.goes_on and not self._kv.still_holds(state):
+                state.goes_on, state.tenancy = False, None
+                if not self.config.keeps_tokens:
+                    self._committer.take_back(state)
+                    self._preemption.replay(state)
+            if state.status is Status.WAITING and not state.goes_on:
                 state.begin_prefill()
             if (missing := self._kv.missing(state)) is not None:
                 if (preempted := self._preemption.make_room(state, self._next_step)) is not None:
@@ -215,9 +242,15 @@ class Scheduler:
                 decisions.append(decision)
                 break
             self._waiting.take(state)
-            self._preemption.admitted()
-            self._kv.enter(state)
             admitted.append(state.request_id)
+            if state.goes_on:
+                continues.append(self._kv.go_on(state, self._next_step))
+                self._preemption.admitted(state)
+                self._running.run(state, self._next_step, sampled=state.planned_before)
+                decisions.append(state.decide("continue", f"slot {state.slot.index} holds it still"))
+                continue
+            self._kv.enter(state)
+            self._preemption.admitted(state)
             if state.status is Status.PARKED:
                 self._preemption.release(state)
                 resumes.append(self._kv.resume(state, state.position(self._next_step)))
@@ -227,7 +260,12 @@ class Scheduler:
                 state.status = Status.PREFILLING
                 self._prefilling.join(state)
                 decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
-        return tuple(admitted), tuple(resumes)
+        return Admitted(tuple(admitted), tuple(resumes), tuple(continues))
+
+    def _gated(self, names: Collection[str]) -> frozenset[str]:
+        """Those of `names` that are host-gated requests."""
+        live = ((name, self._states.get(name)) for name in names)
+        return frozenset(name for name, state in live if state is not None and state.request.host_gated)
 
     def _detach(self, state: RequestState, how: str) -> None:
         """Plan nothing more for a request that loses its slot."""
@@ -249,6 +287,11 @@ class Scheduler:
         self._states[state.request_id] = state
         self._deadlines.add(state)
 
+    def _end_untold(self, state: RequestState, reason: FinishReason) -> None:
+        """End a request of which the caller does not know it yet."""
+        self.untold[state.request_id] = state
+        self._end(state, reason)
+
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         """Take a live request out of every part that knows it."""
         del self._states[state.request_id]
@@ -265,44 +308,10 @@ class Scheduler:
         if state.last_step is not None:
             self._committer.ended(state, self._next_step)
         state.status, state.finish_reason = Status.FINISHED, reason
+        if self.config.keeps_finished:
+            self.ended[state.request_id] = state
         self._finished[reason] += 1
         self._deadlines.forget_ended(len(self._states))
-
-    def _settle(self) -> None:
-        for state in self._states.values():
-            state.settle(self._committer.steps)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._states)
-
-    @property
-    def num_free(self) -> int:
-        """Slots that no request holds."""
-        return self._kv.slots.num_free
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests past the queue: in a slot, or with all tokens planned and some in flight."""
-        return len(self._states) - len(self._waiting)
-
-    @property
-    def decoding(self) -> list[str]:
-        """The requests that decode in the next plan, unless they lose their slots in it."""
-        parts = (self._decoding, self._speculating, self._host_gated)
-        return [state.request_id for part in parts for state in part]
-
-    def snapshot(self) -> Snapshot:
-        """Slots, queue and counters, with the reason of each live request's last decision."""
-        self._settle()
-        admitted = [
-            state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
-        ]
-        return snapshot.take(self._kv.slots, self._waiting, admitted, self.counters())
 
     def check(self) -> None:
         """Raise AssertionError on any broken invariant."""
@@ -320,16 +329,3 @@ class Scheduler:
             parked_tokens=self._preemption.parked_tokens,
         )
         self._kv.check(self._states.values(), self._next_step)
-
-    def counters(self) -> Counters:
-        """Totals since the start."""
-        return Counters(
-            steps_planned=self._next_step,
-            steps_committed=self._committer.steps,
-            submitted=self._submitted,
-            finished=dict(self._finished),
-            tokens_credited=self._committer.credited,
-            tokens_dropped=self._committer.dropped,
-            preemptions=self._preemption.count,
-            cached_tokens=self._cached_tokens,
-        )

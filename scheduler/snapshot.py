@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 
@@ -12,6 +12,19 @@ from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 
 SHOWN_WAITING = 8  # requests of the queue in a notebook's table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds in a request's life, by a clock that the scheduler does not have.
+
+    age: since it was submitted. queued: until it got its first slot, or so far. first_token: until its first token was
+    read; None where there is none.
+    """
+
+    age: float
+    queued: float
+    first_token: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +38,8 @@ class RequestView:
     planned: new tokens in the plans made so far.
     credited: new tokens received.
     decision: why it stands where it stands; None when no plan was made since it came.
+    quantum_left: steps until its turn is over, 0 if it is; None where requests take no turns, or it does not run.
+    times: None where nobody looks at a clock.
     """
 
     request_id: str
@@ -37,6 +52,8 @@ class RequestView:
     planned: int
     credited: int
     decision: Decision | None
+    quantum_left: int | None = None
+    times: Times | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +73,10 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Totals since the start. `submitted` counts what is live and all of `finished`."""
+    """Totals since the start. `submitted` counts what is live and all of `finished`.
+
+    A request is what the scheduler knows as one: of a caller's request of n, each of the n sequences.
+    """
 
     steps_planned: int
     steps_committed: int
@@ -105,9 +125,26 @@ def _html_row(cells: Iterable[str]) -> str:
 
 
 def take(
-    slots: Slots, waiting: Iterable[RequestState], admitted: Iterable[RequestState], counters: Counters
+    slots: Slots,
+    waiting: Iterable[RequestState],
+    admitted: Iterable[RequestState],
+    counters: Counters,
+    times: Callable[[str], Times | None],
+    *,
+    takes_turns: bool,
 ) -> Snapshot:
-    """Take a snapshot. `admitted`: every live request past the queue, oldest first."""
+    """Take a snapshot.
+
+    admitted: every live request past the queue, oldest first. times: of a request. takes_turns: slots change hands
+    when a quantum is over.
+    """
+
+    def view_of(state: RequestState, decision: Decision | None) -> RequestView:
+        runs = takes_turns and state.holds_slot and state.status is Status.RUNNING
+        return _view(
+            state, step, decision, times(state.request_id), max(state.turn_ends - step, 0) if runs else None
+        )
+
     step = counters.steps_planned
     held: dict[int, SlotView] = {}
     draining = []
@@ -118,7 +155,7 @@ def take(
             if oldest_prompt is not None:
                 decision = _hold_behind(state, oldest_prompt)
             oldest_prompt = oldest_prompt or state
-        view = _view(state, step, decision)
+        view = view_of(state, decision)
         if state.holds_slot:
             held[state.slot.index] = SlotView(
                 slot=state.slot, position=state.position(step), request=view, blocks=state.blocks
@@ -128,7 +165,7 @@ def take(
     return Snapshot(
         slots=tuple(held.get(index) or _free(slots.current(index)) for index in range(len(slots))),
         waiting=tuple(
-            _view(state, step, _wait_behind(state, ahead) if ahead else state.decision)
+            view_of(state, _wait_behind(state, ahead) if ahead else state.decision)
             for ahead, state in enumerate(waiting)
         ),
         draining=tuple(draining),
@@ -136,7 +173,9 @@ def take(
     )
 
 
-def _view(state: RequestState, step: int, decision: Decision | None) -> RequestView:
+def _view(
+    state: RequestState, step: int, decision: Decision | None, times: Times | None, quantum_left: int | None
+) -> RequestView:
     return RequestView(
         request_id=state.request_id,
         status=state.status,
@@ -148,6 +187,8 @@ def _view(state: RequestState, step: int, decision: Decision | None) -> RequestV
         planned=state.planned(step),
         credited=state.credited,
         decision=decision,
+        quantum_left=quantum_left,
+        times=times,
     )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.row_state.lanes import Extents
 
 KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/007)
 
@@ -108,13 +109,7 @@ class Attention(Protocol):
         ...
 
     def attend_decode(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        length: jax.Array,
-        live: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
         """Write one position per live row, then attend to the row's own keys.
 
@@ -124,20 +119,12 @@ class Attention(Protocol):
         ...
 
     def attend_prefill(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        slot: jax.Array,
-        start: jax.Array,
-        count: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
         """Write up to T positions of each lane into its slot, then attend causally to all keys the slot holds.
 
-        N = P T, `call.rope [P, T, 2, Dh/2]`; `slot`, `start`, `count` `[P]`: lane p holds positions
-        `start[p] .. start[p] + count[p]` of slot `slot[p]`, at most `key_length`. Consecutive lanes may hold
-        consecutive chunks of one prompt: every lane's keys are written before any lane reads.
+        N = P T, `call.rope [P, T, 2, Dh/2]`; lanes end at `key_length` at most. All keys are written before any lane
+        reads.
         """
         ...
 

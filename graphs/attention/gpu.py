@@ -28,7 +28,6 @@ from jax.experimental.pallas import triton as plgpu
 from xla_engine.graphs.attention.backend import (
     KEY_SPAN,
     AttentionCall,
-    AttentionWeights,
     LayerCache,
     check_length,
     read_positions,
@@ -41,8 +40,9 @@ from xla_engine.graphs.attention.gpu_kernels import (
     whole_tile,
     write_kernel,
 )
-from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
+from xla_engine.graphs.row_state.lanes import Extents
 
 QUERY_TILE = 64  # queries per program in prefill
 
@@ -68,37 +68,24 @@ class GpuAttention:
         return layer
 
     def attend_decode(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        length: jax.Array,
-        live: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
         position = jnp.where(live, length, -1).astype(jnp.int32)
         by_head = qkv.reshape(len(qkv), -1, layer.keys.shape[3])
-        form, weights = call.form, call.weights
-        layer, q = self._write(layer, by_head, call.rope, position, form, weights, call.block_tables)
-        parts = self._partial(layer, q, position, form, call.block_tables)
-        out = self._combine(*parts, position, form, weights.sinks, call.compute_dtype)
+        layer, q = self._write(layer, by_head, position, call)
+        parts = self._partial(layer, q, position, call)
+        out = self._combine(*parts, position, call)
         return layer, out.reshape(len(qkv), -1)
 
     def attend_prefill(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        slot: jax.Array,
-        start: jax.Array,
-        count: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
         form, weights, rope = call.form, call.weights, call.rope
-        lanes, width = rope.shape[:2]
+        slot, start, count = lanes
+        number, width = rope.shape[:2]
         rows, kv_heads, size, head_dim = layer.keys.shape
         by_row = split_heads(qkv, kv_heads, head_dim)
-        q, k, v = (x.reshape(lanes, width, -1, head_dim) for x in by_row)
+        q, k, v = (x.reshape(number, width, -1, head_dim) for x in by_row)
         offset = jnp.arange(width, dtype=jnp.int32)
         q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
         position = start[:, None] + offset
@@ -106,7 +93,7 @@ class GpuAttention:
             slot[:, None] if call.block_tables is None else call.block_tables[slot[:, None], position // size]
         )
         # Padding goes out of bounds; indices stay unique as the scatter promises.
-        lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
+        lane = jnp.arange(number, dtype=jnp.int32)[:, None]
         row = jnp.where(offset < count[:, None], row, rows + lane * width + offset)
         at = (row, slice(None), position % size)
         layer = LayerCache(
@@ -118,19 +105,11 @@ class GpuAttention:
         tile = min(QUERY_TILE, whole_tile(width))
         out = self._call(
             functools.partial(prefill_kernel, tile=tile, form=form),
-            grid=(lanes, q.shape[2], -(-width // tile)),
+            grid=(number, q.shape[2], -(-width // tile)),
             out_shape=jax.ShapeDtypeStruct(q.shape, call.compute_dtype),
             warps=4,
-        )(
-            slot,
-            start,
-            count,
-            apply_rope(q, rope).astype(layer.keys.dtype),
-            *layer,
-            call.block_tables,
-            weights.sinks,
-        )
-        return layer, out.reshape(lanes * width, -1)
+        )(*lanes, apply_rope(q, rope).astype(layer.keys.dtype), *layer, call.block_tables, weights.sinks)
+        return layer, out.reshape(number * width, -1)
 
     def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
         size = min(KEY_SPAN, layer.keys.shape[2])
@@ -155,14 +134,7 @@ class GpuAttention:
         return LayerCache(jax.device_put(keys), jax.device_put(values))
 
     def _write(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        rope: jax.Array,
-        position: jax.Array,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        block_tables: jax.Array | None,
+        self, layer: LayerCache, qkv: jax.Array, position: jax.Array, call: AttentionCall
     ) -> tuple[LayerCache, jax.Array]:
         """Write k normed and rotated and v of `qkv [B, H + 2 KV, Dh]` at `position [B]`, unless negative.
 
@@ -172,56 +144,41 @@ class GpuAttention:
         groups = qkv.shape[1] // kv_heads - 2
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in layer]
         keys, values, q = self._call(
-            functools.partial(write_kernel, eps=form.norm_eps),
+            functools.partial(write_kernel, eps=call.form.norm_eps),
             grid=(rows,),
-            out_shape=(
-                *shapes,
-                jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), layer.keys.dtype),
-            ),
+            out_shape=(*shapes, jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), layer.keys.dtype)),
             aliases={3: 0, 4: 1},
             warps=4,
-        )(position, qkv, rope, *layer, block_tables, weights.q_norm, weights.k_norm)
+        )(position, qkv, call.rope, *layer, call.block_tables, call.weights.q_norm, call.weights.k_norm)
         return LayerCache(keys, values), q
 
     def _partial(
-        self,
-        layer: LayerCache,
-        q: jax.Array,
-        position: jax.Array,
-        form: AttentionForm,
-        block_tables: jax.Array | None,
+        self, layer: LayerCache, q: jax.Array, position: jax.Array, call: AttentionCall
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Per split of keys the weighted values `[B, KV, J, G, Dh]`, the largest score and the sum of weights
         `[B, KV, J, G]`; splits without a key that the row sees are left as they were."""
         rows, kv_heads, groups, head_dim = q.shape
-        blocks = 1 if block_tables is None else block_tables.shape[1]
+        blocks = 1 if call.block_tables is None else call.block_tables.shape[1]
         splits = -(-blocks * layer.keys.shape[2] // KEY_SPAN)
         state = jax.ShapeDtypeStruct((rows, kv_heads, splits, groups), jnp.float32)
         return self._call(
-            functools.partial(split_kernel, form=form),
+            functools.partial(split_kernel, form=call.form),
             grid=(rows, kv_heads, splits),
             out_shape=(jax.ShapeDtypeStruct((*state.shape, head_dim), jnp.float32), state, state),
             warps=4,
-        )(position, q, *layer, block_tables)
+        )(position, q, *layer, call.block_tables)
 
     def _combine(
-        self,
-        parts: jax.Array,
-        peak: jax.Array,
-        total: jax.Array,
-        position: jax.Array,
-        form: AttentionForm,
-        sinks: jax.Array | None,
-        dtype: jnp.dtype,
+        self, parts: jax.Array, peak: jax.Array, total: jax.Array, position: jax.Array, call: AttentionCall
     ) -> jax.Array:
         """Splits from the first to the last that the row sees: `[B, KV, G, Dh]`."""
         rows, kv_heads, _, groups, head_dim = parts.shape
         return self._call(
-            functools.partial(combine_kernel, window=form.window),
+            functools.partial(combine_kernel, window=call.form.window),
             grid=(rows, kv_heads),
-            out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), dtype),
+            out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), call.compute_dtype),
             warps=4,
-        )(position, parts, peak, total, sinks)
+        )(position, parts, peak, total, call.weights.sinks)
 
     def _call(
         self,

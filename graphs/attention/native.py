@@ -8,9 +8,8 @@ The library is built and registered outside (`xla_engine.runner.native_library.b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,14 @@ import numpy as np
 from xla_engine.graphs.attention.backend import (
     KEY_SPAN,
     AttentionCall,
-    AttentionWeights,
     LayerCache,
     check_length,
     kept_positions,
     read_positions,
     write_positions,
 )
-from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.row_state.lanes import Extents
 
 TARGET = "xla_engine_attend"
 _LANES = 16  # keys, and dimensions, side by side in a tile
@@ -60,30 +59,15 @@ class NativeAttention:
         return layer  # stale values are never read
 
     def attend_decode(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        length: jax.Array,
-        live: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
         slot = jnp.arange(length.shape[0], dtype=jnp.int32)
-        attend = self._call(call.form, call.weights, call.block_tables, call.layer_in_store)
-        return attend(layer, qkv, call.rope, slot, length, live.astype(jnp.int32))
+        return self._attend(layer, qkv, call.rope, call, Extents(slot, length, live.astype(jnp.int32)))
 
     def attend_prefill(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        slot: jax.Array,
-        start: jax.Array,
-        count: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
-        attend = self._call(call.form, call.weights, call.block_tables, call.layer_in_store)
-        return attend(layer, qkv, call.rope.reshape(-1, *call.rope.shape[2:]), slot, start, count)
+        return self._attend(layer, qkv, call.rope.reshape(-1, *call.rope.shape[2:]), call, lanes)
 
     def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
         keys, values, own = self._tiles(layer, span)
@@ -127,45 +111,35 @@ class NativeAttention:
         layer = by_key.transpose(0, 1, 2, 4, 3, 5), by_value.transpose(0, 1, 2, 5, 3, 6, 4)
         return LayerCache(*(jax.device_put(np.ascontiguousarray(array[None])) for array in layer))
 
-    def _call(
-        self,
-        form: AttentionForm,
-        weights: AttentionWeights,
-        block_tables: jax.Array | None,
-        layer_in_store: int,
-    ) -> Callable[..., tuple[LayerCache, jax.Array]]:
-        """The operation on a layer, `qkv [N, (H + 2 KV) Dh]`, `rope [N, 2, Dh/2]`, slot, start and count."""
-
-        def attend(layer: LayerCache, qkv: jax.Array, rope: jax.Array, *lanes: jax.Array) -> Any:
-            slots, kv_heads, head_dim = *layer.keys.shape[1:3], 2 * rope.shape[-1]
-            features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
-            rows = np.arange(slots, dtype=np.int32)
-            tables = rows[:, None] if block_tables is None else block_tables  # a slot is a page of its own
-            call = jax.ffi.ffi_call(
-                f"{TARGET}_{self.isa}",
-                (
-                    jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
-                    *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
-                ),
-                input_output_aliases={9: 1, 10: 2},
-            )
-            given = (np.zeros(0, np.float32) if each is None else each for each in weights)
-            out, keys, values = call(
-                qkv,
-                rope,
-                *lanes,
-                tables,
-                *given,
-                *layer,
-                layer=np.int64(layer_in_store),
-                window=np.int64(form.window or 0),
-                scale=np.float32(form.scale),
-                softcap=np.float32(form.softcap or 0),
-                eps=np.float32(form.norm_eps),
-            )
-            return LayerCache(keys, values), out
-
-        return attend
+    def _attend(
+        self, layer: LayerCache, qkv: jax.Array, rope: jax.Array, call: AttentionCall, lanes: Extents
+    ) -> tuple[LayerCache, jax.Array]:
+        """The operation on a layer; `rope [N, 2, Dh/2]`."""
+        slots, kv_heads, head_dim = *layer.keys.shape[1:3], 2 * rope.shape[-1]
+        features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
+        rows, form, tables = np.arange(slots, dtype=np.int32), call.form, call.block_tables
+        operation = jax.ffi.ffi_call(
+            f"{TARGET}_{self.isa}",
+            (
+                jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
+                *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
+            ),
+            input_output_aliases={9: 1, 10: 2},
+        )
+        out, keys, values = operation(
+            qkv,
+            rope,
+            *lanes,
+            rows[:, None] if tables is None else tables,  # a slot is a page of its own
+            *(np.zeros(0, np.float32) if each is None else each for each in call.weights),
+            *layer,
+            layer=np.int64(call.layer_in_store),
+            window=np.int64(form.window or 0),
+            scale=np.float32(form.scale),
+            softcap=np.float32(form.softcap or 0),
+            eps=np.float32(form.norm_eps),
+        )
+        return LayerCache(keys, values), out
 
 
 def _pack(dtype: jnp.dtype) -> int:

@@ -34,6 +34,7 @@ from xla_engine.graphs.attention.backend import (
 from xla_engine.graphs.config import AttentionForm, ModelConfig
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
+from xla_engine.graphs.row_state.lanes import Extents, targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +63,12 @@ class XlaAttention:
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
         spans, rows, *shape = layer.values.shape
-        target = jnp.where(fresh, slot, rows + jnp.arange(slot.shape[0], dtype=slot.dtype))
+        at = layer.values.at[:, targets(slot, fresh, rows)]
         empty = jnp.zeros((spans, slot.shape[0], *shape), layer.values.dtype)
-        return layer._replace(values=layer.values.at[:, target].set(empty, mode="drop", unique_indices=True))
+        return layer._replace(values=at.set(empty, mode="drop", unique_indices=True))
 
     def attend_decode(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        length: jax.Array,
-        live: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
         rows, (_, _, kv_heads, _, head_dim) = len(length), layer.keys.shape
         q, k, v = split_heads(qkv, kv_heads, head_dim)
@@ -101,19 +96,13 @@ class XlaAttention:
         return layer, out.reshape(rows, -1)
 
     def attend_prefill(
-        self,
-        layer: LayerCache,
-        qkv: jax.Array,
-        call: AttentionCall,
-        *,
-        slot: jax.Array,
-        start: jax.Array,
-        count: jax.Array,
+        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
-        lanes, width = call.rope.shape[:2]
+        slot, start, count = lanes
+        number, width = call.rope.shape[:2]
         kv_heads, head_dim = layer.keys.shape[2], layer.keys.shape[4]
         by_row = split_heads(qkv, kv_heads, head_dim)
-        q, k, v = (x.reshape(lanes, width, -1, head_dim) for x in by_row)
+        q, k, v = (x.reshape(number, width, -1, head_dim) for x in by_row)
         offset = jnp.arange(width, dtype=jnp.int32)
         position = start[:, None] + offset  # [P, T]
         wanted = offset < count[:, None]
@@ -135,19 +124,19 @@ class XlaAttention:
             spans = _Blocks(layer, tables, last, call.key_length, call.compute_dtype)
         visible = _visible(position, spans.positions, call.form.window, _capacity(layer, call))  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
-        grouped = q.reshape(lanes, width, kv_heads, -1, head_dim).swapaxes(1, 2)
+        grouped = q.reshape(number, width, kv_heads, -1, head_dim).swapaxes(1, 2)
         sinks = call.weights.sinks
         sinks = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, -1), width)
         out = _attention(
-            grouped.reshape(lanes, kv_heads, -1, head_dim),
+            grouped.reshape(number, kv_heads, -1, head_dim),
             spans,
             jnp.repeat(visible, q.shape[2] // kv_heads, axis=1),  # [P, T * G, S]
             call.form,
             sinks,
             keys_left=False,
         )
-        by_token = out.reshape(lanes, kv_heads, width, -1, head_dim).swapaxes(1, 2)
-        return layer, by_token.reshape(lanes * width, -1)
+        by_token = out.reshape(number, kv_heads, width, -1, head_dim).swapaxes(1, 2)
+        return layer, by_token.reshape(number * width, -1)
 
     def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
         return LayerCache(*(leaf[span % len(leaf), slot] for leaf in layer))
@@ -331,7 +320,5 @@ def _scatter(
     """Set `position` of `slot` to `new [..., KV, Dh]` where wanted."""
     spans, rows, _, size, _ = cache.shape
     span, row = (position // size % spans, slot) if tables is None else (0, tables[slot, position // size])
-    # What is not wanted goes out of bounds; indices stay unique as the scatter promises.
-    beyond = rows + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
-    at = cache.at[span, jnp.where(wanted, row, beyond), :, position % size]
+    at = cache.at[span, targets(row, wanted, rows), :, position % size]
     return at.set(new.astype(cache.dtype), mode="drop", unique_indices=True)

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.config import DeltaForm
-from xla_engine.graphs.delta_net.rule import Heads, lane_rule, step_rule
+from xla_engine.graphs.delta_net.native import Heads, native_outputs
+from xla_engine.graphs.delta_net.rule import lane_rule, step_rule
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import flatly, rms_norm
+from xla_engine.graphs.row_state.lanes import Extents, put, targets
 
 _NORM_EPS = 1e-6  # of the unit norm of queries and keys
 
@@ -78,24 +80,62 @@ def delta_prefill(
     weights: DeltaWeights,
     state: DeltaState,
     projected: jax.Array,
+    lanes: Extents,
     *,
-    slot: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
     native: str | None = None,
 ) -> tuple[DeltaState, jax.Array]:
     """Up to T positions of each lane: `projected [P T, projected features]` -> `[P T, inner features]`, float32.
 
-    `slot`, `start`, `count` `[P]` as in `graphs.attention.Attention.attend_prefill`: consecutive lanes may hold
-    consecutive chunks of one prompt. A lane that starts at 0 starts from zeros.
+    A lane that starts at 0 starts from zeros.
     """
-    lanes, width = slot.shape[0], projected.shape[0] // slot.shape[0]
     mixed, gates, rate, step = _split(form, projected)
-    inputs, window = _windows(state.inputs, mixed.reshape(lanes, width, -1), slot, start, count)
-    convolved = _convolve(window, weights.convolution).reshape(lanes * width, -1)
+    inputs, window = _windows(state.inputs, mixed.reshape(len(lanes.slot), -1, mixed.shape[1]), lanes)
+    convolved = _convolve(window, weights.convolution).reshape(mixed.shape)
     heads = _heads(form, weights, convolved, rate, step)
-    memory, out = lane_rule(state.memory, heads, slot=slot, start=start, count=count, native=native)
+    memory, out = lane_rule(state.memory, heads, lanes, native=native)
     return DeltaState(inputs, memory), _gated(form, weights, out, gates)
+
+
+class Pending(NamedTuple):
+    """Positions that lanes have brought, until it is known how many of them stay.
+
+    window: `[P, kernel - 1 + T, mixed features]`, the convolution's inputs behind those of the slot.
+    heads: of N = P T positions.
+    """
+
+    window: jax.Array
+    heads: Heads
+
+
+def delta_verify(
+    form: DeltaForm,
+    weights: DeltaWeights,
+    state: DeltaState,
+    projected: jax.Array,
+    lanes: Extents,
+    *,
+    native: str,
+) -> tuple[Pending, jax.Array]:
+    """What `delta_prefill` gives for lanes of distinct slots, none of which begins anew, before any state changes."""
+    mixed, gates, rate, step = _split(form, projected)
+    by_lane = (len(lanes.slot), -1, mixed.shape[1])
+    window = jnp.concatenate([state.inputs[lanes.slot], mixed.reshape(by_lane)], axis=1)
+    convolved = _convolve(window, weights.convolution).reshape(mixed.shape)
+    heads = _heads(form, weights, convolved, rate, step)
+    out = native_outputs(state.memory, heads, lanes, native)
+    return Pending(window, heads), _gated(form, weights, out, gates)
+
+
+def delta_commit(
+    state: DeltaState, pending: Pending, *, slot: jax.Array, count: jax.Array, native: str
+) -> DeltaState:
+    """The state behind the first `count [P]` of each lane's positions: they are walked again, and now they stay."""
+    kept = state.inputs.shape[1]
+    behind = jax.vmap(lambda window, at: lax.dynamic_slice_in_dim(window, at, kept))(pending.window, count)
+    inputs = put(state.inputs, targets(slot, count > 0, len(state.inputs)), behind)
+    lanes = Extents(slot, jnp.ones_like(slot), count)
+    memory, _ = lane_rule(state.memory, pending.heads, lanes, native=native)
+    return DeltaState(inputs, memory)
 
 
 def _split(form: DeltaForm, projected: jax.Array) -> list[jax.Array]:
@@ -114,9 +154,7 @@ def _convolve(window: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.nn.silu(total)
 
 
-def _windows(
-    kept: jax.Array, mixed: jax.Array, slot: jax.Array, start: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _windows(kept: jax.Array, mixed: jax.Array, lanes: Extents) -> tuple[jax.Array, jax.Array]:
     """Inputs `mixed [P, T, C]` behind those that came before them, `[P, kernel - 1 + T, C]`, and what slots keep then.
 
     Lane after lane, as a lane may go on where the one before it ended.
@@ -129,7 +167,7 @@ def _windows(
         behind = lax.dynamic_slice_in_dim(window, count, len(before))
         return kept.at[slot].set(jnp.where(count > 0, behind, kept[slot])), window
 
-    return lax.scan(one, kept, (mixed, slot, start, count))
+    return lax.scan(one, kept, (mixed, *lanes))
 
 
 def _heads(

@@ -5,12 +5,17 @@ The library is built and registered outside (`xla_engine.runner.native_library.b
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.config import DeltaForm
+from xla_engine.graphs.ops.norms import flatly
+from xla_engine.graphs.row_state.lanes import Extents
 
 DELTA_RULE = "xla_engine_delta_rule"
+DELTA_OUTPUTS = "xla_engine_delta_outputs"
 _VECTOR = 16  # floats
 
 
@@ -19,29 +24,40 @@ def fits(form: DeltaForm) -> bool:
     return form.key_dim % _VECTOR == 0 and form.value_dim % _VECTOR == 0
 
 
-def native_rule(
-    memory: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    rate: jax.Array,
-    *,
-    slot: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    isa: str,
-) -> tuple[jax.Array, jax.Array]:
+class Heads(NamedTuple):
+    """Positions, float32: q, k `[N, Hk, Dk]` of unit length, q scaled; v `[N, Hv, Dv]`; rate in (0, 1) and
+    log_decay <= 0 `[N, Hv]`. Each key head serves consecutive value heads."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    rate: jax.Array
+    log_decay: jax.Array
+
+
+def native_rule(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> tuple[jax.Array, jax.Array]:
     """Run the positions of lanes on the memory `[B, Hv, Dk, Dv]` of their slots, in place, float32.
 
-    q, k `[N, Hk, Dk]`, v `[N, Hv, Dv]`, decay and rate `[N, Hv]`; `slot`, `start`, `count` `[P]` as in
-    `graphs.delta_net.delta_prefill`. isa: the
-    instruction set whose library serves. Returns memory and outputs `[N, Hv, Dv]`, zero in rows that are padding.
+    isa: the instruction set whose library serves. Returns memory and outputs `[N, Hv, Dv]`, zero in rows that are
+    padding.
     """
-    call = jax.ffi.ffi_call(
-        f"{DELTA_RULE}_{isa}",
-        (jax.ShapeDtypeStruct(v.shape, jnp.float32), jax.ShapeDtypeStruct(memory.shape, jnp.float32)),
-        input_output_aliases={8: 1},
-    )
-    out, memory = call(q, k, v, decay, rate, slot, start, count, memory)
+    results = (_like(heads.v), _like(memory))
+    call = jax.ffi.ffi_call(f"{DELTA_RULE}_{isa}", results, input_output_aliases={8: 1})
+    out, memory = call(*_given(heads), *lanes, memory)
     return memory, out
+
+
+def native_outputs(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> jax.Array:
+    """The outputs that `native_rule` gives, and no change of memory; used lanes are of distinct slots."""
+    call = jax.ffi.ffi_call(f"{DELTA_OUTPUTS}_{isa}", _like(heads.v))
+    out: jax.Array = call(*_given(heads), *lanes, memory)
+    return out
+
+
+def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, jnp.float32)
+
+
+def _given(heads: Heads) -> tuple[jax.Array, ...]:
+    q, k, v, rate, log_decay = heads
+    return q, k, v, flatly(jnp.exp, log_decay), rate

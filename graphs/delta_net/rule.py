@@ -10,29 +10,16 @@ positions one by one in either case, so that prefill gives the bits of decode.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.delta_net.native import native_rule
+from xla_engine.graphs.delta_net.native import Heads, native_rule
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
-from xla_engine.graphs.ops.norms import flatly
 from xla_engine.graphs.ops.reductions import cumulative
+from xla_engine.graphs.row_state.lanes import Extents
 
 SEGMENT = 16  # positions that prefill takes at once
-
-
-class Heads(NamedTuple):
-    """Positions, float32: q, k `[N, Hk, Dk]` of unit length, q scaled; v `[N, Hv, Dv]`; rate in (0, 1) and
-    log_decay <= 0 `[N, Hv]`. Each key head serves consecutive value heads."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    rate: jax.Array
-    log_decay: jax.Array
 
 
 def step_rule(
@@ -41,8 +28,8 @@ def step_rule(
     """One position of every live row: the memory `[B, Hv, Dk, Dv]` behind it, and the outputs `[B, Hv, Dv]`."""
     if native:
         every = jnp.arange(len(live), dtype=jnp.int32)
-        going = {"start": jnp.ones_like(every), "count": live.astype(jnp.int32)}
-        return _natively(memory, heads, native, slot=every, **going)
+        lanes = Extents(every, jnp.ones_like(every), live.astype(jnp.int32))
+        return native_rule(memory, heads, lanes, native)
     q, k, v, rate, log_decay = _repeated(heads)
     recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, jnp.stack([k, q], axis=-1)), -1, 0)
     decay = jnp.exp(log_decay)[..., None]
@@ -53,24 +40,19 @@ def step_rule(
 
 
 def lane_rule(
-    memory: jax.Array,
-    heads: Heads,
-    *,
-    slot: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    native: str | None,
+    memory: jax.Array, heads: Heads, lanes: Extents, *, native: str | None
 ) -> tuple[jax.Array, jax.Array]:
     """Up to T positions of each lane, N = P T: the memory behind them, and the outputs `[N, Hv, Dv]`."""
     if native:
-        return _natively(memory, heads, native, slot=slot, start=start, count=count)
-    lanes, width = slot.shape[0], heads.v.shape[0] // slot.shape[0]
+        return native_rule(memory, heads, lanes, native)
+    slot, start, count = lanes
+    number, width = slot.shape[0], heads.v.shape[0] // slot.shape[0]
     used = jnp.arange(width, dtype=jnp.int32) < count[:, None]  # [P, T]
 
     def segments(x: jax.Array) -> jax.Array:
         """`[P T, Hv, ...]`, zero where unused, as `[G, Hv, SEGMENT, ...]`."""
-        x = x.reshape(lanes, width, *x.shape[1:])
-        x = jnp.where(used.reshape(lanes, width, *(1,) * (x.ndim - 2)), x, 0)
+        x = x.reshape(number, width, *x.shape[1:])
+        x = jnp.where(used.reshape(number, width, *(1,) * (x.ndim - 2)), x, 0)
         x = jnp.pad(x, ((0, 0), (0, -width % SEGMENT), *((0, 0),) * (x.ndim - 2)))
         return x.reshape(-1, SEGMENT, *x.shape[2:]).swapaxes(1, 2)
 
@@ -83,13 +65,8 @@ def lane_rule(
         fresh=((start == 0)[:, None] & (first == 0)).reshape(-1),
         used=(count[:, None] > first).reshape(-1),
     )  # [G, Hv, SEGMENT, Dv]
-    by_lane = out.swapaxes(1, 2).reshape(lanes, per_lane * SEGMENT, *out.shape[1::2])
-    return memory, by_lane[:, :width].reshape(lanes * width, *out.shape[1::2])
-
-
-def _natively(memory: jax.Array, heads: Heads, isa: str, **lanes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q, k, v, rate, log_decay = heads
-    return native_rule(memory, q, k, v, flatly(jnp.exp, log_decay), rate, **lanes, isa=isa)
+    by_lane = out.swapaxes(1, 2).reshape(number, per_lane * SEGMENT, *out.shape[1::2])
+    return memory, by_lane[:, :width].reshape(number * width, *out.shape[1::2])
 
 
 def _repeated(heads: Heads) -> Heads:

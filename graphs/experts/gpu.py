@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, gate
+from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Gather, Route, gate, summed
 
 _TILE = 64  # features of a program, and features that it adds up at once
 
@@ -25,13 +25,22 @@ Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 def gpu_experts(
-    experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, *, interpret: bool = False
+    experts: Experts,
+    x: jax.Array,
+    routed: Route,
+    residual: jax.Array,
+    gather: Gather | None = None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
-    """`residual [N, D]` plus the weighted sum of each row's experts of `x [N, D]`, float32."""
+    """`residual [N, D]` plus the weighted sum of each row's experts of `x [N, D]`, float32.
+
+    gather: as in `graphs.linear.products.Products.experts`.
+    """
     gate_up, down, gate_up_bias, down_bias, limit = experts
     count, per_row = routed.expert.shape
     blocks = _blocks(routed.expert.reshape(-1), len(gate_up))
-    most, inner, width = len(blocks.expert), down.shape[2], down.shape[1]
+    most, inner, width = len(blocks.expert), gate_up.shape[1] // 2, down.shape[1]
 
     def call(kernel: Any, features: int, shape: tuple[int, int], dtype: Any, **static: Any) -> Any:
         return pl.pallas_call(
@@ -47,13 +56,11 @@ def gpu_experts(
     hidden = call(gated_kernel, inner, (most * BLOCK_ROWS, inner), down.dtype, per_row=per_row, limit=limit)(
         *blocks, rows, gate_up, gate_up_bias
     )
+    hidden = hidden if gather is None else gather(hidden)
     out = call(down_kernel, width, (count * per_row, width), jnp.float32)(*blocks, hidden, down, down_bias)
     written = routed.expert[..., None] < len(gate_up)
     out = jnp.where(written, out.reshape(count, per_row, width), 0.0)
-    total = residual
-    for index in range(per_row):
-        total = total + routed.weight[:, index, None] * out[:, index]
-    return total
+    return summed(routed, out, residual)
 
 
 class _Blocks(NamedTuple):

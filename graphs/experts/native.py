@@ -9,20 +9,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.experts.routing import Experts, Route
+from xla_engine.graphs.experts.routing import Experts, Gather, Route
 
 EXPERTS = "xla_engine_experts"
+GATED_EXPERTS, DOWN_EXPERTS = "xla_engine_gated_experts", "xla_engine_down_experts"
 
 
 def native_experts(
     experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, *, isa: str
 ) -> jax.Array:
-    """See `graphs.moe.blocked_experts`. D and F are multiples of 32. isa: the instruction set whose library serves."""
+    """See `graphs.experts.routing.blocked_experts`. D and F are multiples of 32. isa: whose library serves."""
     call = jax.ffi.ffi_call(f"{EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
-    none = jnp.zeros((0, 0), jnp.float32)
-    biases = (none if bias is None else bias for bias in (experts.gate_up_bias, experts.down_bias))
+    biases = (_or_nothing(bias) for bias in (experts.gate_up_bias, experts.down_bias))
     weights = (experts.gate_up, experts.down, *biases)
     result: jax.Array = call(
         x.astype(experts.gate_up.dtype), *routed, *weights, residual, limit=np.float32(experts.limit or 0)
     )
     return result
+
+
+def shared_native_experts(
+    experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather, *, isa: str
+) -> jax.Array:
+    """The same in two calls, where each device has some features of either product: their bits are those of one call.
+
+    gather: as in `graphs.linear.products.Products.experts`; what it is given of rows without an expert is zero.
+    """
+    gate_up, down, gate_up_bias, down_bias, limit = experts
+    count, inner = routed.expert.size, gate_up.shape[1] // 2
+    gated = jax.ffi.ffi_call(f"{GATED_EXPERTS}_{isa}", jax.ShapeDtypeStruct((count, inner), gate_up.dtype))
+    hidden: jax.Array = gated(
+        x.astype(gate_up.dtype),
+        routed.expert,
+        gate_up,
+        _or_nothing(gate_up_bias),
+        limit=np.float32(limit or 0),
+    )
+    call = jax.ffi.ffi_call(f"{DOWN_EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
+    result: jax.Array = call(gather(hidden), *routed, down, _or_nothing(down_bias), residual)
+    return result
+
+
+def _or_nothing(bias: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0, 0), jnp.float32) if bias is None else bias

@@ -6,6 +6,7 @@ brought together in blocks of one fixed size, and each row adds up its experts i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,9 @@ from xla_engine.graphs.ops.top_k import largest_by_rank
 
 BLOCK_ROWS = 16  # rows of one expert that are multiplied together (findings/020)
 _CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss's gate
+
+
+Gather = Callable[[jax.Array], jax.Array]  # `[A, F of a device]` to `[A, F of all]`
 
 
 class Experts(NamedTuple):
@@ -73,36 +77,64 @@ def gate(gates: jax.Array, ups: jax.Array, limit: float | None) -> jax.Array:
     return (ups + 1) * (gates * jax.nn.sigmoid(_CLAMPED_SLOPE * gates))
 
 
-def blocked_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+def blocked_experts(
+    experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
+) -> jax.Array:
     """`residual [N, D]` plus the weighted sum of each row's experts of `x [N, D]`, float32, in pure JAX.
 
     One block of rows of one expert at a time, so that an expert's weights are read once per block and those of
-    experts that no row takes not at all.
+    experts that no row takes not at all. With `gather` all blocks' first products come before their second.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
-    count, features = x.shape
-    per_row = routed.expert.shape[1]
+    (count, features), per_row = residual.shape, routed.expert.shape[1]
     blocks = _blocks(routed.expert.reshape(-1), gate_up.shape[0])
     rows = x.astype(gate_up.dtype)
 
-    def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
-        expert, place = blocks.expert[index], blocks.assignment[index]
+    def gated(expert: jax.Array, place: jax.Array) -> jax.Array:
         block = rows[jnp.minimum(place // per_row, count - 1)]  # [R, D]
         both = _product(gate_up[expert], block, 1)  # [2 F, R]
         if gate_up_bias is not None:
             both = both + gate_up_bias[expert][:, None]
         gates, ups = lax.optimization_barrier(both).reshape(2, -1)
-        hidden = lax.optimization_barrier(gate(gates, ups, limit).astype(down.dtype)).reshape(-1, BLOCK_ROWS)
+        return lax.optimization_barrier(gate(gates, ups, limit).astype(down.dtype)).reshape(-1, BLOCK_ROWS)
+
+    def put(out: jax.Array, place: jax.Array, hidden: jax.Array, expert: jax.Array) -> jax.Array:
         result = _product(down[expert], hidden, 0)  # [D, R]
         if down_bias is not None:
             result = result + down_bias[expert][:, None]
         result = lax.optimization_barrier(result)  # else XLA turns the product around (findings/002)
         return out.at[place].set(result.T, mode="drop", unique_indices=True)
 
+    def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
+        expert, place = blocks.expert[index], blocks.assignment[index]
+        return put(out, place, gated(expert, place), expert)
+
     out = jnp.zeros((count * per_row, features), jnp.float32)
-    out = lax.fori_loop(0, blocks.used, multiply, out).reshape(count, per_row, features)
+    if gather is None:
+        out = lax.fori_loop(0, blocks.used, multiply, out)
+    else:
+        most, inner = len(blocks.expert), gate_up.shape[1] // 2
+
+        def gate_block(index: jax.Array, hidden: jax.Array) -> jax.Array:
+            return hidden.at[index].set(gated(blocks.expert[index], blocks.assignment[index]).T)
+
+        hidden = jnp.zeros((most, BLOCK_ROWS, inner), down.dtype)
+        hidden = lax.fori_loop(0, blocks.used, gate_block, hidden)
+        hidden = gather(hidden.reshape(most * BLOCK_ROWS, inner)).reshape(most, BLOCK_ROWS, -1)
+
+        def put_block(index: jax.Array, out: jax.Array) -> jax.Array:
+            block = lax.optimization_barrier(hidden[index].T)
+            return put(out, blocks.assignment[index], block, blocks.expert[index])
+
+        out = lax.fori_loop(0, blocks.used, put_block, out)
+    out = out.reshape(count, per_row, features)
+    return summed(routed, out, residual)
+
+
+def summed(routed: Route, out: jax.Array, residual: jax.Array) -> jax.Array:
+    """`residual [N, D]` plus what each row's experts made of it, `out [N, K, D]`, one after the other."""
     total = residual
-    for index in range(per_row):
+    for index in range(out.shape[1]):
         total = total + routed.weight[:, index, None] * out[:, index]
     return total
 
@@ -137,9 +169,5 @@ def _product(weight: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
     """`weight [M, K]` times rows, contracted over their `axis`: float32 `[M, R]`."""
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     return lax.dot_general(
-        weight,
-        rows,
-        (((1,), (axis,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
+        weight, rows, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )

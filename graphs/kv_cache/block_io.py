@@ -18,7 +18,7 @@ from jax import lax
 from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.rows import RowState
+from xla_engine.graphs.row_state.rows import RowState, by_slot
 
 Blocks = Any  # one record per store and the history, each with a leading axis of blocks
 Row = RowState  # without the leading axis, and without what lies in blocks
@@ -45,7 +45,7 @@ def read_blocks(
 ) -> tuple[Blocks, Row]:
     """The content of `blocks [G]`, and a slot's row state."""
     found = lax.map(lambda block: _get(spec, (cache, rows.history), block), blocks)
-    return found, jax.tree.map(lambda leaf: leaf[slot], _own(rows))
+    return found, jax.tree.map(lambda leaf: leaf[slot], by_slot(rows))
 
 
 def write_blocks(
@@ -64,15 +64,9 @@ def write_blocks(
     def write(index: jax.Array, state: Blocks) -> Blocks:
         return _put(spec, state, blocks[index], jax.tree.map(lambda leaf: leaf[index], moved))
 
-    put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), _own(rows), row)
+    put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), by_slot(rows), row)
     cache, written = _with_history(rows, lax.fori_loop(first, end, write, (cache, rows.history)))
     return cache, replace(put, history=written.history, block_tables=rows.block_tables)
-
-
-def _own(rows: RowState) -> Row:
-    """Row state without what is not by slot."""
-    every: Any = rows
-    return replace(every, history=None, block_tables=None)
 
 
 def _get(spec: ModelSpec, state: Blocks, block: jax.Array) -> Blocks:

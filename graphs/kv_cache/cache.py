@@ -9,19 +9,28 @@ import jax
 import numpy as np
 
 from xla_engine.graphs.attention.backend import LayerCache
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaState, make_state
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 
 
-def make_cache(spec: ModelSpec, rows: int, length: int, *, num_blocks: int | None = None) -> KVCache:
+def make_cache(
+    spec: ModelSpec,
+    rows: int,
+    length: int,
+    *,
+    num_blocks: int | None = None,
+    config: ModelConfig | None = None,
+) -> KVCache:
     """Zeroed state of `rows` slots of `length` positions, whole spans: a record for each of `stores(spec)`.
 
     Layers of attention have keys and values in the layout of the spec's backend, linear ones a `DeltaState`. With
     `num_blocks`, keys and values are a pool of so many blocks of `length` positions each, for block tables; other
-    state stays by row. Raises ValueError for a block the backend cannot read.
+    state stays by row. `config`: with other heads than those of one device. Raises ValueError for a block the backend
+    cannot read.
     """
-    config = spec.config
+    config = spec.local if config is None else config
     cache: KVCache = []
     for layers in stores(spec):
         if config.is_linear(layers[0]):

@@ -19,19 +19,23 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.experts.native import native_experts
-from xla_engine.graphs.experts.routing import Experts, Route
+from xla_engine.graphs.experts.native import native_experts, shared_native_experts
+from xla_engine.graphs.experts.routing import Experts, Gather, Route
 from xla_engine.graphs.linear.int8 import Quantized
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
+    Input,
     Norm,
+    Term,
     Weight,
     activated,
     finished,
     kept_dtype,
+    look_up,
     looked_up,
 )
+from xla_engine.graphs.sharding import Sharding
 
 HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"
 _WHOLE = 32  # features of a task
@@ -39,7 +43,7 @@ _WHOLE = 32  # features of a task
 
 @dataclass(frozen=True, slots=True)
 class NativeProducts:
-    """See `graphs.projection.Products`. Rows of prefill and of decode run the same code: their bits agree.
+    """See `graphs.linear.products.Products`. Rows of prefill and of decode run the same code: their bits agree.
 
     Rows that are not live are not multiplied: zeros stand in their places, or the residual. isa: the instruction set
     whose library serves.
@@ -47,18 +51,13 @@ class NativeProducts:
 
     isa: str
     live: jax.Array | None = None
+    task = _WHOLE
 
     def for_rows(self, live: jax.Array) -> Self:
         return replace(self, live=live)
 
     def linear(
-        self,
-        weight: Weight,
-        x: jax.Array | FeatureMajor,
-        *,
-        norm: Norm | None = None,
-        bias: jax.Array | None = None,
-        residual: jax.Array | None = None,
+        self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
         assert not isinstance(x, FeatureMajor)
         if bias is not None:
@@ -68,7 +67,7 @@ class NativeProducts:
             return finished(self.head(weight, norm, x).T, None, residual)
         in_place = {} if residual is None else {5: 0}
         call = self._call(LINEAR, (len(x), len(values)), jnp.float32, in_place)
-        return call(x, self._live(), _weight(norm), values, scale, _or_nothing(residual), eps=_eps(norm))
+        return call(x, self._live(), norm_weight(norm), values, scale, or_nothing(residual), eps=eps_of(norm))
 
     def gated(
         self,
@@ -76,7 +75,7 @@ class NativeProducts:
         x: jax.Array,
         *,
         norm: Norm | None = None,
-        bias: jax.Array | None = None,
+        bias: Term = None,
         activation: Activation = "silu",
     ) -> jax.Array:
         if bias is not None:
@@ -85,10 +84,14 @@ class NativeProducts:
         values, scale = _parts(weight)
         call = self._call(GATED_LINEAR, (len(x), len(values) // 2), kept_dtype(weight))
         gelu = activation == "gelu_tanh"
-        return call(x, self._live(), _weight(norm), values, scale, eps=_eps(norm), gelu=gelu)
+        return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm), gelu=gelu)
 
-    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
-        return native_experts(experts, x, routed, residual, isa=self.isa)
+    def experts(
+        self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
+    ) -> jax.Array:
+        if gather is None:
+            return native_experts(experts, x, routed, residual, isa=self.isa)
+        return shared_native_experts(experts, x, routed, residual, gather, isa=self.isa)
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
         """In the order that `product.h` describes, as far as there are whole tasks; on tiles, all or nothing."""
@@ -106,24 +109,18 @@ class NativeProducts:
     def head(self, weight: Weight, norm: Norm | None, x: jax.Array) -> jax.Array:
         values, scale = _parts(weight)
         call = self._call(HEAD, (len(values), len(x)), jnp.float32)
-        return call(x, self._live(), _weight(norm), values, scale, eps=_eps(norm))
+        return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm))
 
-    def embedded(self, weight: Weight, tokens: jax.Array) -> jax.Array:
+    def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         if self.isa == "amx":
-            return looked_up(weight, tokens)
-        values, scale = _parts(weight)
-        rows = _unpacked(values, tokens).astype(jnp.float32)
-        return rows * scale[tokens][:, None] if isinstance(weight, Quantized) else rows
+            return looked_up(weight, tokens, sharding)
+        return look_up(weight, tokens, sharding, _unpacked)
 
     def _live(self) -> jax.Array:
-        return jnp.zeros(0, bool) if self.live is None else self.live
+        return or_nothing(self.live, bool)
 
     def _call(
-        self,
-        target: str,
-        shape: tuple[int, ...],
-        dtype: DTypeLike,
-        in_place: Mapping[int, int] | None = None,
+        self, target: str, shape: tuple[int, ...], dtype: DTypeLike, in_place: Mapping[int, int] | None = None
     ) -> Callable[..., jax.Array]:
         """in_place: the argument whose memory the result takes, if any, by `ffi_call`."""
         result = jax.ShapeDtypeStruct(shape, dtype)
@@ -163,16 +160,19 @@ def _unpacked(values: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _parts(weight: Weight) -> tuple[jax.Array, jax.Array]:
     """A weight and its scales, none in bf16."""
-    return weight if isinstance(weight, Quantized) else (weight, _or_nothing(None))
+    return weight if isinstance(weight, Quantized) else (weight, or_nothing(None))
 
 
-def _weight(norm: Norm | None) -> jax.Array:
-    return _or_nothing(None if norm is None else norm.weight)
+def norm_weight(norm: Norm | None) -> jax.Array:
+    """The weight of a norm, or an empty array where there is none."""
+    return or_nothing(None if norm is None else norm.weight)
 
 
-def _or_nothing(array: jax.Array | None) -> jax.Array:
-    return jnp.zeros(0, jnp.float32) if array is None else array
+def or_nothing(array: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """An array, or an empty one where a call is given none."""
+    return jnp.zeros(0, dtype) if array is None else array
 
 
-def _eps(norm: Norm | None) -> np.float32:
+def eps_of(norm: Norm | None) -> np.float32:
+    """What a norm adds to the mean square."""
     return np.float32(0.0 if norm is None else norm.eps)

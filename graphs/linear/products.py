@@ -9,6 +9,7 @@ The order is chosen per graph, never per call: the two need not agree in the las
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -17,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_engine.graphs.experts.routing import Experts, Route, blocked_experts
+from xla_engine.graphs.experts.routing import Experts, Gather, Route, blocked_experts
 from xla_engine.graphs.linear.int8 import Quantized, quantize_rows
 from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.sharding import Kind, Sharding
 
 Activation = Literal["silu", "gelu_tanh"]
+RowsOf = Callable[[jax.Array, jax.Array], jax.Array]  # of values, those of tokens
 
 
 class Norm(NamedTuple):
@@ -43,6 +46,10 @@ class FeatureMajor(NamedTuple):
     values: jax.Array
 
 
+Input = jax.Array | FeatureMajor
+Term = jax.Array | None  # that is added to a product
+
+
 class Products(Protocol):
     """The products of a decoder with what stands before and behind them.
 
@@ -55,18 +62,17 @@ class Products(Protocol):
         """The rows whose results are read, bool `[N]`; None: all."""
         ...
 
+    @property
+    def task(self) -> int:
+        """Features that a product takes at once: where several devices share its features, each has whole tasks."""
+        ...
+
     def for_rows(self, live: jax.Array) -> Self:
         """The same products where only the rows `live [N]` are read; what others become is finite."""
         ...
 
     def linear(
-        self,
-        weight: Weight,
-        x: jax.Array | FeatureMajor,
-        *,
-        norm: Norm | None = None,
-        bias: jax.Array | None = None,
-        residual: jax.Array | None = None,
+        self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
         """`weight [F, D]` times x, normalised before, plus `bias [F]`, plus `residual [N, F]`: float32 `[N, F]`."""
         ...
@@ -77,17 +83,23 @@ class Products(Protocol):
         x: jax.Array,
         *,
         norm: Norm | None = None,
-        bias: jax.Array | None = None,
+        bias: Term = None,
         activation: Activation = "silu",
-    ) -> jax.Array | FeatureMajor:
+    ) -> Input:
         """`activation(gate) * up`, both linear in x, for a product of the weight's dtype: `[N, F]` (Shazeer 2020).
 
         `weight [2 F, D]` and `bias [2 F]` hold the gates first.
         """
         ...
 
-    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
-        """`residual` plus the weighted sum of what each row's experts make of `x [N, D]`: float32 `[N, D]`."""
+    def experts(
+        self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
+    ) -> jax.Array:
+        """`residual` plus the weighted sum of what each row's experts make of `x [N, D]`: float32 `[N, D]`.
+
+        gather: brings the hidden features of several devices together, each of which has some of either product's;
+        residual and result are then a device's own features.
+        """
         ...
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
@@ -102,8 +114,11 @@ class Products(Protocol):
         """`weight [V, D]` of `pack_head` times the norm of x, vocabulary-major: float32 `[V, N]`."""
         ...
 
-    def embedded(self, weight: Weight, tokens: jax.Array) -> jax.Array:
-        """The rows `tokens [N]` of `weight [V, D]` of `pack_head`, where it is the embedding: float32 `[N, D]`."""
+    def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+        """The rows `tokens [N]` of `weight [V, D]` of `pack_head`, where it is the embedding: float32 `[N, D]`.
+
+        sharding: each device has some of the rows; None: all are here.
+        """
         ...
 
 
@@ -116,18 +131,13 @@ class XlaProducts:
 
     weight_left: bool
     live: jax.Array | None = None
+    task = 1
 
     def for_rows(self, live: jax.Array) -> Self:
         return replace(self, live=live)
 
     def linear(
-        self,
-        weight: Weight,
-        x: jax.Array | FeatureMajor,
-        *,
-        norm: Norm | None = None,
-        bias: jax.Array | None = None,
-        residual: jax.Array | None = None,
+        self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
         out = self._product(weight, x if isinstance(x, FeatureMajor) else normed(x, norm))
         # Without the barrier XLA swaps the operands to get rid of the transpose (findings/002).
@@ -140,23 +150,31 @@ class XlaProducts:
         x: jax.Array,
         *,
         norm: Norm | None = None,
-        bias: jax.Array | None = None,
+        bias: Term = None,
         activation: Activation = "silu",
-    ) -> jax.Array | FeatureMajor:
-        both = self._product(weight, normed(x, norm))
+    ) -> Input:
+        both = self.gates_and_ups(weight, x, norm, bias)
         if not self.weight_left:
-            return activated(both if bias is None else both + bias, activation).astype(kept_dtype(weight))
+            return activated(both, activation).astype(kept_dtype(weight))
         # Features stay in front until the next product: nothing of size F is transposed. Gates and ups are flat: an
         # exponential over rows of no more than 8 entries is rounded otherwise (findings/011).
-        both = both if bias is None else both + bias[:, None]
         flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
         hidden = (activate(flat[0], activation) * flat[1]).astype(kept_dtype(weight))
         return FeatureMajor(lax.optimization_barrier(hidden).reshape(-1, len(x)))
 
-    def experts(self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+    def gates_and_ups(self, weight: Weight, x: jax.Array, norm: Norm | None, bias: Term) -> jax.Array:
+        """The product of a gated MLP before its activation: `[2 F, N]` where weights are left, else `[N, 2 F]`."""
+        both = self._product(weight, normed(x, norm))
+        if bias is None:
+            return both
+        return both + (bias[:, None] if self.weight_left else bias)
+
+    def experts(
+        self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
+    ) -> jax.Array:
         return lax.platform_dependent(
-            cuda=lambda: _gpu_experts(experts, x, routed, residual),
-            default=lambda: blocked_experts(experts, x, routed, residual),
+            cuda=lambda: _gpu_experts(experts, x, routed, residual, gather),
+            default=lambda: blocked_experts(experts, x, routed, residual, gather),
         )
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
@@ -168,10 +186,10 @@ class XlaProducts:
     def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
         return feature_major(weight, normed(x, norm))
 
-    def embedded(self, weight: Weight, tokens: jax.Array) -> jax.Array:
-        return looked_up(weight, tokens)
+    def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+        return looked_up(weight, tokens, sharding)
 
-    def _product(self, weight: Weight, x: jax.Array | FeatureMajor) -> jax.Array:
+    def _product(self, weight: Weight, x: Input) -> jax.Array:
         """`[F, N]` where weights are the left operands, else `[N, F]`."""
         if self.weight_left or isinstance(x, FeatureMajor):
             return feature_major(weight, x)
@@ -182,7 +200,7 @@ WEIGHT_LEFT = XlaProducts(weight_left=True)  # decode: as fast as weights can be
 ROWS_LEFT = XlaProducts(weight_left=False)  # prefill: faster from some 128 rows on
 
 
-def feature_major(weight: Weight, x: jax.Array | FeatureMajor) -> jax.Array:
+def feature_major(weight: Weight, x: Input) -> jax.Array:
     """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields."""
     rows, axis = (x.values, 0) if isinstance(x, FeatureMajor) else (x, 1)
     if not isinstance(weight, Quantized):
@@ -199,10 +217,19 @@ def rows_first(weight: Weight, x: jax.Array) -> jax.Array:
     return _contract(values, weight.values) * weight.scale * scale[:, None]
 
 
-def _gpu_experts(experts: Experts, x: jax.Array, routed: Route, residual: jax.Array) -> jax.Array:
+def _gpu_experts(
+    experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None
+) -> jax.Array:
     from xla_engine.graphs.experts.gpu import gpu_experts  # Pallas takes a while to import
 
-    return gpu_experts(experts, x, routed, residual)
+    return gpu_experts(experts, x, routed, residual, gather)
+
+
+def gathered(hidden: Input, sharding: Sharding, kind: Kind) -> Input:
+    """What `Products.gated` returned, with the features of all devices."""
+    if isinstance(hidden, FeatureMajor):
+        return FeatureMajor(sharding.gather(hidden.values, kind, axis=0))
+    return sharding.gather(hidden, kind)
 
 
 def kept_dtype(weight: Weight) -> jnp.dtype:
@@ -210,11 +237,27 @@ def kept_dtype(weight: Weight) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if isinstance(weight, Quantized) else weight.dtype
 
 
-def looked_up(weight: Weight, tokens: jax.Array) -> jax.Array:
-    """The rows `tokens [N]` of an embedding `[V, D]`: float32 `[N, D]`."""
-    if isinstance(weight, Quantized):
-        return weight.values[tokens].astype(jnp.float32) * weight.scale[tokens][:, None]
-    return weight[tokens].astype(jnp.float32)
+def looked_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+    """The rows `tokens [N]` of an embedding `[V, D]`: float32 `[N, D]`. sharding: as in `Products.embedded`."""
+    return look_up(weight, tokens, sharding, lambda values, tokens: values[tokens])
+
+
+def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: RowsOf) -> jax.Array:
+    """The same, with `rows(values, tokens)` to find rows in their order.
+
+    Scales come behind what devices share, so that the multiplication stands beside what follows it, as on one device:
+    the compiler may round the two as one.
+    """
+
+    def found(values: jax.Array, rows: RowsOf) -> jax.Array:
+        def lookup(tokens: jax.Array) -> jax.Array:
+            return rows(values, tokens).astype(jnp.float32)
+
+        return lookup(tokens) if sharding is None else sharding.looked_up(lookup, tokens)
+
+    if not isinstance(weight, Quantized):
+        return found(weight, rows)
+    return found(weight.values, rows) * found(weight.scale, lambda scale, tokens: scale[tokens])[:, None]
 
 
 def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
@@ -222,7 +265,7 @@ def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
     return x if norm is None else rms_norm(x, *norm)
 
 
-def finished(out: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+def finished(out: jax.Array, bias: Term, residual: Term) -> jax.Array:
     """A product `[N, F]` with what is added to it."""
     out = out if bias is None else out + bias
     return out if residual is None else residual + out

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from xla_engine.graphs.attention.backend import Attention, AttentionWeights
 from xla_engine.graphs.attention.native import NativeAttention
@@ -23,9 +22,12 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
-from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, Weight, looked_up
-from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, ones, zeros
+from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, gathered, looked_up
+from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices, part_ends
+from xla_engine.graphs.lora.products import of_weight
+from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, matrix, ones, weight_of, zeros
 from xla_engine.graphs.ops.norms import centred, rms_norm
+from xla_engine.graphs.sharding import Sharding
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
 # of a linear layer: (index, [N, projected features], its own weights) -> [N, inner features]
@@ -39,14 +41,17 @@ _XLA_ATTENTION = XlaAttention()
 class Layer(nnx.Module):
     """Parameters of one transformer layer, as many as the configuration asks for; linear weights are `[out, in]`."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype) -> None:
-        c = self.config = config
+    def __init__(
+        self, sharding: Sharding, index: int, dtype: jnp.dtype, lora: LoraForm | None = None
+    ) -> None:
+        self.sharding = sharding
+        c = self.config = sharding.config
         d = c.hidden_size
         if c.pre_norm:
             self.input_norm = ones(d)
         if c.is_linear(index):
             assert c.delta is not None
-            self.delta = DeltaNet(c.delta, d, dtype)
+            self.delta = DeltaNet(c.delta, d, dtype, sharding)
         else:
             self._init_attention(c, dtype)
         if c.post_norm:
@@ -55,7 +60,7 @@ class Layer(nnx.Module):
             self.pre_feedforward_norm = ones(d)
         experts = c.experts_of(index)
         if experts is not None:
-            self.experts = RoutedMlp(experts, d, dtype)
+            self.experts = RoutedMlp(experts, d, dtype, sharding)
         else:
             matrix(self, "gate_up", (2 * c.intermediate_size, d), dtype)
             matrix(self, "down", (d, c.intermediate_size), dtype)
@@ -64,6 +69,10 @@ class Layer(nnx.Module):
                 self.down_bias = zeros((d,))
         if c.post_norm:
             self.post_feedforward_norm = ones(d)
+        for target in () if lora is None else TARGETS:
+            assert lora is not None
+            for name, shape in lora.shapes(c, target).items():
+                setattr(self, name, zeros(shape, lora.dtype_of(name)))
 
     def _init_attention(self, c: ModelConfig, dtype: jnp.dtype) -> None:
         d, heads = c.hidden_size, c.num_attention_heads * c.head_dim
@@ -80,68 +89,88 @@ class Layer(nnx.Module):
         if c.output_bias:
             self.output_bias = zeros((d,))
 
-    def __call__(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
-        """The residual stream `[N, D]` behind this layer."""
-        c = self.config
+    def __call__(
+        self, index: int, x: jax.Array, attend: Attend, products: Products, read: jax.Array | None
+    ) -> jax.Array:
+        """The residual stream `[N, D]` behind this layer; `read` as in `Decoder.through`."""
+        c, behind = self.config, products if read is None else products.for_rows(read)
         if c.is_linear(index):
-            behind = self.delta(index, x, self._norm("input_norm"), attend, products)
+            residual = self.delta(index, x, self._norm("input_norm"), attend, products)
         else:
-            behind = self._attention(index, x, attend, products)
+            residual = self._attention(index, x, attend, products, behind)
         source, norm = x, self._norm("input_norm")
         if not c.use_parallel_residual:
-            source, norm = behind, self._norm("pre_feedforward_norm")
+            source, norm = residual, self._norm("pre_feedforward_norm")
         source = centred(source) if c.layer_norm else source
         if c.experts_of(index) is not None:
-            return self.experts(source, behind, norm, products)
-        hidden = products.gated(
+            return self.experts(source, residual, norm, behind)
+        hidden = of_weight(behind, self._matrices("gate_up")).gated(
             weight_of(self, "gate_up"),
             source,
             norm=norm,
             activation=c.hidden_act,
             bias=self._parameter("gate_up_bias"),
         )
-        return self._project_residual("down", hidden, behind, "post_feedforward_norm", products)
+        hidden = gathered(hidden, self.sharding, "mlp")
+        return self._project_residual("down", hidden, residual, "post_feedforward_norm", behind)
 
-    def _attention(self, index: int, x: jax.Array, attend: Attend, products: Products) -> jax.Array:
+    def _attention(
+        self, index: int, x: jax.Array, attend: Attend, products: Products, behind: Products
+    ) -> jax.Array:
         c = self.config
         source = centred(x) if c.layer_norm else x
-        qkv = products.linear(
+        qkv = of_weight(products, self._matrices("qkv")).linear(
             weight_of(self, "qkv"), source, norm=self._norm("input_norm"), bias=self._parameter("qkv_bias")
         )
         gate = None
         if c.attn_output_gate:
-            qkv, gate = jnp.split(qkv, [qkv.shape[1] - c.num_attention_heads * c.head_dim], axis=1)
+            queries = self.sharding.local.num_attention_heads * c.head_dim
+            qkv, gate = jnp.split(qkv, [qkv.shape[1] - queries], axis=1)
         own = AttentionWeights(sinks=self._parameter("sinks"))
         if c.qk_norm == "head":
             own = own._replace(q_norm=self._parameter("q_norm"), k_norm=self._parameter("k_norm"))
         elif c.qk_norm == "all":
             qkv = self._normed_whole(qkv)
         attended = attend(index, qkv, own)
-        if gate is not None:
-            attended = attended * jax.nn.sigmoid(gate)
-        return self._project_residual("output", attended, x, "post_attention_norm", products)
+        attended = attended if gate is None else attended * jax.nn.sigmoid(gate)
+        attended = self.sharding.gather(attended, "queries")
+        return self._project_residual("output", attended, x, "post_attention_norm", behind)
 
     def _project_residual(
         self, name: str, x: jax.Array | FeatureMajor, residual: jax.Array, norm: str, products: Products
     ) -> jax.Array:
         """`residual` plus the product of the weight `name` with x, normed and scaled where the model does so."""
         weight, bias, post = weight_of(self, name), self._parameter(f"{name}_bias"), self._norm(norm)
+        products = of_weight(products, self._matrices(name))
         if post is None and self.config.residual_multiplier == 1:
-            return products.linear(weight, x, bias=bias, residual=residual)
-        out = products.linear(weight, x, bias=bias)
+            own = self.sharding.own(residual, "residual")
+            return self.sharding.gather(products.linear(weight, x, bias=bias, residual=own), "residual")
+        out = self.sharding.gather(products.linear(weight, x, bias=bias), "residual")
         out = out if post is None else rms_norm(out, *post)
         return residual + self.config.residual_multiplier * out
 
     def _normed_whole(self, qkv: jax.Array) -> jax.Array:
         """Queries of all heads normalised together, and keys (OLMo 2)."""
         q_norm, k_norm, eps = self.q_norm[...], self.k_norm[...], self.config.rms_norm_eps
-        q, k, v = jnp.split(qkv, [len(q_norm), len(q_norm) + len(k_norm)], axis=1)
-        return jnp.concatenate([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], axis=1)
+        sharding, c = self.sharding, self.sharding.local
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
+        q = sharding.own(rms_norm(sharding.gather(q, "queries"), q_norm, eps), "queries")
+        k = sharding.own(rms_norm(sharding.gather(k, "keys"), k_norm, eps), "keys")
+        return jnp.concatenate([q, k, v], axis=1)
 
     def _parameter(self, name: str) -> jax.Array | None:
         """The parameter `name` if this model has it."""
         parameter = getattr(self, name, None)
         return None if parameter is None else parameter[...]
+
+    def _matrices(self, name: str) -> Matrices | None:
+        """Those of the adapters for the weight `name`, if there is room for any."""
+        down = self._parameter(name + DOWN)
+        if down is None:
+            return None
+        up, ranks = (getattr(self, name + kind)[...] for kind in (UP, RANKS))
+        return Matrices(down, up, ranks, part_ends(self.config, name))
 
     def _norm(self, name: str) -> Norm | None:
         weight = self._parameter(name)
@@ -151,11 +180,21 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder. Residual stream and norms are float32; products run in the weights' dtype."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, quantized: bool = False) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(
+        self,
+        sharding: Sharding,
+        dtype: jnp.dtype,
+        *,
+        quantized: bool = False,
+        lora: LoraForm | None = None,
+    ) -> None:
+        self.config, self.dtype, self.sharding = sharding.config, dtype, sharding
+        config = sharding.config
         kept = jnp.dtype(jnp.int8) if quantized else dtype
         matrix(self, "embed", (config.vocab_size, config.hidden_size), kept)
-        self.layers = nnx.List([Layer(config, index, kept) for index in range(config.num_hidden_layers)])
+        self.layers = nnx.List(
+            [Layer(sharding, index, kept, lora) for index in range(config.num_hidden_layers)]
+        )
         self.final_norm = ones(config.hidden_size)
         if not config.tie_word_embeddings:
             matrix(self, "head", (config.vocab_size, config.hidden_size), kept)
@@ -167,14 +206,32 @@ class Decoder(nnx.Module):
         returns the attention output.
         `products` is the form that suits the graph.
         """
+        return self.through(self.embedded(tokens, products), attend, products)
+
+    def embedded(self, tokens: jax.Array, products: Products) -> jax.Array:
+        """The residual stream of `tokens [N]` before the first layer: float32 `[N, D]`."""
         embed = weight_of(self, "embed")
         is_head = self.config.tie_word_embeddings
-        x = products.embedded(embed, tokens) if is_head else looked_up(embed, tokens)  # [N, D]
+        lookup = products.embedded if is_head else looked_up
+        x = lookup(embed, tokens, self.sharding)
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
             x = x * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
-        for index, layer in enumerate(self.layers):
-            x = layer(index, x, attend, products)
+            if not isinstance(embed, Quantized):  # scales are multiplied where this is
+                x = self.sharding.stored(x)
         return x
+
+    def through(
+        self, x: jax.Array, attend: Attend, products: Products, read: jax.Array | None = None
+    ) -> jax.Array:
+        """The residual stream `x [N, D]` behind all layers, at the rows `read`, bool `[N]`; None: at all."""
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, attend, products, None if index + 1 < len(self.layers) else read)
+        return x
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """`x [N, D]` behind the last norm."""
+        c = self.config
+        return rms_norm(centred(x) if c.layer_norm else x, self.final_norm[...], c.rms_norm_eps)
 
     def logits(self, x: jax.Array, products: Products) -> jax.Array:
         """Vocabulary-major logits of the residual stream `[N, D]`: float32 `[V, N]`."""
@@ -182,6 +239,7 @@ class Decoder(nnx.Module):
         head = weight_of(self, "embed" if c.tie_word_embeddings else "head")
         x = centred(x) if c.layer_norm else x
         logits = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x)
+        logits = self.sharding.gather(logits, "vocabulary", axis=0)
         if c.logit_scale != 1:
             logits = logits * c.logit_scale
         if c.final_logit_softcapping is not None:
@@ -189,19 +247,6 @@ class Decoder(nnx.Module):
             capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
             logits = capped.reshape(logits.shape)
         return logits
-
-
-def matrix(module: nnx.Module, name: str, shape: tuple[int, int], dtype: DTypeLike) -> None:
-    """Give `module` the weight `name`, and scales of its rows where it is int8."""
-    setattr(module, name, zeros(shape, dtype))
-    if dtype == jnp.int8:
-        setattr(module, name + SUFFIX, zeros(shape[:1]))
-
-
-def weight_of(module: nnx.Module, name: str) -> Weight:
-    """The weight `name` of `module` as products take it."""
-    values, scale = getattr(module, name)[...], getattr(module, name + SUFFIX, None)
-    return values if scale is None else Quantized(values, scale[...])
 
 
 class ModelSpec:
@@ -215,18 +260,37 @@ class ModelSpec:
         products: Products | None = None,
         *,
         quantized: bool = False,
+        devices: int | None = None,
+        lora: LoraForm | None = None,
     ) -> None:
-        """`products`: None takes XLA's, in the operand order that suits each graph. `quantized`: matrices in int8."""
+        """`products`: None takes XLA's, in the operand order that suits each graph. `quantized`: matrices in int8.
+        `devices`: those of a mesh on which the graphs run; None: one, without a mesh. `lora`: room for adapters."""
         self.config = config
+        self.sharding = Sharding(config, devices, task=1 if products is None else products.task)
         self.dtype = jnp.dtype(dtype)
         self.attention = attention
         self.products = products
         self.quantized = quantized
-        abstract = nnx.eval_shape(lambda: Decoder(config, dtype, quantized=quantized))
+        self.lora = lora
+        abstract = nnx.eval_shape(lambda: Decoder(self.sharding, dtype, quantized=quantized, lora=lora))
         self._graph, state = nnx.split(abstract)
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
         self.names = tuple(_leaf_name(path) for path, _ in paths)
-        self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in paths)
+        self.shapes = {name: leaf.shape for name, (_, leaf) in zip(self.names, paths, strict=True)}
+        self.leaves = tuple(
+            jax.ShapeDtypeStruct(self.local_shape(name), leaf.dtype)
+            for name, (_, leaf) in zip(self.names, paths, strict=True)
+        )
+
+    @property
+    def local(self) -> ModelConfig:
+        """The model with the heads that one device has."""
+        return self.sharding.local
+
+    def local_shape(self, name: str, devices: int = 1) -> tuple[int, ...]:
+        """Shape of what so many devices hold of a leaf; `leaves` are what one holds."""
+        cut = self.sharding.cut(name)
+        return self.shapes[name] if cut is None else cut.shape(self.shapes[name], devices)
 
     @property
     def native_state(self) -> str | None:
@@ -258,7 +322,12 @@ class ModelSpec:
     @property
     def sources(self) -> tuple[str, ...]:
         """The leaves that a checkpoint has to have."""
-        return tuple(name for name in self.names if not name.endswith(SUFFIX))
+        return tuple(name for name in self.names if not name.endswith((SUFFIX, *LEAVES)))
+
+    @property
+    def adapter_leaves(self) -> tuple[str, ...]:
+        """The leaves that hold the matrices of adapters."""
+        return tuple(name for name in self.names if name.endswith(LEAVES))
 
     def check_names(self, weights: Mapping[str, Any]) -> None:
         """Raise KeyError unless `weights` has exactly the names of this model's leaves."""

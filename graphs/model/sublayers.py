@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,10 +12,12 @@ from jax.typing import DTypeLike
 
 from xla_engine.graphs.config import DeltaForm, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
-from xla_engine.graphs.experts.routing import Experts, route
-from xla_engine.graphs.linear.products import Norm, Products
+from xla_engine.graphs.experts.routing import Experts, Gather, route
+from xla_engine.graphs.linear.int8 import SUFFIX, Quantized
+from xla_engine.graphs.linear.products import Norm, Products, Weight, gathered
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import flatly, rms_norm
+from xla_engine.graphs.sharding import Sharding
 
 _FLAT = 64  # copies of a lonely value whose exponential is taken
 
@@ -22,8 +25,8 @@ _FLAT = 64  # copies of a lonely value whose exponential is taken
 class RoutedMlp(nnx.Module):
     """A router and its experts, and the expert that every token takes."""
 
-    def __init__(self, form: RoutedExperts, d: int, dtype: jnp.dtype) -> None:
-        self.form = form
+    def __init__(self, form: RoutedExperts, d: int, dtype: jnp.dtype, sharding: Sharding) -> None:
+        self.form, self.sharding = form, sharding
         count, inner, shared = (
             form.num_experts,
             form.moe_intermediate_size,
@@ -43,7 +46,8 @@ class RoutedMlp(nnx.Module):
 
     def __call__(self, x: jax.Array, residual: jax.Array, norm: Norm | None, products: Products) -> jax.Array:
         """`residual [N, D]` plus what the experts make of the norm of `x [N, D]`."""
-        form, x = self.form, x if norm is None else rms_norm(x, *norm)
+        form, sharding = self.form, self.sharding
+        x = x if norm is None else rms_norm(x, *norm)
         logits = products.linear(self.router[...], x, bias=self.router_bias[...] if form.bias else None)
         routed = route(logits, form.num_experts_per_tok, renormalise=form.norm_topk_prob, live=products.live)
         experts = Experts(self.gate_up[...], self.down[...], limit=form.swiglu_limit)
@@ -53,9 +57,14 @@ class RoutedMlp(nnx.Module):
                 gate_up_bias=self.gate_up_bias[...].reshape(by_expert),
                 down_bias=self.down_bias[...].reshape(by_expert),
             )
-        out = products.experts(experts, x, routed, residual)
+        gather: Gather | None = None
+        if sharding.devices is not None:
+            gather = functools.partial(sharding.gather, kind="expert")
+        out = products.experts(experts, x, routed, sharding.own(residual, "residual"), gather)
+        out = sharding.gather(out, "residual")
         if form.shared_expert_intermediate_size:
-            shared = products.linear(self.shared_down[...], products.gated(self.shared_gate_up[...], x))
+            hidden = gathered(products.gated(self.shared_gate_up[...], x), sharding, "shared_expert")
+            shared = sharding.gather(products.linear(self.shared_down[...], hidden), "residual")
             out = out + _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
         return out
 
@@ -63,7 +72,8 @@ class RoutedMlp(nnx.Module):
 class DeltaNet(nnx.Module):
     """A gated DeltaNet layer between its two products (`graphs.delta_net.layer`)."""
 
-    def __init__(self, form: DeltaForm, d: int, dtype: jnp.dtype) -> None:
+    def __init__(self, form: DeltaForm, d: int, dtype: jnp.dtype, sharding: Sharding) -> None:
+        self.sharding = sharding
         self.projected = zeros((form.projected_features, d), dtype)
         self.convolution = zeros((form.mixed_features, form.kernel), dtype)
         self.decay = zeros((form.value_heads,))
@@ -84,7 +94,8 @@ class DeltaNet(nnx.Module):
             self.convolution[...].astype(jnp.float32), self.decay[...], self.step_bias[...], self.scale[...]
         )
         out = attend(index, products.linear(self.projected[...], x, norm=norm), weights)
-        return products.linear(self.output[...], out, residual=x)
+        out, own = self.sharding.gather(out, "values"), self.sharding.own(x, "residual")
+        return self.sharding.gather(products.linear(self.output[...], out, residual=own), "residual")
 
 
 def zeros(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> nnx.Param[jax.Array]:
@@ -93,6 +104,19 @@ def zeros(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> nnx.Param[j
 
 def ones(size: int) -> nnx.Param[jax.Array]:
     return nnx.Param(jnp.ones((size,), jnp.float32))
+
+
+def matrix(module: nnx.Module, name: str, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Give `module` the weight `name`, and scales of its rows where it is int8."""
+    setattr(module, name, zeros(shape, dtype))
+    if dtype == jnp.int8:
+        setattr(module, name + SUFFIX, zeros(shape[:1]))
+
+
+def weight_of(module: nnx.Module, name: str) -> Weight:
+    """The weight `name` of `module` as products take it."""
+    values, scale = getattr(module, name)[...], getattr(module, name + SUFFIX, None)
+    return values if scale is None else Quantized(values, scale[...])
 
 
 def _rounded(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@
 #include "attention_scores.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
+#include "buffers.h"
 #include "parallel.h"
 
 namespace xla_engine {
@@ -162,16 +163,10 @@ const char* Misplaced(const Arguments& a, int64_t pool_pages) {
   return nullptr;
 }
 
-const float* OrNull(const ffi::Buffer<ffi::F32>& buffer) {
-  return buffer.element_count() ? buffer.typed_data() : nullptr;
-}
-
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> rope, ffi::Buffer<ffi::S32> slot,
-                  ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> tables,
-                  ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> sinks,
-                  ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
-                  int64_t layer, int64_t window, float scale, float softcap, float eps) {
+ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, Integers start, Integers count, Integers tables,
+                  Floats q_norm, Floats k_norm, Floats sinks, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
+                  ffi::Result<ffi::AnyBuffer> new_values, int64_t layer, int64_t window, float scale, float softcap, float eps) {
   const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W]
   Arguments a;
   Projection& projection = a.projection;
@@ -223,27 +218,6 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<f
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineAttend, Attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("layer")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<float>("eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineAttend, Attend, Attributes({"layer", "window", "scale", "softcap", "eps"}));
 
 }  // namespace xla_engine

@@ -45,13 +45,13 @@ struct Projection {
     int64_t d = 0;
     for (; d + kVector <= half; d += kVector) {
       const Vec low = Load(from + d), high = Load(from + d + half), c = Load(cosine + d), s = Load(sine + d);
-      Storage<T>::Round(low * c - high * s, to + d);
-      Storage<T>::Round(high * c + low * s, to + d + half);
+      Storage<T>::Round(Fused(-high, s, low * c), to + d);
+      Storage<T>::Round(Fused(low, s, high * c), to + d + half);
     }
     for (; d < half; ++d) {
       const float low = from[d], high = from[d + half];
-      to[d] = Storage<T>::Round(low * cosine[d] - high * sine[d]);
-      to[d + half] = Storage<T>::Round(high * cosine[d] + low * sine[d]);
+      to[d] = Storage<T>::Round(Fused(-high, sine[d], low * cosine[d]));
+      to[d + half] = Storage<T>::Round(Fused(low, sine[d], high * cosine[d]));
     }
     for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
   }
@@ -61,7 +61,7 @@ struct Projection {
     for (int64_t d = 0; d < head_dim; ++d) to[d] = from[d];
     for (int64_t d = head_dim; d < padded; ++d) to[d] = 0;
     Vec squares = {};
-    for (int64_t d = 0; d < padded; d += kVector) squares += Load(to + d) * Load(to + d);
+    for (int64_t d = 0; d < padded; d += kVector) squares = Fused(Load(to + d), Load(to + d), squares);
     const float square = Total(squares);
     const float scale = 1.0f / std::sqrt(square / static_cast<float>(head_dim) + eps);
     for (int64_t d = 0; d < head_dim; ++d) to[d] *= scale * weight[d];

@@ -16,10 +16,10 @@ void ScoreBlocks(const Context<T>& context, const float* queries, int64_t first_
     for (int b = 0; b < kBlocks; ++b) {
       const T* words = keys[b] + word * kVector * kPack;
       const Vec first = Storage<T>::template Part<0>(words);
-      for (int r = 0; r < kRows; ++r) sum[r][b] += first * queries[r * context.width + word * kPack];
+      for (int r = 0; r < kRows; ++r) sum[r][b] = Fused(first, queries[r * context.width + word * kPack], sum[r][b]);
       if constexpr (kPack == 2) {
         const Vec second = Storage<T>::template Part<1>(words);
-        for (int r = 0; r < kRows; ++r) sum[r][b] += second * queries[r * context.width + word * 2 + 1];
+        for (int r = 0; r < kRows; ++r) sum[r][b] = Fused(second, queries[r * context.width + word * 2 + 1], sum[r][b]);
       }
     }
   }
@@ -49,10 +49,10 @@ void WeighParts(const Context<T>& context, const float* weights, int64_t stride,
       for (int p = 0; p < kParts; ++p) {
         const T* part = rows + p * kVector * kVector * kPack;
         const Vec first = Storage<T>::template Part<0>(part);
-        for (int r = 0; r < kRows; ++r) sum[r][p] += first * weights[r * stride + word * kPack];
+        for (int r = 0; r < kRows; ++r) sum[r][p] = Fused(first, weights[r * stride + word * kPack], sum[r][p]);
         if constexpr (kPack == 2) {
           const Vec second = Storage<T>::template Part<1>(part);
-          for (int r = 0; r < kRows; ++r) sum[r][p] += second * weights[r * stride + word * 2 + 1];
+          for (int r = 0; r < kRows; ++r) sum[r][p] = Fused(second, weights[r * stride + word * 2 + 1], sum[r][p]);
         }
       }
     }

@@ -76,16 +76,15 @@ inline Vec Exp(Vec x) {
   const Vec low = zero - 87.0f;
   const Vec clamped = Select(x < low, low, x);
   const Vec magic = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec shifted = clamped * 1.44269504088896341f + magic;
+  const Vec shifted = Fused(clamped, 1.44269504088896341f, magic);
   const Vec n = shifted - magic;
-  const Vec r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vec p = zero + 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  const Vec r = Fused(n, 2.12194440e-4f, Fused(n, -0.693359375f, clamped));
+  Vec p = Fused(r, 1.9875691500e-4f, 1.3981999507e-3f);
+  p = Fused(p, r, 8.3334519073e-3f);
+  p = Fused(p, r, 4.1665795894e-2f);
+  p = Fused(p, r, 1.6666665459e-1f);
+  p = Fused(p, r, 5.0000001201e-1f);
+  p = Fused(p, r * r, r) + 1.0f;
   const Words scale = (Cast<Words>(shifted) - Cast<Words>(magic) + 127) << 23;
   return Select(x < low, zero, p * Cast<Vec>(scale));
 }

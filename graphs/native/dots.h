@@ -4,7 +4,8 @@
 // of each feature apart in `kParts` steps (`Part`), and adds one of them times one word of a row (`Add`); `Spread` writes the
 // words of a row as `Add` wants them. Sums run over K in order, one word and one part after the other.
 //
-//   bf16   AVX512-BF16 and ARM BF16: pairs at once (vdpbf16ps, bfdot); elsewhere widened, one fused multiply-add for each
+//   bf16   AVX512-BF16 and ARM BF16: pairs at once (vdpbf16ps, bfdot); elsewhere widened, one fused multiply-add for each, the
+//          second of a pair first: that is what vdpbf16ps does (Intel SDM), so that bits are those of AVX512-BF16
 //   int8   VNNI, AVX-VNNI and ARM: fours at once (vpdpbusd, sdot); elsewhere pairs of widened 16-bit numbers (vpmaddwd)
 //
 // vpdpbusd multiplies unsigned by signed: weights are taken with 128 added, and sums start at -kOffset times the total of
@@ -130,14 +131,14 @@ struct Dots<BFloat16> {
   static constexpr int64_t kParts = 2;
   template <int part>
   static Vec Part(const char* words) {
-    return Storage<BFloat16>::Part<part>(reinterpret_cast<const BFloat16*>(words));
+    return Storage<BFloat16>::Part<1 - part>(reinterpret_cast<const BFloat16*>(words));
   }
   static Sum Add(Sum sum, Vec weights, Word word) {
     float factor;
     std::memcpy(&factor, &word, sizeof factor);
-    return weights * factor + sum;
+    return Fused(weights, factor, sum);
   }
-  static void Spread(Word word, Word* to, int64_t stride) { to[0] = word << 16, to[stride] = word & 0xFFFF0000; }
+  static void Spread(Word word, Word* to, int64_t stride) { to[0] = word & 0xFFFF0000, to[stride] = word << 16; }
 #endif
 };
 

@@ -42,7 +42,7 @@ inline Vec Swish(Vec gate, Vec up, float slope) {
   return gate * up * Select(scaled > zero, 1.0f / (1.0f + small), small / (1.0f + small));
 }
 
-// SwiGLU, or with a positive limit the clamped form of gpt-oss (`graphs.moe.gate`).
+// SwiGLU, or with a positive limit the clamped form of gpt-oss (`graphs.experts.routing.gate`).
 inline Vec Gate(Vec gate, Vec up, float limit) {
   if (limit <= 0) return Swish(gate, up, 1.0f);
   const Vec high = Vec{} + limit, low = -high;
@@ -60,6 +60,9 @@ struct ExpertLayer {
   float* out;                                         // [N, D]
   int64_t count, width, per_row, experts, inner;      // N, D, K, E, F
   float limit;
+  // Where only one of the two products is wanted, what stands between them by assignment, [N K, F]; else null.
+  BFloat16* gated = nullptr;        // the first product alone goes here
+  const BFloat16* given = nullptr;  // the second alone comes from here
 };
 
 }  // namespace xla_engine

@@ -17,13 +17,17 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
   const int64_t words = width / 2, inner_words = inner / 2;
   const int64_t rows_bytes = Kernel::GroupBytes(width), hidden_bytes = Kernel::GroupBytes(inner);
   thread_local Lines rows_buffer, hidden_buffer;
-  char* rows = rows_buffer.Bytes(group_count * rows_bytes);
-  char* hidden = hidden_buffer.Bytes(group_count * hidden_bytes);
+  char* rows = layer.given ? nullptr : rows_buffer.Bytes(group_count * rows_bytes);
+  char* hidden = layer.gated ? nullptr : hidden_buffer.Bytes(group_count * hidden_bytes);
 
   auto prepare = [&](int64_t at) {
     for (int64_t r = 0; r < groups[at].rows; ++r) {
-      const int64_t row = gathered.assignment[groups[at].first + r] / per_row;
-      Kernel::Spread(reinterpret_cast<const Word*>(layer.x + row * width), words, r, rows + at * rows_bytes);
+      const int64_t assignment = gathered.assignment[groups[at].first + r];
+      if (layer.given) {
+        Kernel::Spread(reinterpret_cast<const Word*>(layer.given + assignment * inner), inner_words, r, hidden + at * hidden_bytes);
+      } else {
+        Kernel::Spread(reinterpret_cast<const Word*>(layer.x + assignment / per_row * width), words, r, rows + at * rows_bytes);
+      }
     }
   };
 
@@ -57,6 +61,10 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
         if (bias) g += Load(bias), u += Load(bias + inner);
         alignas(64) BFloat16 rounded[16];
         Round(Gate(g, u, layer.limit), rounded);
+        if (layer.gated) {
+          std::memcpy(layer.gated + gathered.assignment[groups[at].first + r] * inner + feature, rounded, sizeof(rounded));
+          continue;
+        }
         auto* to = reinterpret_cast<Word*>(hidden + at * hidden_bytes) + feature / 2 * Dots<BFloat16>::kParts * kBlockRows + r;
         for (int64_t word = 0; word < 8; ++word)
           Dots<BFloat16>::Spread(LoadAs<Word>(rounded + 2 * word), to + word * Dots<BFloat16>::kParts * kBlockRows, kBlockRows);
@@ -76,13 +84,16 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
         for (int64_t r = 0; r < groups[at].rows; ++r) {
           const int64_t assignment = gathered.assignment[groups[at].first + r];
           float* to = layer.out + assignment / per_row * width + first;
-          Store(to, Load(to) + (Load((half ? sums.other : sums.one) + r * 16) + bias) * layer.weight[assignment]);
+          Store(to, Fused(Load((half ? sums.other : sums.one) + r * 16) + bias, layer.weight[assignment], Load(to)));
         }
       }
     });
   };
 
-  InPhases(pool, Phase{group_count, prepare}, Phase{inner / 16, gate}, Phase{width / kFeatures, finish});
+  const Phase first{group_count, prepare};
+  if (layer.gated) return InPhases(pool, first, Phase{inner / 16, gate});
+  if (layer.given) return InPhases(pool, first, Phase{width / kFeatures, finish});
+  InPhases(pool, first, Phase{inner / 16, gate}, Phase{width / kFeatures, finish});
 }
 
 }  // namespace xla_engine

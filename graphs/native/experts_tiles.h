@@ -46,21 +46,23 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
   const int64_t group_count = static_cast<int64_t>(groups.size());
   const int64_t words = width / 2, inner_words = inner / 2;
   thread_local std::vector<uint32_t> rows_buffer, hidden_buffer;
-  uint32_t* tiles = Aligned(rows_buffer, group_count * kRows * words);
-  uint32_t* hidden = Aligned(hidden_buffer, group_count * kRows * inner_words);
+  uint32_t* tiles = layer.given ? nullptr : Aligned(rows_buffer, group_count * kRows * words);
+  uint32_t* hidden = layer.gated ? nullptr : Aligned(hidden_buffer, group_count * kRows * inner_words);
 
   const int64_t gate_tasks = inner / 16;  // sixteen gates beside their ups, of all experts in use
   const int64_t down_tasks = width / kFeatures;
 
   auto prepare = [&](int64_t at) {
     thread_local std::vector<BFloat16> taken;
-    taken.resize(kRows * width);
     const Group& group = groups[at];
+    const int64_t features = layer.given ? inner : width;
+    taken.resize(kRows * features);
     for (int64_t r = 0; r < group.rows; ++r) {
-      const int64_t row = gathered.assignment[group.first + r] / per_row;
-      std::memcpy(taken.data() + r * width, layer.x + row * width, width * sizeof(BFloat16));
+      const int64_t assignment = gathered.assignment[group.first + r];
+      const BFloat16* from = layer.given ? layer.given + assignment * inner : layer.x + assignment / per_row * width;
+      std::memcpy(taken.data() + r * features, from, features * sizeof(BFloat16));
     }
-    Interleave(taken.data(), group.rows, words, tiles + at * kRows * words);
+    Interleave(taken.data(), group.rows, features / 2, (layer.given ? hidden : tiles) + at * kRows * features / 2);
   };
 
   auto multiply = [&](int64_t task) {  // gates and ups of features 16 task ..
@@ -83,7 +85,16 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
             if (bias) g += bias[f + i], u += bias[inner + f + i];
             pair[i] = Gate(g, u, layer.limit);
           }
-          _mm512_storeu_si512(to + f / 2 * kRows, Words16(pair[0], pair[1]));
+          const __m512i both = Words16(pair[0], pair[1]);
+          if (!layer.gated) {
+            _mm512_storeu_si512(to + f / 2 * kRows, both);
+            continue;
+          }
+          alignas(64) uint32_t by_row[kRows];
+          _mm512_store_si512(by_row, both);
+          const Group& group = groups[at + half];
+          for (int64_t r = 0; r < group.rows; ++r)
+            std::memcpy(layer.gated + gathered.assignment[group.first + r] * inner + feature + f, by_row + r, sizeof(uint32_t));
         }
       }
     });
@@ -111,14 +122,17 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
         for (int64_t r = 0; r < group.rows; ++r) {
           const int64_t assignment = gathered.assignment[group.first + r];
           float* to = layer.out + assignment / per_row * width + first;
-          Store(to, Load(to) + (turned.Row(r) + bias) * layer.weight[assignment]);
+          Store(to, Fused(turned.Row(r) + bias, layer.weight[assignment], Load(to)));
         }
       }
     });
     _tile_release();
   };
 
-  InPhases(pool, Phase{group_count, prepare}, Phase{gate_tasks, multiply}, Phase{down_tasks, finish});
+  const Phase first{group_count, prepare};
+  if (layer.gated) return InPhases(pool, first, Phase{gate_tasks, multiply});
+  if (layer.given) return InPhases(pool, first, Phase{down_tasks, finish});
+  InPhases(pool, first, Phase{gate_tasks, multiply}, Phase{down_tasks, finish});
 }
 
 }  // namespace xla_engine

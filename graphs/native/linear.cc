@@ -2,6 +2,8 @@
 // for the rows that are live; all others are zero, or the residual. Weights are packed (product.h), but for features that fill no
 // task, and for the head's on tiles: these are rows as in the checkpoint. The head's result is feature-major.
 
+#include "buffers.h"
+#include "gates.h"
 #include "products.h"
 #include "tiles.h"
 
@@ -137,20 +139,6 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats nor
   });
 }
 
-// 1 / (1 + exp(-z)), without overflow.
-Vec Logistic(Vec z) {
-  const Vec zero = {};
-  const Vec small = Exp(Select(z > zero, -z, z));  // exp(-|z|)
-  return Select(z > zero, zero + 1.0f, small) / (1.0f + small);
-}
-
-// act(gate) * up (Shazeer 2020): SiLU, or GELU by tanh (Hendrycks and Gimpel 2016), where (1 + tanh z) / 2 is the
-// logistic function of 2 z.
-Vec Gated(Vec gate, Vec up, bool gelu) {
-  const Vec z = gelu ? 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate)) : gate;
-  return gate * up * Logistic(z);
-}
-
 // x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F] or [0], gates first -> act(gate) * up of norm(x), [N, F]:
 // bf16, or float32 where the next product quantises.
 ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
@@ -195,37 +183,8 @@ extern "C" bool XlaEngineReady() {
 #endif
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Flags>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Flags>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinear,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Flags>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("eps")
-                                  .Attr<bool>("gelu"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head, Attributes({"eps"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear, Attributes({"eps"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinear, Attributes({"eps", "gelu"}));
 
 }  // namespace xla_engine

@@ -5,13 +5,11 @@
 
 #pragma once
 
+#include "buffers.h"
 #include "common.h"
 #include "parallel.h"
 
 namespace xla_engine {
-
-using Floats = ffi::Buffer<ffi::F32>;
-using Flags = ffi::Buffer<ffi::PRED>;
 
 inline void Round(Vec values, BFloat16* to) {
 #ifdef __AVX512BF16__
@@ -62,7 +60,7 @@ struct Source {
   float Scale(const float* x) const {
     if (!norm) return 1.0f;
     Vec squares = {};
-    for (int64_t k = 0; k < width; k += kVector) squares += Load(x + k) * Load(x + k);
+    for (int64_t k = 0; k < width; k += kVector) squares = Fused(Load(x + k), Load(x + k), squares);
     const float mean = Total(squares) / static_cast<float>(width);
     return 1.0f / std::sqrt(mean + eps);
   }
@@ -105,7 +103,7 @@ struct Operand<BFloat16> : Source {
   float Value(float sum, int64_t, int64_t) const { return sum; }
 };
 
-// Rows are quantised by their own largest value, and their scales kept until the sums are there (`graphs.quantized`).
+// Rows are quantised by their own largest value, and their scales kept until the sums are there (`graphs.linear.int8`).
 template <>
 struct Operand<int8_t> : Source {
   const float* features;  // scales of the weight's features

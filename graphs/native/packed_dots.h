@@ -77,6 +77,7 @@ template <typename T>
 struct DotKernel {
   using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
   static constexpr int64_t kStep = kVector;  // K comes in multiples of it
+  static constexpr int64_t kPitch = Dots<T>::kParts * kBlockRows;  // words of a group from one word of a row to its next
 
   // Rows that stand together, as many in each group as can be.
   static int64_t GroupRows(int64_t count) {
@@ -91,23 +92,53 @@ struct DotKernel {
   // Row `r` of a group out of its words side by side.
   static void Spread(const Word* words, int64_t count, int64_t r, char* block) {
     Word* to = reinterpret_cast<Word*>(block) + r;
-    int32_t total = 0;
-    for (int64_t word = 0; word < count; ++word, to += Dots<T>::kParts * kBlockRows) {
-      Dots<T>::Spread(words[word], to, kBlockRows);
-      total += Dots<T>::Total(words[word]);
+    for (int64_t word = 0; word < count; ++word, to += kPitch) Dots<T>::Spread(words[word], to, kBlockRows);
+    *to = Correction(words, count);
+  }
+
+  // The first `rows` rows of a group, whose words stand row after row.
+  static void SpreadRows(const Word* words, int64_t count, int64_t rows, char* block) {
+    Word* to = reinterpret_cast<Word*>(block);
+    int64_t done = 0;
+    if constexpr (Dots<T>::kParts == 1 && kPitch % 4 == 0) {
+      for (; count % 4 == 0 && done + 4 <= rows; done += 4) {
+        const Word* four = words + done * count;
+        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, count, to + word * kPitch + done);
+        for (int64_t r = 0; r < 4; ++r) to[count * kPitch + done + r] = Correction(four + r * count, count);
+      }
     }
-    *to = static_cast<Word>(-Dots<T>::kOffset * total);
+    for (; done < rows; ++done) Spread(words + done * count, count, done, block);
+  }
+
+  // What the sums of a row are short of, as its words carry an offset.
+  static Word Correction(const Word* words, int64_t count) {
+    int32_t total = 0;
+    if constexpr (Dots<T>::kOffset != 0)
+      for (int64_t word = 0; word < count; ++word) total += Dots<T>::Total(words[word]);
+    return static_cast<Word>(-Dots<T>::kOffset * total);
+  }
+
+  // Four words of four rows, `pitch` words apart, by word.
+  static void TurnFour(const Word* from, int64_t pitch, Word* to) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    const Four a = LoadAs<Four>(from), b = LoadAs<Four>(from + pitch);
+    const Four c = LoadAs<Four>(from + 2 * pitch), d = LoadAs<Four>(from + 3 * pitch);
+    const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), more_ab = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), more_cd = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    StoreAs(to, __builtin_shufflevector(ab, cd, 0, 1, 4, 5));
+    StoreAs(to + kBlockRows, __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
+    StoreAs(to + 2 * kBlockRows, __builtin_shufflevector(more_ab, more_cd, 0, 1, 4, 5));
+    StoreAs(to + 3 * kBlockRows, __builtin_shufflevector(more_ab, more_cd, 2, 3, 6, 7));
   }
 
   // Writes `rows` rows from n on as a group.
   template <typename Operand>
   static void Fill(Operand& operand, int64_t n, int64_t rows, char* block) {
     thread_local Lines kept;
-    T* row = reinterpret_cast<T*>(kept.Bytes(operand.width * sizeof(T)));
-    for (int64_t r = 0; r < rows; ++r) {
-      operand.Write(n + r, [&](int64_t k) { return row + k; });
-      Spread(reinterpret_cast<const Word*>(row), operand.width * sizeof(T) / 4, r, block);
-    }
+    T* written = reinterpret_cast<T*>(kept.Bytes(rows * operand.width * sizeof(T)));
+    for (int64_t r = 0; r < rows; ++r)
+      operand.Write(n + r, [&](int64_t k) { return written + r * operand.width + k; });
+    SpreadRows(reinterpret_cast<const Word*>(written), operand.width * sizeof(T) / 4, rows, block);
   }
 
   template <typename Take>

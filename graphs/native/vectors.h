@@ -150,6 +150,59 @@ V Select(Mask mask, V yes, V no) {
   }
 }
 
+// One value in every place of a register.
+inline FloatRegister Broadcast(float value) {
+#if defined(__AVX512F__)
+  return (FloatRegister)_mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return (FloatRegister)_mm256_set1_ps(value);
+#elif defined(__ARM_NEON)
+  return (FloatRegister)vdupq_n_f32(value);
+#else
+  return FloatRegister{value, value, value, value};
+#endif
+}
+
+// a b + c with one rounding. It is named everywhere, and compilers may fuse nothing by themselves (-ffp-contract=off): which of
+// two products they would fuse with a sum differs from one instruction set, optimisation and compiler to the next.
+inline FloatRegister Fused(FloatRegister a, FloatRegister b, FloatRegister c) {
+#if defined(__AVX512F__)
+  return (FloatRegister)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (FloatRegister)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (FloatRegister)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return FloatRegister{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
+                       __builtin_fmaf(a[3], b[3], c[3])};
+#endif
+}
+inline FloatRegister Fused(FloatRegister a, float b, FloatRegister c) { return Fused(a, Broadcast(b), c); }
+inline FloatRegister Fused(FloatRegister a, FloatRegister b, float c) { return Fused(a, b, Broadcast(c)); }
+inline FloatRegister Fused(FloatRegister a, float b, float c) { return Fused(a, Broadcast(b), Broadcast(c)); }
+inline float Fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+template <typename V>
+auto Low(V value) {
+  if constexpr (kIsPair<V>) {
+    return value.low;
+  } else {
+    return value;
+  }
+}
+template <typename V>
+auto High(V value) {
+  if constexpr (kIsPair<V>) {
+    return value.high;
+  } else {
+    return value;
+  }
+}
+template <typename Half, typename B, typename C>
+Pair<Half> Fused(Pair<Half> a, B b, C c) {
+  return {Fused(a.low, Low(b), Low(c)), Fused(a.high, High(b), High(c))};
+}
+
 inline Vec Load(const float* from) { return LoadAs<Vec>(from); }
 inline void Store(float* to, Vec value) { StoreAs(to, value); }
 inline Vec All(float value) { return Vec{} + value; }

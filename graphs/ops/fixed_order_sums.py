@@ -24,12 +24,25 @@ def sum_first(values: jax.Array) -> jax.Array:
     return lax.platform_dependent(values, cpu=_in_order_first, default=_reduce_first)
 
 
+def sum_middle(values: jax.Array) -> jax.Array:
+    """Sum over the second of three axes, which is dropped, in the same manner."""
+    return lax.platform_dependent(values, cpu=_in_order_middle, default=_reduce_middle)
+
+
 def _reduce_last(values: jax.Array) -> jax.Array:
     return jnp.sum(values, axis=-1, keepdims=True)
 
 
 def _reduce_first(values: jax.Array) -> jax.Array:
     return jnp.sum(values, axis=0)
+
+
+def _reduce_middle(values: jax.Array) -> jax.Array:
+    return jnp.sum(values, axis=1)
+
+
+def _in_order_middle(values: jax.Array) -> jax.Array:
+    return _in_order_first(jnp.swapaxes(values, 0, 1))
 
 
 def _in_order_last(values: jax.Array) -> jax.Array:

@@ -3,4 +3,5 @@
 from __future__ import annotations
 
 MAX_LOGIT_BIAS = 300  # ids with a bias per row
+MAX_DRY_BREAKERS = 16  # tokens that break a sequence, per row
 MAX_LOGPROBS = 20  # most likely tokens a row may ask for

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
+from xla_engine.graphs.row_state.lanes import targets
+from xla_engine.graphs.row_state.limits import MAX_DRY_BREAKERS, MAX_LOGIT_BIAS
 from xla_engine.graphs.row_state.packing import pack, unpack
+
+T = TypeVar("T", "Rows", "RowState")
 
 NOT_KEPT = -3  # in place of a token that was sampled behind a wrong draft
 NO_CHOICE = -2  # in place of a sampled token: the row's logits were no numbers, or excluded every token
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """Parameters of DRY (`graphs.sampling.dry`) and of the window of the other penalties, one entry per row.
+
+    multiplier: f32 `[N]`, 0 is no DRY.   base: f32 `[N]`.   allowed_length: i32 `[N]`.
+    breakers: i32 `[N, MAX_DRY_BREAKERS]`, token ids, padded with -1.
+    last_n: i32 `[N]`, how many of the last tokens the penalties count; -1 for all.
+    """
+
+    multiplier: jax.Array
+    base: jax.Array
+    allowed_length: jax.Array
+    breakers: jax.Array
+    last_n: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +52,7 @@ class SamplingRows:
     has_mask: bool `[N]`, the slot's mask in the `Tables` applies.
     seed: u32 `[N, 2]`, the 64-bit seed as (high, low).
     num_logprobs: i32 `[N]`, -1 none, 0 the chosen token's, n > 0 also those of the n most likely tokens.
+    repetition: None in an engine without DRY.
     """
 
     temperature: jax.Array
@@ -45,6 +66,7 @@ class SamplingRows:
     has_mask: jax.Array
     seed: jax.Array
     num_logprobs: jax.Array
+    repetition: Repetition | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +106,7 @@ class Rows:
         borrow blocks, `[num_blocks, block_size]`: a block's tokens lie with its keys and values.
     sampling: the request's sampling parameters.
     block_tables: i32 `[B, max_blocks]`, the blocks of each slot, see `graphs.attention.backend`; None: contiguous.
+    adapter: i32 `[B]`, which of the loaded adapters the request has, from 1; 0 is none. None: an engine without.
 
     A row is active while `remaining > 0`; sampling a stop id sets it to 0 on the device, so that a step
     dispatched before the host has seen the token is already right.
@@ -98,6 +121,7 @@ class Rows:
     history: jax.Array
     sampling: SamplingRows
     block_tables: jax.Array | None = None
+    adapter: jax.Array | None = None
 
     def with_tables(self, tables: Tables) -> Rows:
         """The rows once the changes of block tables in `tables` are made; twice is the same as once."""
@@ -115,9 +139,7 @@ class Rows:
         if self.block_tables is not None:
             size = self.history.shape[1]
             row, offset = self.block_tables[slot, position // size], position % size
-        # What is not wanted aims at distinct rows out of bounds, so that indices stay unique.
-        beyond = len(self.history) + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
-        at = self.history.at[jnp.where(wanted, row, beyond), offset]
+        at = self.history.at[targets(row, wanted, len(self.history)), offset]
         return at.set(token, mode="drop", unique_indices=True)
 
 
@@ -133,22 +155,23 @@ class RowState:
 
 def pack_rows(rows: Rows) -> RowState:
     """Rows as they lie between calls."""
-    return RowState(words=pack(_small(rows)), history=rows.history, block_tables=rows.block_tables)
+    return RowState(words=pack(by_slot(rows)), history=rows.history, block_tables=rows.block_tables)
 
 
 def unpack_rows(state: RowState, like: Rows) -> Rows:
     """The inverse of `pack_rows`. like: rows, perhaps abstract, of the same widths."""
-    small: Rows = unpack(state.words, _small(like))
+    small: Rows = unpack(state.words, by_slot(like))
     return replace(small, history=state.history, block_tables=state.block_tables)
 
 
-def _small(rows: Rows) -> Rows:
+def by_slot(rows: T) -> T:
+    """`Rows`, or a `RowState`, without what does not have the slot as its leading axis, or is wide."""
     every: Any = rows
     return replace(every, history=None, block_tables=None)
 
 
-def make_sampling_rows(count: int) -> SamplingRows:
-    """Greedy rows that want nothing else, as host arrays."""
+def make_sampling_rows(count: int, *, dry: bool = False) -> SamplingRows:
+    """Greedy rows that want nothing else, as host arrays. dry: with the parameters of DRY."""
     host: Any = np  # the records are declared for the arrays a graph sees
     return SamplingRows(
         temperature=host.zeros(count, np.float32),
@@ -162,6 +185,15 @@ def make_sampling_rows(count: int) -> SamplingRows:
         has_mask=host.zeros(count, np.bool_),
         seed=host.zeros((count, 2), np.uint32),
         num_logprobs=host.full(count, -1, np.int32),
+        repetition=Repetition(
+            multiplier=host.zeros(count, np.float32),
+            base=host.ones(count, np.float32),
+            allowed_length=host.zeros(count, np.int32),
+            breakers=host.full((count, MAX_DRY_BREAKERS), -1, np.int32),
+            last_n=host.full(count, -1, np.int32),
+        )
+        if dry
+        else None,
     )
 
 
@@ -187,8 +219,17 @@ class Pool(NamedTuple):
     max_blocks: int
 
 
-def make_rows(count: int, stop_width: int, positions: int, pool: Pool | None = None) -> Rows:
-    """All rows inactive. positions: S, as in the cache. pool: where slots borrow blocks."""
+def make_rows(
+    count: int,
+    stop_width: int,
+    positions: int,
+    pool: Pool | None = None,
+    *,
+    dry: bool = False,
+    lora: bool = False,
+) -> Rows:
+    """All rows inactive. positions: S, as in the cache. pool: where slots borrow blocks. dry: as for sampling rows.
+    lora: rows may have adapters."""
     return Rows(
         token=jnp.zeros(count, jnp.int32),
         length=jnp.zeros(count, jnp.int32),
@@ -197,9 +238,15 @@ def make_rows(count: int, stop_width: int, positions: int, pool: Pool | None = N
         stop_ids=jnp.full((count, stop_width), -1, jnp.int32),
         prompt_length=jnp.zeros(count, jnp.int32),
         history=jnp.zeros((count, positions) if pool is None else pool[:2], jnp.int32),
-        sampling=jax.tree.map(jnp.asarray, make_sampling_rows(count)),
+        sampling=jax.tree.map(jnp.asarray, make_sampling_rows(count, dry=dry)),
         block_tables=None if pool is None else jnp.zeros((count, pool.max_blocks), jnp.int32),
+        adapter=jnp.zeros(count, jnp.int32) if lora else None,
     )
+
+
+def with_remaining(rows: Rows, slot: jax.Array, remaining: jax.Array) -> Rows:
+    """The rows when that of `slot` may sample so many tokens more, scalars i32; all else is as it was."""
+    return replace(rows, remaining=rows.remaining.at[slot].set(remaining))
 
 
 def remaining_after(token: jax.Array, remaining: jax.Array, stop_ids: jax.Array) -> jax.Array:

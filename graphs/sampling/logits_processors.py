@@ -1,7 +1,7 @@
 """What shifts logits before a token is chosen: bias, penalties, tokens that may not be chosen.
 
-Order: bias, repetition penalty, frequency penalty, presence penalty, then min_tokens and the mask, which forbid. Each
-is skipped in steps where no live row has it, and leaves the logits of other rows as they are.
+Order: bias, repetition penalty, frequency penalty, presence penalty, DRY, then min_tokens and the mask, which forbid.
+Each is skipped in steps where no live row has it, and leaves the logits of other rows as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.row_state.rows import SamplingRows, Tables
+from xla_engine.graphs.sampling.dry import dry_penalties
 
 
 @jax.tree_util.register_dataclass
@@ -63,18 +64,18 @@ class SamplingContext:
 
 def wants_adjustment(rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Whether `adjust` would change the row, bool `[N]`."""
-    return context.live & (rows.has_bias | rows.has_mask | _is_penalised(rows) | (context.min_remaining > 0))
+    wanted = rows.has_bias | rows.has_mask | _is_penalised(rows) | (context.min_remaining > 0)
+    return context.live & (wanted if rows.repetition is None else wanted | _wants_dry(rows))
 
 
 def adjust(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Logits `[V, N]` as the row's request wants them shifted; forbidden tokens have -inf."""
     live = context.live
-    for wanted, change in (
-        (rows.has_bias, _add_bias),
-        (_is_penalised(rows), _penalise),
-        (context.min_remaining > 0, _forbid_stops),
-        (rows.has_mask, _forbid_masked),
-    ):
+    changes = [(rows.has_bias, _add_bias), (_is_penalised(rows), _penalise)]
+    if rows.repetition is not None:
+        changes.append((_wants_dry(rows), _apply_dry))
+    changes += [(context.min_remaining > 0, _forbid_stops), (rows.has_mask, _forbid_masked)]
+    for wanted, change in changes:
         logits = lax.cond(
             jnp.any(live & wanted),
             lambda x, wanted=wanted, change=change: change(x, rows, context, wanted),
@@ -86,6 +87,19 @@ def adjust(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> j
 
 def _is_penalised(rows: SamplingRows) -> jax.Array:
     return (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
+
+
+def _wants_dry(rows: SamplingRows) -> jax.Array:
+    assert rows.repetition is not None
+    return rows.repetition.multiplier > 0
+
+
+def _apply_dry(
+    logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
+) -> jax.Array:
+    assert rows.repetition is not None
+    lost = dry_penalties(context.tokens, context.length, rows.repetition, logits.shape[0])
+    return jnp.where(wanted, logits - lost, logits)
 
 
 def _add_bias(
@@ -102,7 +116,8 @@ def _penalise(
     logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
 ) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, section 4.1) for prompt and output, the others for output alone."""
-    output, seen = count_tokens(context, logits.shape[0])
+    last_n = None if rows.repetition is None else rows.repetition.last_n
+    output, seen = count_tokens(context, logits.shape[0], last_n)
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
     penalised = jnp.where(seen, repeated, logits)
     penalised = penalised - rows.frequency_penalty * output.astype(jnp.float32)
@@ -110,11 +125,19 @@ def _penalise(
     return jnp.where(wanted, penalised, logits)
 
 
-def count_tokens(context: SamplingContext, vocabulary: int) -> tuple[jax.Array, jax.Array]:
-    """Times each token was generated, i32 `[V, N]`, and whether it stands in prompt or output, bool `[V, N]`."""
+def count_tokens(
+    context: SamplingContext, vocabulary: int, last_n: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Times each token was generated, i32 `[V, N]`, and whether it stands in prompt or output, bool `[V, N]`.
+
+    last_n: i32 `[N]`, only so many of the last tokens count, all where it is below 0. None: all of every row.
+    """
     tokens = context.tokens
     position = jnp.arange(tokens.shape[1])
     valid = position < context.length[:, None]
+    if last_n is not None:
+        first = jnp.where(last_n < 0, 0, context.length - last_n)
+        valid &= position >= first[:, None]
     is_output = position >= context.prompt_length[:, None]
     column = jnp.arange(tokens.shape[0])[:, None]
 

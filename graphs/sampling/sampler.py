@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.ops.reductions import (
     GROUP,
     argmax,
@@ -140,7 +141,7 @@ def _invert(weight: jax.Array, uniform: jax.Array) -> jax.Array:
     Two levels: the group whose cumulative sum passes, then the entry inside it.
     """
     grouped = groups(weight, 0.0)
-    totals = jnp.sum(grouped, axis=1)
+    totals = sum_middle(grouped)
     passing = cumulative(totals)  # [V / group, N]
     target = uniform * passing[-1]
     group = _first_passing(passing, totals, target)

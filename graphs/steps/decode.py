@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,7 @@ from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_de
 from xla_engine.graphs.kv_cache.cache import places
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
+from xla_engine.graphs.lora.products import with_adapters
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Rows, Tables, pack_samples, remaining_after
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
@@ -47,9 +50,9 @@ def decode_step(
         store, layer_in_store = where[index]
         layer = updated[store]
         if isinstance(layer, DeltaState):
-            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
+            assert isinstance(own, DeltaWeights) and spec.local.delta is not None
             updated[store], out = delta_decode(
-                spec.config.delta, own, layer, projected, live=live, native=spec.native_state
+                spec.local.delta, own, layer, projected, live=live, native=spec.native_state
             )
             return out
         assert isinstance(own, AttentionWeights)
@@ -68,7 +71,8 @@ def decode_step(
         return out
 
     products = (spec.products or WEIGHT_LEFT).for_rows(live)
-    logits = model.logits(model.hidden(rows.token, attend, products), products)  # [V, B]
+    hidden = model.hidden(rows.token, attend, with_adapters(products, rows.adapter))
+    logits = model.logits(hidden, products)  # [V, B]
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     history = rows.remember(every, rows.length, rows.token, live)
     context = SamplingContext(
@@ -85,15 +89,12 @@ def decode_step(
     token, logprob, top = sample(
         logits, rows.sampling, rows.length + 1, context, processed_logprobs=processed_logprobs
     )
-    advanced = Rows(
+    advanced = dataclasses.replace(
+        rows,
         token=jnp.where(live, token, rows.token),
         length=jnp.where(live, rows.length + 1, rows.length),
         remaining=jnp.where(live, remaining_after(token, rows.remaining, rows.stop_ids), rows.remaining),
         min_remaining=jnp.where(live, jnp.maximum(rows.min_remaining - 1, 0), rows.min_remaining),
-        stop_ids=rows.stop_ids,
-        prompt_length=rows.prompt_length,
         history=history,
-        sampling=rows.sampling,
-        block_tables=rows.block_tables,
     )
     return updated, advanced, pack_samples(jnp.where(live, token, -1), logprob), top

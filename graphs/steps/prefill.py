@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
-from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_prefill
+from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, Pending, delta_prefill, delta_verify
 from xla_engine.graphs.kv_cache.cache import places
 from xla_engine.graphs.kv_cache.types import KVCache
-from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import Decoder, ModelSpec
+from xla_engine.graphs.linear.products import ROWS_LEFT, Products
+from xla_engine.graphs.lora.products import with_adapters
+from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
+from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
@@ -36,6 +39,9 @@ class Lanes:
     min_tokens: i32 `[P]`, tokens still to sample at least.
     stop_ids: i32 `[P, E]`, ids that end the row, padded with -1.
     sampling: the request's sampling parameters.
+    whole: bool `[P]`, what stands behind the last layer is read at every position of the lane, not only where a token
+        is sampled; None: of all lanes.
+    adapter: i32 `[P]`, as in `Rows`, also of lanes that complete nothing; None in an engine without adapters.
     """
 
     tokens: jax.Array
@@ -48,6 +54,8 @@ class Lanes:
     min_tokens: jax.Array
     stop_ids: jax.Array
     sampling: SamplingRows
+    whole: jax.Array | None = None
+    adapter: jax.Array | None = None
 
 
 def prefill_chunk(
@@ -69,26 +77,27 @@ def prefill_chunk(
     the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
     `processed_logprobs`, see `sample`.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
-    as `graphs.sampling.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`.
+    as `graphs.sampling.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`:
+    anything where nobody reads it.
     """
-    count, width = lanes.tokens.shape
+    count = len(lanes.tokens)
     rows = rows.with_tables(tables)
     model = spec.merge(weights)
     products = spec.products or ROWS_LEFT
+    at = Extents(lanes.slot, lanes.start, lanes.count)
     updated, hidden = through_layers(
         spec,
         key_length,
-        model,
+        model if lanes.whole is None else _ReadAt(model, _read(lanes)),
         rope,
         cache,
         rows,
         lanes.tokens,
-        lanes.slot,
-        lanes.start,
-        lanes.count,
+        at,
         clears=True,
+        adapter=lanes.adapter,
     )  # [P * T, D]
-    final = hidden[jnp.arange(count, dtype=jnp.int32) * width + jnp.maximum(lanes.count - 1, 0)]  # [P, D]
+    final = behind_last(hidden, lanes.count)
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
     logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # [V, head_rows]
@@ -104,39 +113,53 @@ def prefill_chunk(
         tables=tables,
         block_tables=rows.block_tables,
     )
-    sampled = sample(
-        logits,
-        jax.tree.map(widen, lanes.sampling),
-        widen(length),
-        context,
-        processed_logprobs=processed_logprobs,
-    )
+    sampling = jax.tree.map(widen, lanes.sampling)
+    sampled = sample(logits, sampling, widen(length), context, processed_logprobs=processed_logprobs)
     token, logprob, top = sampled.token[:count], sampled.logprob[:count], sampled.top[:, :count]
     armed = _arm(rows, lanes, token, length)
     return updated, armed, pack_samples(jnp.where(lanes.is_last, token, -1), logprob), top, hidden
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadAt:
+    """A decoder of which the rows `read`, bool `[N]`, are read: what follows the last attention is for them alone."""
+
+    decoder: Decoder
+    read: jax.Array
+
+    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        decoder = self.decoder
+        return decoder.through(decoder.embedded(tokens, products), attend, products, self.read)
+
+
+class Residual(Protocol):
+    """A `Decoder`, or what computes the residual stream in its way."""
+
+    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array: ...
+
+
 def through_layers(
     spec: ModelSpec,
     key_length: int,
-    model: Decoder,
+    model: Residual,
     rope: jax.Array,
     cache: KVCache,
     rows: Rows,
     tokens: jax.Array,
-    slot: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
+    lanes: Extents,
     *,
     clears: bool = False,
+    pending: dict[int, Pending] | None = None,
+    adapter: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Feed lanes of `tokens i32 [P, T]` through all layers: `tokens[p, :count[p]]` are positions `start[p] ..` of slot
-    `slot[p]`, each `[P]`.
+    """Feed `lanes` of `tokens i32 [P, T]` through all layers.
 
     clears (static): a lane may begin its slot anew; otherwise none does.
+    pending: takes, by store, what lanes bring to recurrent layers, whose state then stays as it is; None: it changes.
+    adapter: i32 `[P]`, as in `Rows`; None: none.
     Returns the cache, and the residual stream behind the last layer f32 `[P * T, D]`.
     """
-    width, where = tokens.shape[1], places(spec)
+    (slot, start, count), width, where = lanes, tokens.shape[1], places(spec)
     position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
     angles = rope[:, position]  # [K, P, T, 2, Dh/2]
     fresh = (count > 0) & (start == 0) if clears else None
@@ -149,12 +172,15 @@ def through_layers(
 
     def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
         store, layer_in_store = where[index]
-        layer, at = updated[store], {"slot": slot, "start": start, "count": count}
+        layer = updated[store]
         if isinstance(layer, DeltaState):
-            assert isinstance(own, DeltaWeights) and spec.config.delta is not None
-            updated[store], out = delta_prefill(
-                spec.config.delta, own, layer, projected, **at, native=spec.native_state
-            )
+            assert isinstance(own, DeltaWeights) and spec.local.delta is not None
+            form, native = spec.local.delta, spec.native_state
+            if pending is None:
+                updated[store], out = delta_prefill(form, own, layer, projected, lanes, native=native)
+            else:
+                assert native is not None, "only the C++ rule gives verify steps the bits of decode"
+                pending[store], out = delta_verify(form, own, layer, projected, lanes, native=native)
             return out
         assert isinstance(own, AttentionWeights)
         call = AttentionCall(
@@ -166,13 +192,28 @@ def through_layers(
             block_tables=rows.block_tables,
             layer_in_store=layer_in_store,
         )
-        updated[store], out = spec.attention.attend_prefill(layer, projected, call, **at)
+        updated[store], out = spec.attention.attend_prefill(layer, projected, call, lanes)
         return out
 
     products = spec.products or ROWS_LEFT
     used = (jnp.arange(width, dtype=jnp.int32) < count[:, None]).reshape(-1)
-    hidden = model.hidden(tokens.reshape(-1), attend, products.for_rows(used))
+    products = with_adapters(products.for_rows(used), adapter)
+    hidden = model.hidden(tokens.reshape(-1), attend, products)
     return updated, hidden
+
+
+def _read(lanes: Lanes) -> jax.Array:
+    """The rows whose residual stream is read behind the last layer: bool `[P * T]`."""
+    at = jnp.arange(lanes.tokens.shape[1], dtype=jnp.int32)
+    ends = lanes.is_last[:, None] & (at == lanes.count[:, None] - 1)
+    assert lanes.whole is not None
+    return (ends | lanes.whole[:, None] & (at < lanes.count[:, None])).reshape(-1)
+
+
+def behind_last(hidden: jax.Array, count: jax.Array) -> jax.Array:
+    """Of the residual stream `[P * T, D]`, the rows of the last of each lane's `count [P]` tokens: `[P, D]`."""
+    lanes = len(count)
+    return hidden[jnp.arange(lanes, dtype=jnp.int32) * (len(hidden) // lanes) + jnp.maximum(count - 1, 0)]
 
 
 def _widen(count: int, rows: jax.Array) -> jax.Array:
@@ -190,21 +231,19 @@ def _remember(rows: Rows, lanes: Lanes) -> Rows:
 
 def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
     """Set the row of every lane that completed its prompt; other rows keep their state."""
-    count = rows.token.shape[0]
-    # Lanes that arm nothing aim at distinct rows out of bounds, so that indices stay unique.
-    target = jnp.where(lanes.is_last, lanes.slot, count + jnp.arange(lanes.slot.shape[0], dtype=jnp.int32))
+    target = targets(lanes.slot, lanes.is_last, len(rows.token))
 
-    def put(row: jax.Array, new: jax.Array) -> jax.Array:
-        return row.at[target].set(new, mode="drop", unique_indices=True)
+    def armed(row: jax.Array, new: jax.Array) -> jax.Array:
+        return put(row, target, new)
 
-    return Rows(
-        token=put(rows.token, token),
-        length=put(rows.length, length),
-        remaining=put(rows.remaining, remaining_after(token, lanes.max_tokens, lanes.stop_ids)),
-        min_remaining=put(rows.min_remaining, jnp.maximum(lanes.min_tokens - 1, 0)),
-        stop_ids=put(rows.stop_ids, lanes.stop_ids),
-        prompt_length=put(rows.prompt_length, lanes.prompt_length),
-        history=rows.history,
-        block_tables=rows.block_tables,
-        sampling=jax.tree.map(put, rows.sampling, lanes.sampling),
+    return dataclasses.replace(
+        rows,
+        token=armed(rows.token, token),
+        length=armed(rows.length, length),
+        remaining=armed(rows.remaining, remaining_after(token, lanes.max_tokens, lanes.stop_ids)),
+        min_remaining=armed(rows.min_remaining, jnp.maximum(lanes.min_tokens - 1, 0)),
+        stop_ids=armed(rows.stop_ids, lanes.stop_ids),
+        prompt_length=armed(rows.prompt_length, lanes.prompt_length),
+        sampling=jax.tree.map(armed, rows.sampling, lanes.sampling),
+        adapter=jax.tree.map(armed, rows.adapter, lanes.adapter),
     )

@@ -2,20 +2,24 @@
 
 Every position is sampled by the row's own sampler at (seed, position), and a draft is kept while it is the token that
 was sampled. So what a row emits is what decode would give it one by one, whatever the drafts; they decide only how
-many tokens a step brings. What rejected drafts wrote lies behind the row's length, where nothing reads it.
+many tokens a step brings. What rejected drafts wrote lies behind the row's length, where nothing reads it. Recurrent
+layers change their state at the end of the step, when it is known how many positions stay.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_engine.graphs.delta_net.layer import DeltaState, Pending, delta_commit
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import NO_CHOICE, NOT_KEPT, Rows, Tables, pack_samples
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
@@ -67,20 +71,62 @@ def verify_step(
     Returns cache, rows, the packed samples `[2, P * W]` lane by lane (behind a row's last token NOT_KEPT for each
     other draft that was fed, then -1), and the most likely tokens as `graphs.sampling.logprobs.logprobs` packs them.
     """
-    lanes = drafts.slot.shape[0]
     rows = rows.with_tables(tables)
+    return verify_rows(
+        spec, key_length, width, weights, rope, cache, rows, drafts, tables, processed=processed_logprobs
+    )[:4]
+
+
+class Members(NamedTuple):
+    """Rows of a verify call: their slots, whether they sample, and how many drafts they may have; each `[P]`."""
+
+    slot: jax.Array
+    live: jax.Array
+    limit: jax.Array
+
+
+def members(rows: Rows, drafts: Drafts, width: int) -> Members:
+    """Which rows a call is of."""
     slot = jnp.maximum(drafts.slot, 0)
-    live = (drafts.slot >= 0) & (rows.remaining[slot] > 0)
+    remaining = rows.remaining[slot]
+    live = (drafts.slot >= 0) & (remaining > 0)
+    return Members(slot, live, jnp.clip(jnp.minimum(drafts.most, remaining - 1), 0, width - 1))
+
+
+def verify_rows(
+    spec: ModelSpec,
+    key_length: int,
+    width: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    drafts: Drafts,
+    tables: Tables,
+    *,
+    processed: bool,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
+    """`verify_step` of rows whose tables are set; also returns the residual stream behind all layers `[P * W, D]`.
+
+    processed (static): as `processed_logprobs`.
+    """
+    lanes = drafts.slot.shape[0]
+    slot, live, limit = members(rows, drafts, width)
     length, remaining, stop_ids = rows.length[slot], rows.remaining[slot], rows.stop_ids[slot]
-    limit = jnp.clip(jnp.minimum(drafts.most, remaining - 1), 0, width - 1)
-    draft, count = _drafts(rows, drafts, slot, live, limit, width - 1)  # [P, W - 1], [P]
+    draft, count = jnp.zeros((lanes, 0), jnp.int32), jnp.zeros(lanes, jnp.int32)  # [P, W - 1], [P]
+    if width > 1:
+        draft, count = _drafts(rows, drafts, slot, live, limit, width - 1)
 
     tokens = jnp.concatenate([rows.token[slot][:, None], jnp.maximum(draft, 0)], axis=1)  # [P, W]
     fed = jnp.where(live, count + 1, 0)
     place = jnp.arange(width, dtype=jnp.int32)
     used = place < fed[:, None]  # [P, W]
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
-    updated, hidden = through_layers(spec, key_length, model, rope, cache, rows, tokens, slot, length, fed)
+    pending: dict[int, Pending] | None = {} if width > 1 else None  # the only token of a row always stays
+    at, adapter = Extents(slot, length, fed), None if rows.adapter is None else rows.adapter[slot]
+    updated, hidden = through_layers(
+        spec, key_length, model, rope, cache, rows, tokens, at, pending=pending, adapter=adapter
+    )
     logits = model.logits(hidden, products.for_rows(used.reshape(-1)))  # [V, P * W]
     position = length[:, None] + place  # of the tokens fed, [P, W]
     history = rows.remember(slot[:, None], position, tokens, used)
@@ -99,10 +145,10 @@ def verify_step(
         history=history,
         tables=tables,
         block_tables=rows.block_tables,
-        draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1),
+        draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1) if width > 1 else None,
     )
     sampling = jax.tree.map(lambda leaf: spread(leaf[slot]), rows.sampling)
-    sampled = sample(logits, sampling, next_position, context, processed_logprobs=processed_logprobs)
+    sampled = sample(logits, sampling, next_position, context, processed_logprobs=processed)
 
     token = sampled.token.reshape(lanes, width)
     right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]
@@ -110,30 +156,26 @@ def verify_step(
     # A token is emitted if every draft before it is right and no token before it is the row's last.
     goes_on = jnp.cumprod((right & ~ends[:, :-1]).astype(jnp.int32), axis=1)
     emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
+    for store, brought in (pending or {}).items():
+        state, native = updated[store], spec.native_state
+        assert isinstance(state, DeltaState) and native is not None
+        updated[store] = delta_commit(state, brought, slot=slot, count=emitted, native=native)
     final = jnp.maximum(emitted - 1, 0)[:, None]
     last = jnp.take_along_axis(token, final, axis=1)[:, 0]
     stopped = jnp.take_along_axis(ends, final, axis=1)[:, 0]
 
-    # Lanes that change nothing aim at distinct rows out of bounds, so that indices stay unique.
-    target = jnp.where(live, slot, rows.token.shape[0] + jnp.arange(lanes, dtype=jnp.int32))
-
-    def put(row: jax.Array, new: jax.Array) -> jax.Array:
-        return row.at[target].set(new, mode="drop", unique_indices=True)
-
-    advanced = Rows(
-        token=put(rows.token, last),
-        length=put(rows.length, length + emitted),
-        remaining=put(rows.remaining, jnp.where(stopped, 0, remaining - emitted)),
-        min_remaining=put(rows.min_remaining, jnp.maximum(rows.min_remaining[slot] - emitted, 0)),
-        stop_ids=rows.stop_ids,
-        prompt_length=rows.prompt_length,
+    target = targets(slot, live, len(rows.token))
+    advanced = replace(
+        rows,
+        token=put(rows.token, target, last),
+        length=put(rows.length, target, length + emitted),
+        remaining=put(rows.remaining, target, jnp.where(stopped, 0, remaining - emitted)),
+        min_remaining=put(rows.min_remaining, target, jnp.maximum(rows.min_remaining[slot] - emitted, 0)),
         history=history,
-        sampling=rows.sampling,
-        block_tables=rows.block_tables,
     )
     rejected = jnp.where(used, NOT_KEPT, -1)
     told = jnp.where(place < emitted[:, None], token, rejected).reshape(-1)
-    return updated, advanced, pack_samples(told, sampled.logprob), sampled.top
+    return updated, advanced, pack_samples(told, sampled.logprob), sampled.top, hidden
 
 
 def _drafts(
@@ -143,9 +185,8 @@ def _drafts(
     end = rows.length[slot]  # the position of the row's last token, which the history has not got yet
 
     def look() -> jax.Array:
-        known = _known(rows, slot)
-        known = jnp.where(jnp.arange(known.shape[1]) == end[:, None], rows.token[slot][:, None], known)
-        given, fits = _continued(known, end, drafts, most)
+        known = known_tokens(rows, slot)
+        given, fits = continued(known, end, drafts, most)
         looks = drafts.lookup & ~fits
 
         def better() -> jax.Array:
@@ -162,7 +203,7 @@ def _drafts(
     return jnp.where(jnp.arange(most, dtype=jnp.int32) < count[:, None], draft, -1), count
 
 
-def _continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> tuple[jax.Array, jax.Array]:
+def continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> tuple[jax.Array, jax.Array]:
     """The host's tokens for the positions behind `end [P]`, i32 `[P, most]`, -1 where it has none, and whether those
     before are what the row has, bool `[P]`. Behind a token that was not expected the others may be right still."""
     offset = end + 1 - drafts.start  # tokens of the host's that the row has by now
@@ -200,9 +241,12 @@ def looked_up(known: jax.Array, end: jax.Array, most: int) -> jax.Array:
     return jnp.where(found[:, None] >= 0, tokens, -1)
 
 
-def _known(rows: Rows, slot: jax.Array) -> jax.Array:
-    """The tokens of slots by position, i32 `[P, S]`; those from a row's length on may be anything."""
+def known_tokens(rows: Rows, slot: jax.Array) -> jax.Array:
+    """The tokens of slots by position, the last one included, i32 `[P, S]`; those behind it may be anything."""
     if rows.block_tables is None:
-        return rows.history[slot]
-    blocks = rows.history.at[rows.block_tables[slot]].get(mode="clip")
-    return blocks.reshape(len(slot), -1)
+        known = rows.history[slot]
+    else:
+        known = rows.history.at[rows.block_tables[slot]].get(mode="clip").reshape(len(slot), -1)
+    return jnp.where(
+        jnp.arange(known.shape[1]) == rows.length[slot][:, None], rows.token[slot][:, None], known
+    )

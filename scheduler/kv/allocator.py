@@ -9,7 +9,7 @@ from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 from xla_engine.scheduler.kv.slots import Slots
-from xla_engine.scheduler.plan import Slot, Swap
+from xla_engine.scheduler.plan import Continuation, Slot, Swap
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 
@@ -52,6 +52,27 @@ class KVAllocator:
         state.tenancy, state.holds_slot = self._choose_slot(state), True
         if self.blocks is not None:
             self.blocks.enter(state)
+
+    def still_holds(self, state: RequestState) -> bool:
+        """Whether the slot of a request that has ended is free, and holds what it left there."""
+        slot = state.slot
+        free = self.slots.is_free(slot.index) and self.slots.current(slot.index).epoch == slot.epoch + 1
+        return free and (self.blocks is None or self.blocks.left_by(state) is not None)
+
+    def go_on(self, state: RequestState, step: int) -> Continuation:
+        """Give a request that had ended its slot again, with what it holds."""
+        state.tenancy, state.holds_slot = self.slots.acquire(state.slot.index), True
+        state.goes_on = False
+        if self.blocks is not None:
+            self.blocks.go_on(state)
+        elif self._held is not None:
+            self._held.begin(state, state.context_tokens)
+        return Continuation(
+            slot=state.slot,
+            request_id=state.request_id,
+            length=state.position(step),
+            remaining=state.request.max_tokens - state.credited,
+        )
 
     def resume(self, state: RequestState, length: int) -> Swap:
         """Where the state of a request that has entered comes back to from the host."""
@@ -112,7 +133,7 @@ class KVAllocator:
 
     def _choose_slot(self, state: RequestState) -> Slot:
         """The slot that holds most of the request's context, if it is free and not worth more to others; else any."""
-        if self._held is not None and state.status is Status.WAITING and state.request.reads_prefix_cache:
+        if self._held is not None and state.status is Status.WAITING and state.request.max_cached_tokens != 0:
             index, held = self._held.match(state)
             spare = self.slots.num_free > 1 and policy.worth_keeping(held, self._held.length(index))
             if held and self.slots.is_free(index) and not spare:

@@ -1,6 +1,7 @@
 """Keys of blocks by what they hold: the SHA-256 of the key of the block before and of the block's own tokens.
 
-What comes before the first block names model and tenant. So equal keys mean equal tokens from the beginning on.
+What comes before the first block names model, tenant and adapter. So equal keys mean equal tokens from the beginning
+on.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class BlockHashes:
         return (*known, *self._chain(known[-1] if known else self._root(state), rest))
 
     def _root(self, state: RequestState) -> bytes:
-        return hashlib.sha256(
-            f"{self._model}\0{state.request.cache_salt}".encode(errors="surrogatepass")
-        ).digest()
+        request = state.request
+        root = hashlib.sha256(f"{self._model}\0{request.cache_salt}".encode(errors="surrogatepass")).digest()
+        if not request.adapter:
+            return root
+        return hashlib.sha256(root + request.adapter.encode(errors="surrogatepass")).digest()
 
     def _chain(self, key: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
         """Keys of the blocks of `tokens`, which follow the block named `key`."""

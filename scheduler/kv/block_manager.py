@@ -51,6 +51,10 @@ class BlockManager:
     def missing(self, state: RequestState) -> str | None:
         """Why a request that waits cannot have its blocks now, in words; None if it can."""
         needed = self._first_blocks(state)
+        if state.goes_on:
+            left = self.left_by(state) or []
+            short = not self.pool.can_admit(needed - len(left), left)
+            return f"needs {needed - len(left)} blocks beside those it has left" if short else None
         if self.pool.can_admit(needed):
             return None
         shared = self._found(state)[: self._usable(state) // self._block_size]
@@ -79,6 +83,28 @@ class BlockManager:
         own = state.blocks[state.settled : self.pool.blocks_for(length)]
         blocks = (*(-1 for _ in range(state.settled)), *own)
         return Swap(slot=state.slot, request_id=state.request_id, length=length, blocks=blocks)
+
+    def left_by(self, state: RequestState) -> list[int] | None:
+        """The blocks of a request that has ended, in order, where all hold what it wrote; None where one does not."""
+        count = self.pool.blocks_for(state.prompt_tokens + state.credited - 1)
+        first = min(state.left[0][0] if state.left else count, count)
+        keys = self._hashes.of_all(state)[:first] if first else ()
+        shared = [block for key in keys if (block := self.pool.find(key)) is not None]
+        own = [
+            block for at, block, taken in state.left if at < count and self.pool.times_taken(block) == taken
+        ]
+        return [*shared, *own] if (len(shared), len(own)) == (first, count - first) else None
+
+    def go_on(self, state: RequestState) -> None:
+        """Give a request that goes on in its slot the blocks it has left, and more to write to."""
+        left = self.left_by(state)
+        assert left is not None, f"the blocks of {state.request_id!r} were overwritten"
+        for block in left:
+            self.pool.take_again(block)
+        state.blocks = (*left, *self.pool.allocate(self._first_blocks(state) - len(left)))
+        state.settled = (state.prompt_tokens + state.credited - 1) // self._block_size
+        state.ready, state.left = 0, ()
+        self._show(state)
 
     def runs(self, state: RequestState, step: int) -> None:
         """Note when a request, which decodes from `step` on, one position in each step, needs its next block."""
@@ -128,7 +154,7 @@ class BlockManager:
 
     def leave(self, state: RequestState) -> None:
         """Take back a request's blocks; the end of a sequence is given out again first."""
-        if self._config.keeps_tokens and state.status is Status.RUNNING:
+        if (self._config.keeps_tokens or self._config.keeps_finished) and state.status is Status.RUNNING:
             state.left = tuple(
                 (at, block, self.pool.times_taken(block))
                 for at, block in enumerate(state.blocks[state.settled :], state.settled)
@@ -238,12 +264,15 @@ class BlockManager:
     def _usable(self, state: RequestState) -> int:
         """How many tokens of a request that waits are found and need not come from elsewhere, if it gets in now."""
         config, context = self._config, state.context_tokens
-        if not (config.enable_prefix_caching and state.request.reads_prefix_cache):
+        most = state.request.max_cached_tokens
+        if not config.enable_prefix_caching or most == 0:
             return 0
-        cached = min(len(self._found(state)) * self._block_size, context)
+        cached = min(len(self._found(state)) * self._block_size, context, context if most is None else most)
         if state.status is Status.PARKED:
             return cached // self._block_size * self._block_size
-        return policy.usable_prefix(cached, context, config.chunk_size, cut_invariant=config.cut_invariant)
+        return policy.usable_prefix(
+            cached, context, config.chunk_size, cut_invariant=config.cut_invariant, most=most
+        )
 
     def _copy_part(self, state: RequestState, found: list[int], length: int) -> None:
         """Copy a block that is of use in part, since the request writes the rest of it.

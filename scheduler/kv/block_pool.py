@@ -7,6 +7,7 @@ operation on a block takes constant time. The pool does not touch memory.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
@@ -40,10 +41,21 @@ class BlockPool:
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> BlockPool:
+        twin = copy.copy(self)
+        twin._holders, twin._taken, twin._keys = self._holders.copy(), self._taken.copy(), self._keys.copy()
+        twin._by_key, twin._blank, twin._kept = self._by_key.copy(), self._blank.copy(), self._kept.copy()
+        return twin
+
     @property
     def num_free(self) -> int:
         """Blocks that no request holds."""
         return len(self._blank) + len(self._kept)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+        return self.num_blocks - self.num_free
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` take."""
@@ -103,6 +115,12 @@ class BlockPool:
         """Count one more holder of a block that was found or is held."""
         if not self._holders[block]:
             del self._kept[block]  # KeyError: a blank block holds nothing to share
+        self._holders[block] += 1
+
+    def take_again(self, block: int) -> None:
+        """Count one more holder of a block, held or free, for the sake of what it holds, named or not."""
+        if not self._holders[block]:
+            del (self._kept if self._keys[block] else self._blank)[block]
         self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -42,10 +43,14 @@ class Preemption:
         self._holders = holders
         self._detach = detach
         self._parks: list[tuple[RequestState, Swap]] = []  # since the last plan
-        self._replays: list[RequestState] = []  # since the last plan
+        self._replays: list[RequestState] = []  # since the last plan that was not empty
         self._without_victim: RequestState | None = (
             None  # head of the line, behind which no request holds a slot
         )
+        self._last: list[
+            tuple[float, int, int, RequestState]
+        ] = []  # holders, last in line first, and of the past
+        self._entered = 0
         self.parked_tokens = 0
         self.count = 0
 
@@ -69,8 +74,7 @@ class Preemption:
         self._kv.leave(state, step)
         state.planned_before, state.last_step, state.reached = state.planned(step), None, length
         if how == "replay":
-            state.start_over()
-            self._replays.append(state)
+            self.replay(state)
         state.status = Status.PARKED if how == "park" else Status.WAITING
         state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
         if to_back:
@@ -95,22 +99,48 @@ class Preemption:
             prefill_equals_decode=self._config.keeps_tokens,
         )
 
+    def replay(self, state: RequestState) -> None:
+        """Let a request that waits begin anew: it has no slot, and its tokens are not kept."""
+        state.start_over()
+        self._replays.append(state)
+
     def make_room(self, head: RequestState, step: int) -> Decision | None:
         """Preempt the last in line of those that hold a slot, if `head` is before it and gains by it."""
         if not self._config.preemption or head is self._without_victim:
             return None
         place = self._waiting.place
-        later = [state for state in self._holders() if place(state) > place(head)]
-        if not later:
+        if not self._is_before_some(head):
             self._without_victim = head
             return None
+        later = [state for state in self._holders() if place(state) > place(head)]
         if not self._kv.suffices_without(later, head):
             return None  # no request loses a slot in vain
         return self.preempt(max(later, key=place), step)
 
-    def admitted(self) -> None:
+    def _is_before_some(self, head: RequestState) -> bool:
+        """Whether a request that holds a slot has a later place than `head`, found without a look at each of them."""
+        while self._last:
+            turn, tie, _, state = self._last[0]
+            if state.holds_slot and self._waiting.place(state) == (-turn, -tie):
+                return (-turn, -tie) > self._waiting.place(head)
+            heapq.heappop(self._last)
+        return False
+
+    def admitted(self, state: RequestState) -> None:
         """The head of the line got a slot: another one is next."""
         self._without_victim = None
+        if not self._config.preemption:
+            return
+        turn, tie = self._waiting.place(state)
+        self._entered += 1
+        heapq.heappush(self._last, (-turn, -tie, self._entered, state))
+        if len(self._last) > 4 * self._config.max_num_seqs + 64:
+            self._last = [entry for entry in self._last if entry[3].holds_slot]
+            heapq.heapify(self._last)
+
+    def is_in_vain(self, head: RequestState) -> bool:
+        """Whether the head of the line was seen to be before no request that holds a slot."""
+        return head is self._without_victim
 
     def grow(self, others: Iterable[RequestState], step: int) -> list[Decision]:
         """Give rows the blocks that they write to in `step`, the first in line first; the last in line makes room.
@@ -148,12 +178,18 @@ class Preemption:
         self.parked_tokens -= state.parked
         state.parked = 0
 
-    def take(self) -> tuple[tuple[Swap, ...], tuple[str, ...]]:
-        """What the plan being made takes to the host, and which requests begin again; without those ended since."""
-        if not self._parks and not self._replays:
-            return (), ()
+    def take_parks(self) -> tuple[Swap, ...]:
+        """What the plan being made takes to the host, without requests that ended since."""
+        if not self._parks:
+            return ()
         parks = tuple(swap for state, swap in self._parks if state.status is not Status.FINISHED)
-        replays = tuple(state.request_id for state in self._replays if state.status is not Status.FINISHED)
         self._parks.clear()
+        return parks
+
+    def take_replays(self) -> tuple[str, ...]:
+        """The requests that begin again since the last plan that was not empty, without those that ended since."""
+        if not self._replays:
+            return ()
+        replays = tuple(state.request_id for state in self._replays if state.status is not Status.FINISHED)
         self._replays.clear()
-        return parks, replays
+        return replays

@@ -10,6 +10,7 @@ looks it up, cannot be stale and needs no pin.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,12 @@ class SlotPrefixCache:
         self._hashes = BlockHashes(block_size, model)
         self._contents = [_Content() for _ in range(slots)]
         self._holders: dict[bytes, dict[int, None]] = {}  # block key to slots, in the order they got it
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SlotPrefixCache:
+        twin = copy.copy(self)
+        twin._contents = self._contents.copy()  # each is replaced, and never changed
+        twin._holders = {key: holders.copy() for key, holders in self._holders.items()}
+        return twin
 
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
         """The slot that holds most of a request's context, `own` among equals, and how many tokens of it; (-1, 0)

@@ -29,7 +29,7 @@ class RoundRobin:
         """Begin the turn of a request that runs from `step` on."""
         if self._quantum is None:
             return
-        state.turn_ends = step + self._quantum
+        state.turn_ends = step + (state.request.quantum or self._quantum)
         self._running.append((state.turn_ends, state))
         if len(self._running) > 4 * self._slots + 64:
             self._running = deque(entry for entry in self._running if _has_turn(*entry))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
@@ -14,7 +16,9 @@ from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.policy import Facts, Place
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.user_policy import PolicyError, find_policy
 
+_LATER = 1 << 62
 COMPARED = 32  # requests of which the one with the longest cached prefix goes next
 
 
@@ -25,13 +29,14 @@ class QueueFullError(RuntimeError):
 
 
 class WaitingQueue:
-    """The order of one of `policy.POLICIES`, with push, pop and removal in logarithmic time.
+    """The order of a scheduling policy, with push, pop and removal in logarithmic time.
 
     Under a policy that bounds no wait by itself, the request that waits longest is the head after `priority_aging`
     others were taken before it: one with k in the queue that came before it gets its turn within
     (k + 1) * (priority_aging + 1) requests taken.
 
     max_waiting: most requests to take at the back beyond the free slots, None for no bound.
+    strict: whether a request for which a caller's policy fails is not taken.
     turns: numbers for requests that come, or go to the back.
     only: ids that may get a slot, None for all. The others are held back: in the queue, and never next.
     """
@@ -39,11 +44,12 @@ class WaitingQueue:
     def __init__(self, config: SchedulerConfig, only: Collection[str] | None = None) -> None:
         self.max_waiting = config.max_waiting
         self.turns = itertools.count()
-        self._place = policy.POLICIES[config.scheduling_policy]
+        self.strict = True
+        self._place = find_policy(config.scheduling_policy)
         self._aging = config.priority_aging
         self._fixed = config.scheduling_policy in policy.PREEMPTIVE
         self._by_cache = config.scheduling_policy == "longest_prefix" and config.enable_prefix_caching
-        self._unbounded = config.scheduling_policy in policy.UNBOUNDED
+        self._unbounded = config.scheduling_policy not in policy.POLICIES.keys() - policy.UNBOUNDED
         self._passed = 0  # requests taken while the one that waits longest was passed over
         self._pushed = 0
         self._heap: list[
@@ -54,6 +60,17 @@ class WaitingQueue:
         self._places: OrderedDict[str, tuple[Place, RequestState]] = OrderedDict()
         self._only = only
         self._held: dict[str, RequestState] = {}  # held back, oldest first
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WaitingQueue:
+        """A queue with the same requests, copied as `memo` says. Who comes to it next has a number behind all."""
+        twin = copy.copy(self)
+        twin.turns = itertools.count(_LATER)
+        twin._heap = [(place, pushed, copy.deepcopy(state, memo)) for place, pushed, state in self._heap]
+        twin._places = OrderedDict(
+            (name, (place, copy.deepcopy(state, memo))) for name, (place, state) in self._places.items()
+        )
+        twin._held = {name: copy.deepcopy(state, memo) for name, state in self._held.items()}
+        return twin
 
     def __len__(self) -> int:
         return len(self._places) + len(self._held)
@@ -70,7 +87,15 @@ class WaitingQueue:
         """A request's place in line; the lowest goes first. It is the same whether the request waits or runs."""
         request = state.request
         return self._place(
-            Facts(state.turn, request.priority, state.prompt_tokens, request.deadline, self._aging)
+            Facts(
+                state.turn,
+                request.priority,
+                state.prompt_tokens,
+                request.deadline,
+                self._aging,
+                request.max_tokens,
+                request.cache_salt,
+            )
         )
 
     def rank(self, state: RequestState) -> Place:
@@ -113,7 +138,7 @@ class WaitingQueue:
         return self._heap[0][2]
 
     def push(self, state: RequestState, free: int = 0) -> None:
-        """Put a new request in its place. Raises QueueFullError.
+        """Put a new request in its place. Raises QueueFullError, and PolicyError.
 
         free: slots that as many requests of the queue will get, and so do not count as waiting.
         """
@@ -122,15 +147,24 @@ class WaitingQueue:
                 f"request {state.request_id!r} was not taken: {max(len(self) - free, 0)} wait and max_waiting is "
                 f"{self.max_waiting}; submit it again after a step, abort one that waits, or raise the bound"
             )
-        self.put_back(state, to_back=True)
+        self._put(state, self.place(state) if self.strict else self._place_again(state), to_back=True)
 
     def put_back(self, state: RequestState, *, to_back: bool) -> None:
         """Put a request in its place, whatever the bound: it was taken once. to_back: it is the latest to come."""
+        self._put(state, self._place_again(state), to_back=to_back)
+
+    def _place_again(self, state: RequestState) -> Place:
+        """The place of a request that was taken once; the last where a caller's policy fails now."""
+        try:
+            return self.place(state)
+        except PolicyError:
+            return math.inf, state.turn
+
+    def _put(self, state: RequestState, place: Place, *, to_back: bool) -> None:
         assert state.request_id not in self._places, f"request {state.request_id!r} waits already"
         if self._only is not None and state.request_id not in self._only:
             self._held[state.request_id] = state
             return
-        place = self.place(state)
         self._places[state.request_id] = place, state
         if not to_back:
             self._places.move_to_end(state.request_id, last=False)

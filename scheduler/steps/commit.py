@@ -30,7 +30,8 @@ class Events:
     Of the decoded ones only those that end a request are objects; the others are made in iterating.
 
     first: the first tokens. ended: the decoded ones that end their request. several: tokens of requests that
-    speculate, row by row, each row's in order; they come last.
+    speculate, row by row, each row's in order; they come last. verified: how many tokens each of these rows has
+    sampled, those that were dropped included, and how many drafts it had.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Events:
         """dropped: slots whose sample belongs to no live request. ended: by slot, in row order."""
         self.first = first
         self.several: Sequence[TokenEvent] = ()
+        self.verified: Sequence[tuple[int, int]] = ()
         self._rows = rows
         self._decoded = decoded or Decoded()
         self._dropped = dropped
@@ -59,13 +61,21 @@ class Events:
 
     def __iter__(self) -> Iterator[TokenEvent]:
         yield from self.first
-        for row in self._rows:
+        yield from self._of(self._rows)
+        yield from self.several
+
+    def of_latest(self, count: int) -> Iterator[TokenEvent]:
+        """First tokens, and the decoded ones of the `count` rows that were the last to join."""
+        yield from self.first
+        yield from self._of(self._rows[len(self._rows) - min(count, len(self._rows)) :])
+
+    def _of(self, rows: Sequence[Row]) -> Iterator[TokenEvent]:
+        for row in rows:
             slot = row.slot.index
             if slot in self._ended:
                 yield self._ended[slot]
             elif slot not in self._dropped:
                 yield TokenEvent(row.request_id, self._decoded.sample(slot), None)
-        yield from self.several
 
 
 class Committer:
@@ -105,7 +115,8 @@ class Committer:
     def joined(self, state: RequestState) -> None:
         """Expect the tokens of a request that decodes from now on."""
         if _decodes(state):
-            self._stops.update(state.request.stop_token_ids)
+            for token_id in state.request.stop_token_ids:
+                self._stops[token_id] += 1
 
     def handed_over(self, state: RequestState) -> None:
         """Expect the end of a request that joined: its last token is planned."""
@@ -136,8 +147,8 @@ class Committer:
 
     def _forget(self, state: RequestState) -> None:
         if _decodes(state):
-            self._stops.subtract(state.request.stop_token_ids)
             for token_id in state.request.stop_token_ids:
+                self._stops[token_id] -= 1
                 if not self._stops[token_id]:
                     del self._stops[token_id]
 
@@ -170,6 +181,10 @@ class Committer:
             ) from None
         if plan.verify:
             events.several = self._credit_verified(plan, result)
+            drafted = result.drafted or [0] * len(plan.verify)
+            events.verified = [
+                (len(samples), drafts) for samples, drafts in zip(result.verify, drafted, strict=True)
+            ]
         self.steps += 1
         return events
 
@@ -242,8 +257,8 @@ class Committer:
     def _credit_several(self, part: VerifyRow, samples: Sequence[Sample]) -> Iterator[TokenEvent]:
         """Credit what a row sampled in one step, up to the token that ends its request."""
         state = self._live.get(part.request_id)
-        if state is None or state.tenancy != part.slot:
-            self.dropped += len(samples)
+        if state is None or state.goes_on or state.tenancy != part.slot:
+            self.dropped += len(samples)  # `goes_on`: of steps planned before its end was known
             return
         if not samples:
             raise _silent(part)

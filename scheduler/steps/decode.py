@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from xla_engine.scheduler.immutable import Immutable
 from xla_engine.scheduler.plan import Row
 from xla_engine.scheduler.request_state import RequestState
 
@@ -13,7 +14,7 @@ REMEMBERED = 64  # batches; one that is read later is credited row by row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(Immutable):
     """Rows that decode together, their slots, and the functions that keep each request's tokens, all in one order."""
 
     rows: tuple[Row, ...] = ()
@@ -93,8 +94,8 @@ class Decoding:
         return tuple(self._due.get(step, {}).values())
 
     def steady_steps(self, next_step: int) -> int:
-        """Steps from `next_step` on before the first in which a row plans its last token."""
-        return min(self._due) - next_step if self._due else 0
+        """Steps from `next_step` on up to the first in which a row plans its last token."""
+        return min(self._due) - next_step + 1 if self._due else 0
 
     def check(self, next_step: int) -> None:
         """Raise AssertionError unless rows, requests and calendar agree."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from xla_engine.scheduler.plan import Row, VerifyRow
 from xla_engine.scheduler.request_state import RequestState
@@ -12,9 +12,12 @@ class HostGated:
     """Running requests whose next token depends on what the host makes of the last one.
 
     Such a row decodes in a plan only when every token planned for it was credited. Other rows do not wait for it.
+
+    held: requests that get no row in the plan that is being made, by id.
     """
 
     def __init__(self) -> None:
+        self.held: Collection[str] = ()
         self._states: dict[int, RequestState] = {}  # by slot index, in the order of joining
 
     def __len__(self) -> int:
@@ -33,11 +36,12 @@ class HostGated:
         del self._states[state.slot.index]
 
     def ready(self) -> list[RequestState]:
-        """The requests whose last token was read and is not their last one of all."""
+        """The requests whose last token was read and is not their last one of all, but for those that are held."""
         return [
             state
             for state in self._states.values()
             if state.credited == state.planned_before < state.request.max_tokens
+            and state.request_id not in self.held
         ]
 
     def plan(self) -> tuple[Row, ...]:

@@ -101,7 +101,7 @@ class Prefilling:
 
     def _start(self, state: RequestState, coming: set[bytes]) -> _Start:
         """Where a prompt goes on, or where it would begin."""
-        if state.prefilled or self._cache is None or not state.request.reads_prefix_cache:
+        if state.prefilled or self._cache is None or state.request.max_cached_tokens == 0:
             return _Start(-1, state.prefilled, wait=False)
         source, held = self._cache.match(state, own=state.slot.index)
         length = max(self._usable(state, held), state.ready)
@@ -115,7 +115,11 @@ class Prefilling:
 
     def _usable(self, state: RequestState, cached: int) -> int:
         return policy.usable_prefix(
-            cached, state.context_tokens, self._chunk_size, cut_invariant=self._config.cut_invariant
+            cached,
+            state.context_tokens,
+            self._chunk_size,
+            cut_invariant=self._config.cut_invariant,
+            most=state.request.max_cached_tokens,
         )
 
     def _begin(self, state: RequestState, start: _Start) -> Iterator[Reuse]:
@@ -145,18 +149,13 @@ class Prefilling:
             )
         return state.decide("prefill" if granted else "hold", reason)
 
-    def _cut(self, state: RequestState, count: int, *, is_first: bool) -> Iterator[Chunk]:
+    def _cut(self, state: RequestState, count: int, *, is_first: bool) -> list[Chunk]:
         """The next `count` chunks of a context; they count as planned."""
-        context = state.context
-        for start, stop in policy.next_cuts(state.prefilled, len(context), self._chunk_size, count):
-            state.prefilled = stop
-            yield Chunk(
-                slot=state.slot,
-                request_id=state.request_id,
-                start=start,
-                tokens=context[start:stop],
-                is_last=stop == len(context),
-                is_first=is_first,
-                generated=state.base,
-            )
-            is_first = False
+        context, begun = state.context, state.prefilled
+        slot, name, end, generated = state.slot, state.request_id, len(context), state.base
+        cuts = policy.next_cuts(begun, end, self._chunk_size, count)
+        state.prefilled = cuts[-1][1]
+        return [
+            Chunk(slot, name, start, context[start:stop], stop == end, is_first and start == begun, generated)
+            for start, stop in cuts
+        ]

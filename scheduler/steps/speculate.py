@@ -73,7 +73,8 @@ class Speculating:
 
     def done(self) -> tuple[RequestState, ...]:
         """The requests whose last token is certain to be planned."""
-        return tuple(state for state in self if state.planned_before >= state.request.max_tokens)
+        states = self._states.values()
+        return tuple([state for state in states if state.planned_before >= state.request.max_tokens])
 
     def check(self) -> None:
         """Raise AssertionError unless every request here is in its place and its bounds are right."""

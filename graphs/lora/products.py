@@ -1,0 +1,139 @@
+"""Products of rows that each have an adapter of their own, or none (Hu et al. 2021; in one batch: Chen et al. 2023).
+
+A row with an adapter gets B (A x) on top, x being what the product itself takes, in float32. A row without keeps what
+the product gave, to the bit. What a row gets depends on nothing but the row: in C++ each sum has one order; XLA's
+products treat each lane by itself, at its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_engine.graphs.linear.native import NativeProducts, eps_of, norm_weight, or_nothing
+from xla_engine.graphs.linear.products import (
+    Activation,
+    FeatureMajor,
+    Input,
+    Norm,
+    Products,
+    Term,
+    Weight,
+    XlaProducts,
+    kept_dtype,
+    normed,
+)
+from xla_engine.graphs.lora.form import Matrices
+
+LORA, GATED_LORA = "xla_engine_lora", "xla_engine_gated_lora"
+
+
+def with_adapters(products: Products, adapter: jax.Array | None) -> Products:
+    """`products` for rows that come in lanes of equal size, those of lane g with adapter `adapter [G]`, i32: 1 is the
+    first, 0 none. None: no lane ever has one, and products stay as they are."""
+    if adapter is None:
+        return products
+    if isinstance(products, NativeProducts):
+        return NativeLora(products.isa, products.live, adapter)
+    assert isinstance(products, XlaProducts)
+    return XlaLora(products.weight_left, products.live, adapter)
+
+
+def of_weight(products: Products, matrices: Matrices | None) -> Products:
+    """The products of the one weight that these matrices belong to; None: it has none."""
+    if matrices is None or not isinstance(products, NativeLora | XlaLora):
+        return products
+    return replace(products, matrices=matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLora(NativeProducts):
+    """In C++ (`native/lora.cc`): rows of one adapter share one reading of its matrices."""
+
+    adapter: jax.Array | None = None
+    matrices: Matrices | None = None
+
+    def linear(
+        self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
+    ) -> jax.Array:
+        out = NativeProducts.linear(self, weight, x, norm=norm, bias=bias, residual=residual)
+        if self.matrices is None:
+            return out
+        assert not isinstance(x, FeatureMajor)
+        call = self._call(LORA, out.shape, jnp.float32, {7: 0})
+        return call(*self._given(x, norm), out, eps=eps_of(norm), ends=np.array(self.matrices.ends))
+
+    def gated(
+        self,
+        weight: Weight,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        bias: Term = None,
+        activation: Activation = "silu",
+    ) -> jax.Array:
+        if self.matrices is None or bias is not None:
+            return NativeProducts.gated(self, weight, x, norm=norm, bias=bias, activation=activation)
+        both = NativeProducts.linear(self, weight, x, norm=norm)
+        rows, features = both.shape
+        results = (
+            jax.ShapeDtypeStruct(both.shape, jnp.float32),
+            jax.ShapeDtypeStruct((rows, features // 2), kept_dtype(weight)),
+        )
+        call = jax.ffi.ffi_call(f"{GATED_LORA}_{self.isa}", results, input_output_aliases={7: 0})
+        gelu, ends = activation == "gelu_tanh", np.array(self.matrices.ends)
+        given = *self._given(x, norm), both, or_nothing(self.live, bool)
+        return call(*given, eps=eps_of(norm), ends=ends, gelu=gelu)[1]
+
+    def _given(self, x: jax.Array, norm: Norm | None) -> tuple[jax.Array, ...]:
+        adapter, matrices = self.adapter, self.matrices
+        assert adapter is not None and matrices is not None
+        rows = jnp.repeat(adapter, len(x) // len(adapter))
+        adapted = rows > 0 if self.live is None else (rows > 0) & self.live
+        return x, adapted, norm_weight(norm), rows, matrices.down, matrices.up, matrices.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class XlaLora(XlaProducts):
+    """By XLA: the matrices of each lane's adapter are gathered."""
+
+    adapter: jax.Array | None = None
+    matrices: Matrices | None = None
+
+    def linear(
+        self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
+    ) -> jax.Array:
+        out = XlaProducts.linear(self, weight, x, norm=norm, bias=bias, residual=residual)
+        return out if self.matrices is None else self._added(out, x, norm, 0)
+
+    def gates_and_ups(self, weight: Weight, x: jax.Array, norm: Norm | None, bias: Term) -> jax.Array:
+        both = XlaProducts.gates_and_ups(self, weight, x, norm, bias)
+        return both if self.matrices is None else self._added(both, x, norm, int(self.weight_left))
+
+    def _added(self, out: jax.Array, x: Input, norm: Norm | None, axis: int) -> jax.Array:
+        """`out` with what the adapters add; `axis` is that of its rows."""
+        adapter, matrices = self.adapter, self.matrices
+        assert adapter is not None and matrices is not None
+        rows = x.values.T if isinstance(x, FeatureMajor) else normed(x, norm)
+        lanes = lax.optimization_barrier(rows.astype(jnp.float32)).reshape(len(adapter), -1, rows.shape[1])
+        at = jnp.maximum(adapter - 1, 0)
+        down, up = (each[at].astype(jnp.float32) for each in (matrices.down, matrices.up))
+        hidden = _product("gtk,gprk->gptr", lanes, down)
+        parts = [
+            _product("gtr,grf->gtf", hidden[:, part], up[:, :, begin:end])
+            for part, (begin, end) in enumerate(zip((0, *matrices.ends), matrices.ends, strict=False))
+        ]
+        more = lax.optimization_barrier(jnp.concatenate(parts, axis=2).reshape(len(rows), -1))
+        out = lax.optimization_barrier(out)
+        adapted = jnp.repeat(adapter > 0, lanes.shape[1])
+        if axis:
+            return jnp.where(adapted, out + more.T, out)
+        return jnp.where(adapted[:, None], out + more, out)
+
+
+def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(form, left, right, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

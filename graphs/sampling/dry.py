@@ -1,0 +1,68 @@
+"""DRY: a token is the less likely, the longer the run of tokens it would repeat (p-e-w, text-generation-webui #5677).
+
+If the last L tokens stand further up as well, and token t followed them there, t loses `multiplier * base ** (L -
+allowed_length)` where L is at least `allowed_length`; of several places the longest match counts. A match neither
+contains nor ends with a sequence breaker, and is counted up to `LONGEST` tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.row_state.rows import Repetition
+
+LONGEST = 64  # tokens of a match that are counted
+
+
+def dry_penalties(tokens: jax.Array, length: jax.Array, rows: Repetition, vocabulary: int) -> jax.Array:
+    """What each token loses, f32 `[V, N]`, zero for most.
+
+    tokens: i32 `[N, S]`, of which `length [N]` are valid, at least 1. Rows without a multiplier get zeros.
+    """
+    matched = _matches(tokens, length, rows)  # [N, S], of the tokens up to each place with those at the end
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    following = jnp.roll(tokens, -1, axis=1)
+    counts = (place < length[:, None] - 1) & ~_breaks(following, rows) & (matched > 0)
+    column = jnp.arange(tokens.shape[0])[:, None]
+    longest = jnp.zeros((vocabulary, tokens.shape[0]), jnp.int32)
+    longest = longest.at[jnp.where(counts, following, vocabulary), column].max(matched, mode="drop")
+    penalised = (longest > 0) & (longest >= rows.allowed_length)
+    return jnp.where(penalised, jnp.take_along_axis(_by_length(rows), longest, axis=0), 0.0)
+
+
+def _by_length(rows: Repetition) -> jax.Array:
+    """The penalty by length of the match, f32 `[LONGEST + 1, N]`: one product after the other, so that a row's bits
+    are its own. Not above 1e30."""
+
+    def step(penalty: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+        grown = jnp.where(length > rows.allowed_length, jnp.minimum(penalty * rows.base, 1e30), penalty)
+        return grown, grown
+
+    lengths = jnp.arange(LONGEST + 1, dtype=jnp.int32)
+    return lax.scan(step, rows.multiplier, lengths)[1]
+
+
+def _matches(tokens: jax.Array, length: jax.Array, rows: Repetition) -> jax.Array:
+    """How many tokens up to each place are those up to the end, i32 `[N, S]`; 0 at the end itself and behind it."""
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    end = length - 1
+
+    def goes_on(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        back, alike, _ = state
+        return (back < LONGEST) & jnp.any(alike)
+
+    def look(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        back, alike, matched = state
+        own = jnp.take_along_axis(tokens, jnp.maximum(end - back, 0)[:, None], axis=1)  # [N, 1]
+        alike &= (jnp.roll(tokens, back, axis=1) == own) & (place >= back) & ~_breaks(own, rows)
+        return back + 1, alike, matched + alike
+
+    alike = (place < end[:, None]) & (rows.multiplier > 0)[:, None]
+    return lax.while_loop(goes_on, look, (jnp.int32(0), alike, jnp.zeros(tokens.shape, jnp.int32)))[2]
+
+
+def _breaks(tokens: jax.Array, rows: Repetition) -> jax.Array:
+    """Whether each of `tokens [N, K]` is a sequence breaker."""
+    return jnp.any(tokens[:, :, None] == rows.breakers[:, None], axis=2)

@@ -1,0 +1,150 @@
+"""The verify step with a draft model: a smaller decoder of the same vocabulary guesses, then the model checks.
+
+The draft model has a cache of its own, by slot. What lies there is known by the tokens that were fed: as far as they
+are the row's, they hold, and the others are fed again. So rejected drafts, plain steps between, a slot's next owner
+and one that was parked need no word from the host. Wrong keys could only cost time: drafts change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.lanes import Extents, put, targets
+from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.steps.guess import asks, draw, proposed
+from xla_engine.graphs.steps.prefill import behind_last, through_layers
+from xla_engine.graphs.steps.verify import Drafts, Members, known_tokens, members, verify_rows
+
+FED = 16  # tokens of a row that one round feeds
+ROUNDS = 32  # of a step at most: a row that is further behind has no drafts yet
+
+
+class DraftState(NamedTuple):
+    """cache: the draft model's, of every slot. tokens: i32 `[B, S]`, those whose keys and values it holds, else -1."""
+
+    cache: KVCache
+    tokens: jax.Array
+
+
+# Its number, the state, where each lane goes on, how many tokens it is behind, and what its last token came to.
+_Round = tuple[jax.Array, DraftState, jax.Array, jax.Array, jax.Array]
+
+
+def make_draft_state(spec: ModelSpec, rows: int, length: int) -> DraftState:
+    """State of `rows` slots of `length` positions, whole spans: nothing was fed."""
+    return DraftState(make_cache(spec, rows, length), jnp.full((rows, length), -1, jnp.int32))
+
+
+def draft_and_verify(
+    draft: ModelSpec,
+    reach: int | None,
+    spec: ModelSpec,
+    key_length: int,
+    width: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    drafts: Drafts,
+    tables: Tables,
+    draft_weights: list[jax.Array],
+    draft_rope: jax.Array,
+    state: DraftState,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array, DraftState]:
+    """`verify_step`, where rows that may look up are guessed for by the model `draft` (static) instead.
+
+    reach (static): how far behind what was fed last the cache of `draft` still has everything; None: all of it.
+    Returns what `verify_step` does, and the draft model's state.
+    """
+    rows = rows.with_tables(tables)
+    at = members(rows, drafts, width)
+    wanted = asks(rows, drafts, at, width - 1)
+    state, tokens = _guess(
+        draft, reach, key_length, width - 1, draft_weights, draft_rope, state, rows, tables, at, wanted
+    )
+    drafts = proposed(rows, drafts, at, wanted, tokens)
+    cache, rows, packed, top, _ = verify_rows(
+        spec, key_length, width, weights, rope, cache, rows, drafts, tables, processed=processed_logprobs
+    )
+    return cache, rows, packed, top, state
+
+
+def _guess(
+    spec: ModelSpec,
+    reach: int | None,
+    key_length: int,
+    most: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    state: DraftState,
+    rows: Rows,
+    tables: Tables,
+    at: Members,
+    wanted: jax.Array,
+) -> tuple[DraftState, jax.Array]:
+    """Feed what the draft model has not got of the rows `wanted [P]`, then draw up to `most` tokens of each."""
+    slot, end = at.slot, rows.length[at.slot]
+    known, held = known_tokens(rows, slot), state.tokens[slot]
+    lanes, positions = len(slot), min(known.shape[1], held.shape[1])
+    known = known[:, :positions]
+    place = jnp.arange(positions, dtype=jnp.int32)
+    holds = (held[:, :positions] == known) & (place < end[:, None])  # the last token is always fed
+    begin = jnp.min(jnp.where(holds, positions, place), axis=1)
+    if reach is not None:
+        newest = jnp.max(jnp.where(held >= 0, jnp.arange(held.shape[1], dtype=jnp.int32) + 1, 0), axis=1)
+        begin = jnp.where(newest - begin > reach, 0, begin)
+    # What lies behind was computed from other tokens.
+    target = targets(slot, wanted, len(state.tokens))
+    tokens = put(state.tokens, target, jnp.where(jnp.arange(held.shape[1]) < begin[:, None], held, -1))
+
+    model, products = spec.merge(weights), spec.products or ROWS_LEFT
+    own = replace(rows, block_tables=None)  # slots of the draft model's cache borrow no blocks
+
+    def feed(
+        state: DraftState, fed: jax.Array, start: jax.Array, count: jax.Array
+    ) -> tuple[DraftState, jax.Array]:
+        """Feed lanes `[P, T]`; returns also the residual stream behind each one's last token `[P, D]`."""
+        at = Extents(slot, start, count)
+        cache, hidden = through_layers(spec, key_length, model, rope, state.cache, own, fed, at)
+        offset = jnp.arange(fed.shape[1], dtype=jnp.int32)
+        record = replace(own, history=state.tokens)
+        tokens = record.remember(slot[:, None], start[:, None] + offset, fed, offset < count[:, None])
+        return DraftState(cache, tokens), behind_last(hidden, count)
+
+    def is_behind(carry: _Round) -> jax.Array:
+        number, _, _, behind, _ = carry
+        return (number < ROUNDS) & jnp.any(behind > 0)
+
+    def catch_up(carry: _Round) -> _Round:
+        number, state, begin, behind, hidden = carry
+        count = jnp.minimum(behind, FED)
+        there = jnp.minimum(begin[:, None] + jnp.arange(FED, dtype=jnp.int32), positions - 1)
+        state, last = feed(state, jnp.take_along_axis(known, there, axis=1), begin, count)
+        hidden = jnp.where((count > 0)[:, None], last, hidden)
+        return number + 1, state, begin + count, behind - count, hidden
+
+    behind = jnp.where(wanted, end + 1 - begin, 0)
+    hidden = jnp.zeros((lanes, spec.config.hidden_size), jnp.float32)
+    first = (jnp.int32(0), DraftState(state.cache, tokens), begin, behind, hidden)
+    _, state, _, behind, hidden = lax.while_loop(is_behind, catch_up, first)
+
+    def one(
+        state: DraftState, token: jax.Array, position: jax.Array, going: jax.Array
+    ) -> tuple[DraftState, jax.Array]:
+        state, hidden = feed(state, token[:, None], position, going.astype(jnp.int32))
+        return state, model.logits(hidden, products.for_rows(going))
+
+    ready = wanted & (behind == 0)
+    logits = model.logits(hidden, products.for_rows(ready))
+    return draw(rows, tables, at, ready, most, state, logits, one)

@@ -1,0 +1,44 @@
+"""The decode step for few live rows: as many rows of work as are named, not one for every slot."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.steps.verify import Drafts, verify_step
+
+
+def decode_few_rows(
+    spec: ModelSpec,
+    key_length: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    slots: jax.Array,
+    tables: Tables,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
+    """`decode_step` for the rows in `slots i32 [W]` alone, distinct or -1 for none: a verify step without drafts.
+
+    What it returns has columns for all B rows, as that of `decode_step`. Bits are the same only where those of a row
+    do not depend on the number of rows, and prefill gives those of decode.
+    """
+    total, width = rows.token.shape[0], slots.shape[0]
+    none = jnp.zeros(width, jnp.int32)
+    alone = Drafts(
+        slot=slots, most=none, tokens=none[:, None] - 1, start=none, lookup=none > 0, gated=none > 0
+    )
+    cache, rows, samples, top = verify_step(
+        spec, key_length, 1, weights, rope, cache, rows, alone, tables, processed_logprobs=processed_logprobs
+    )
+
+    def in_columns(found: jax.Array, missing: int) -> jax.Array:
+        every = jnp.full((len(found), total), missing, found.dtype)
+        return every.at[:, jnp.where(slots < 0, total, slots)].set(found, mode="drop")
+
+    return cache, rows, in_columns(samples, -1), in_columns(top, 0)

@@ -1,0 +1,85 @@
+"""Drawing drafts on the device, with the noise that the row itself will draw with.
+
+A guess comes from the row's own sampler at (seed, position), with the logits of something cheaper than the model. So
+it is right as often as the two distributions let one uniform number fall on the same token, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
+from xla_engine.graphs.sampling.sampler import sample
+from xla_engine.graphs.steps.verify import Drafts, Members, continued, known_tokens
+
+Held = TypeVar("Held")
+# (what it holds, tokens [P], their positions [P], which are wanted [P]) -> (what it holds then, logits [V, P] behind)
+Feed = Callable[[Held, jax.Array, jax.Array, jax.Array], tuple[Held, jax.Array]]
+
+
+def asks(rows: Rows, drafts: Drafts, at: Members, most: int) -> jax.Array:
+    """The rows that are to be guessed for, bool `[P]`: they may be, and the host has nothing that fits."""
+    _, fits = continued(known_tokens(rows, at.slot), rows.length[at.slot], drafts, most)
+    return at.live & (at.limit > 0) & drafts.lookup & ~fits
+
+
+def draw(
+    rows: Rows,
+    tables: Tables,
+    at: Members,
+    wanted: jax.Array,
+    most: int,
+    held: Held,
+    logits: jax.Array,
+    feed: Feed[Held],
+) -> tuple[Held, jax.Array]:
+    """Up to `most` tokens behind each row that is `wanted [P]`, i32 `[P, most]`: -1 where none was asked for.
+
+    logits: `[V, P]`, behind the rows' last tokens. feed: gives those behind each token that was drawn.
+    """
+    slot, _, limit = at
+    end = rows.length[slot]
+    history = rows.remember(slot, end, rows.token[slot], wanted)
+    sampling = jax.tree.map(lambda leaf: leaf[slot], rows.sampling)
+
+    def one(state: Any, place: jax.Array) -> tuple[Any, jax.Array]:
+        held, history, logits = state
+        live, position = wanted & (place < limit), end + 1 + place
+        context = SamplingContext(
+            live=live,
+            slot=slot,
+            length=position,
+            prompt_length=rows.prompt_length[slot],
+            min_remaining=rows.min_remaining[slot] - place,
+            stop_ids=rows.stop_ids[slot],
+            history=history,
+            tables=tables,
+            block_tables=rows.block_tables,
+        )
+        token = sample(logits, sampling, position, context).token
+        going = live & (place + 1 < limit)
+        history = replace(rows, history=history).remember(slot, position, token, going)
+        held, logits = feed(held, jnp.maximum(token, 0), position, going)
+        return (held, history, logits), jnp.where(live, token, -1)
+
+    first: Any = held, history, logits
+    (last, *_), tokens = lax.scan(one, first, jnp.arange(most, dtype=jnp.int32))
+    return last, tokens.T
+
+
+def proposed(rows: Rows, drafts: Drafts, at: Members, wanted: jax.Array, tokens: jax.Array) -> Drafts:
+    """`drafts` with `tokens [P, most]` in place of the host's where they were wanted, and nothing left to look up."""
+    padded = jnp.full_like(drafts.tokens, -1).at[:, : tokens.shape[1]].set(tokens)
+    return replace(
+        drafts,
+        tokens=jnp.where(wanted[:, None], padded, drafts.tokens),
+        start=jnp.where(wanted, rows.length[at.slot] + 1, drafts.start),
+        lookup=jnp.zeros_like(drafts.lookup),
+    )
