@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine as XlaBatchEngine
     from xla_engine.errors import XlaEngineError as XlaEngineError
     from xla_engine.llm import LLM as LLM
+    from xla_engine.model_loader.peft.request import LoRARequest as LoRARequest
     from xla_engine.outputs import CompletionOutput as CompletionOutput
     from xla_engine.outputs import RequestOutput as RequestOutput
+    from xla_engine.pooling.params import PoolingParams as PoolingParams
     from xla_engine.prompts import TextPrompt as TextPrompt
     from xla_engine.prompts import TokensPrompt as TokensPrompt
     from xla_engine.sampling_params import SamplingParams as SamplingParams
@@ -31,6 +33,8 @@ _HOME = {
     "AsyncLLM": "async_llm",
     "XlaBatchEngine": "engine.batch_engine",
     "EngineConfig": "config",
+    "LoRARequest": "model_loader.peft.request",
+    "PoolingParams": "pooling.params",
     "SamplingParams": "sampling_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
@@ -43,6 +47,8 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",

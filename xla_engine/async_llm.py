@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -52,7 +52,8 @@ class AsyncLLM:
         self.engine = engine
         self._waiter = Waiter()
         self._driver: asyncio.Task[None] | None = None
-        self._under_way: tuple[InFlight, Pending] | None = None  # the step that is waited for
+        self._paused = False
+        self._under_way: tuple[InFlight, Pending[StepResult]] | None = None  # the step that is waited for
 
     async def generate(
         self,
@@ -68,6 +69,36 @@ class AsyncLLM:
         The request is submitted when the first output is asked for. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
         """
+        outputs = self._read(
+            partial(
+                self.engine.submit,
+                prompt,
+                sampling_params,
+                request_id=request_id,
+                add_special_tokens=add_special_tokens,
+                **options,
+            )
+        )
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def extend(
+        self, request_id: str, max_tokens: int, **options: Unpack[RequestOptions]
+    ) -> AsyncIterator[RequestOutput]:
+        """Like `generate` for a request that has ended and gets more tokens; see `XlaBatchEngine.extend`."""
+
+        def submit(collector: OutputCollector, on_refused: Callable[[Exception], object]) -> str:
+            self.engine.extend(request_id, max_tokens, collector=collector, **options)
+            return request_id
+
+        outputs = self._read(submit)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _read(self, submit: Callable[..., str]) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of the request that `submit(collector=..., on_refused=...)` queues."""
         self._leave_closed_loop()
         news = asyncio.Event()
 
@@ -75,21 +106,22 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):  # the reader's event loop was closed
                 news.set()
 
+        def refuse(error: Exception) -> None:
+            refused.append(error)
+            tell()
+
+        refused: list[Exception] = []
         collector = OutputCollector(on_news=tell)
-        request_id = self.engine.submit(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            add_special_tokens=add_special_tokens,
-            collector=collector,
-            **options,
-        )
+        request_id = submit(collector=collector, on_refused=refuse)
         finished = False
         try:
             self.keep_running()
             while not finished:
                 await news.wait()
                 news.clear()
+                if refused:
+                    finished = True
+                    raise refused[0]
                 for request in collector.take():
                     finished = request.finished
                     yield request.output()
@@ -122,6 +154,27 @@ class AsyncLLM:
         """End a request now; its reader gets a last output. False when it is unknown or already over."""
         return self.engine.abort(request_id)
 
+    async def pause(self) -> None:
+        """Run no more turns until `resume`. Requests keep their places, and their results their bits; those that are
+        submitted meanwhile wait. When this returns, readers get nothing more; time limits of requests go on.
+        """
+        self._leave_closed_loop()
+        self._paused = True
+        if self._driver is not None and not self._driver.done():
+            await asyncio.wait([self._driver])
+            await asyncio.sleep(0)  # for readers of the last turn
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+        if self.engine.has_work:
+            self.keep_running()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds the requests."""
+        return self._paused
+
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take no more requests, and return when all have ended; those left after `timeout_s` seconds are aborted.
 
@@ -129,6 +182,7 @@ class AsyncLLM:
         """
         self._leave_closed_loop()
         self.engine.stop_taking()
+        self.resume()
         if self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver], timeout=timeout_s)
             self.engine.abort_all(drained(timeout_s))
@@ -152,8 +206,11 @@ class AsyncLLM:
     def keep_running(self) -> None:
         """Start the task that runs the engine, unless it runs already: for requests submitted to `engine` itself."""
         loop = asyncio.get_running_loop()
+        if self._paused:
+            return
         if self._driver is None or self._driver.done():
             self._wake = asyncio.Event()  # the device has answered, or a request has come
+            self.engine.on_ready = partial(loop.call_soon_threadsafe, self._wake.set)
             self._driver = loop.create_task(self._drive())
         elif self._driver.get_loop() is not loop:
             raise RuntimeError("another event loop runs this engine; use one loop, or an engine for each")
@@ -174,7 +231,7 @@ class AsyncLLM:
 
     async def _drive(self) -> None:
         try:
-            while self.engine.has_work:
+            while self.engine.has_work and not self._paused:
                 await self._turn()
                 await asyncio.sleep(0)  # for readers, also when the turn waited for nothing
         except EngineClosedError:
@@ -189,6 +246,7 @@ class AsyncLLM:
     async def _turn(self) -> None:
         step = self.engine.begin_turn()
         if step is None:
+            await self._await_beside()
             return
         answer: StepResult | BaseException
         try:
@@ -197,6 +255,13 @@ class AsyncLLM:
             answer = error
         self._under_way = None
         self.engine.end_turn(step, answer)
+
+    async def _await_beside(self) -> None:
+        """Wait for what the engine makes beside its loop, where it has nothing else to do."""
+        self._wake.clear()
+        if self.engine.awaits_beside:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self.engine.beside_time_left())
 
     async def _watch(self, step: InFlight) -> StepResult | BaseException:
         """Wait for a step as long as it may take, ending requests whose time is up meanwhile."""

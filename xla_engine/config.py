@@ -1,24 +1,24 @@
-"""What an engine is: sizes and choices fixed at start-up. The only file that reads environment variables."""
+"""What an engine is: sizes and choices fixed at start-up."""
 
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
+from xla_engine.checks.options import at_least, check_ascending, is_number
+from xla_engine.checks.pooling import check_pooling
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
-from xla_engine.scheduler.policy import POLICIES
+from xla_engine.scheduler.user_policy import find_policy
 from xla_engine.speculative_config import SpeculativeConfig
 from xla_engine.utils.shown import shown
 
 AUTO: Final = "auto"
-DEFAULT_MAX_MODEL_LEN = 2048  # when the model allows more and no length was asked for
+DEFAULT_MAX_MODEL_LEN = 2048  # of a model that allows more, where its own length does not fit
 GENERATION_CONFIGS = ("engine", "model")
+RUNNERS = ("auto", "generate", "pooling")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -27,13 +27,32 @@ QUANTIZATIONS = (None, "int8")
 LINEAR_BACKENDS = ("auto", "native", "xla")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 _CHOICES = {
-    "scheduling_policy": tuple(POLICIES),
     "attention_backend": ATTENTION_BACKENDS,
     "logprobs_mode": LOGPROBS_MODES,
     "linear_backend": LINEAR_BACKENDS,
     "generation_config": GENERATION_CONFIGS,
     "isa": ISAS,
+    "runner": RUNNERS,
 }
+_LEAST = {
+    "lag": 0,
+    "tensor_parallel_size": 1,
+    "keep_finished": 0,
+    "priority_aging": 1,
+    "quantum": 1,
+    "chunk_size": 8,
+    "max_loras": 1,
+    "max_lora_rank": 1,
+}
+_SWITCHES = (
+    "enable_prefix_caching",
+    "preemption",
+    "compile_cache",
+    "self_check",
+    "phase_timers",
+    "enable_dry",
+    "enable_lora",
+)
 SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
 
 
@@ -44,7 +63,8 @@ class EngineConfig:
     max_num_seqs: requests decoded together, the B_max of every graph; "auto" takes what the device has memory for, up
         to what pays off there (`xla_engine.runner.sizing`).
     memory_utilization: share of the memory that is available at start-up that the engine may take.
-    max_model_len: prompt plus generated tokens of one request at most; None takes the model's limit, 2048 at most.
+    max_model_len: prompt plus generated tokens of one request at most; None takes the model's limit where the
+        engine needs at most a quarter of the memory for it, else a half of it and so on, down to 2048.
     dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
     seed: mixed with the request id for requests that bring no seed of their own.
     lag: started steps the host may leave unread: 1 overlaps host and device, 0 reads each step at once; 2 is up to 9 %
@@ -65,7 +85,8 @@ class EngineConfig:
     max_waiting: queued requests at most, beyond those that free slots will take; None is unbounded.
     scheduling_policy: which request goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
         "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
-        in which requests take turns on the slots; `scheduler.policy` states the bounds.
+        in which requests take turns on the slots; `scheduler.policy` states the bounds. "package.module:Name" is a
+        policy of your own, see `scheduler.user_policy`.
     priority_aging: later arrivals that one class of priority may go before; under shortest_prompt, deadline and
         longest_prefix how many may go before the request that waits longest.
     quantum: steps of a turn under round_robin.
@@ -86,12 +107,34 @@ class EngineConfig:
     swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
     self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
-    isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon"; each
-        has its own bits. "auto" takes what `XLA_ENGINE_ISA` says, else the best of this machine; "none" is pure JAX.
+    isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon";
+        "amx" and "neon_bf16" have bits of their own, the others sum in one order. "auto" takes what `XLA_ENGINE_ISA`
+        says, else the best of this machine; "none" is pure JAX.
     speculative_config: let rows sample several tokens in a step, see `SpeculativeConfig`; no token and no
         log-probability changes. None: they sample one.
-    step_timeout_s: seconds a step may take to be read; then the device is given up, and every request ends with an
-        error. Deadlines are looked at meanwhile. None waits for ever.
+    enable_dry: requests may have `dry_multiplier` and `penalty_last_n`. Other programs are compiled for it; no bit of
+        a request without them changes.
+    keep_finished: requests that are kept when they have ended, the oldest forgotten first, so that `extend` can give
+        them more tokens; each keeps its tokens and log-probabilities, on the host. 0 keeps none.
+    step_timeout_s: seconds that a step may take to be started, and to be read; then the device is given up, and every
+        request ends with an error. Deadlines are looked at while a step is read. None waits for ever.
+    phase_timers: measure where the host's time goes in each step, for `stats().phases` and step logs.
+    tensor_parallel_size: devices that share one model, each with some output features of every weight and some heads
+        of the cache (`xla_engine.graphs.sharding`). Where the C++ products serve, no bit depends on it.
+    shadow_rate: share of requests that run a second time when they are over, alone and by plain decode, in a row of
+        their own between the engine's steps; `stats` counts those that differ (`xla_engine.engine.shadow`). Each of
+        their tokens costs a step of one row. 0 runs none.
+    enable_lora: requests may have LoRA adapters, each its own (docs/adapters.md). Other programs are compiled for it;
+        with the C++ products no bit of a request without an adapter changes.
+    max_loras: adapters that the engine has room for. What they cost in a step depends on those in use only.
+    max_lora_rank: rank of an adapter at most.
+    runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, of each prompt
+        (`xla_engine.pooling`); "auto" pools where the checkpoint is a sequence classifier, has no output head, or
+        brings sentence-transformers' modules.json.
+    pooler_config: how a model pools, in place of what its files say: "pooling_type", "LAST" or "MEAN", and
+        "use_activation".
+    hf_overrides: fields in place of config.json's: `rope_parameters`, `rope_scaling`, `rope_theta` and
+        `max_position_embeddings`, as YaRN for longer texts wants them; and those that say how a model pools.
     """
 
     max_num_seqs: int | Literal["auto"] = 16
@@ -124,61 +167,81 @@ class EngineConfig:
     isa: str = AUTO
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     step_timeout_s: float | None = None
+    phase_timers: bool = False
+    tensor_parallel_size: int = 1
+    keep_finished: int = 0
+    enable_dry: bool = False
+    shadow_rate: float = 0.0
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    runner: str = "auto"
+    pooler_config: Mapping[str, Any] | None = None
+    hf_overrides: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs != AUTO:
-            _at_least("max_num_seqs", self.max_num_seqs, 1)
-        if not _is_number(self.memory_utilization) or not 0 < self.memory_utilization <= 1:
+            at_least("max_num_seqs", self.max_num_seqs, 1)
+        if not is_number(self.memory_utilization) or not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, not {shown(self.memory_utilization)}"
             )
-        _at_least("seed", self.seed, -(2**63))
+        at_least("seed", self.seed, -(2**63))
         if not isinstance(self.dtype, str):
             raise ConfigError(f"dtype must be a name, not {shown(self.dtype)}")
-        _at_least("lag", self.lag, 0)
-        _at_least("priority_aging", self.priority_aging, 1)
-        _at_least("quantum", self.quantum, 1)
-        _at_least("chunk_size", self.chunk_size, 8)
-        _at_least("block_size", self.block_size, 1)
+        for name, least in _LEAST.items():
+            at_least(name, getattr(self, name), least)
+        at_least("block_size", self.block_size, 1)
         if self.num_blocks is not None:
-            _at_least("num_blocks", self.num_blocks, 1)
+            at_least("num_blocks", self.num_blocks, 1)
             if self.kv_cache_memory_bytes is not None:
                 raise ConfigError(
                     "num_blocks and kv_cache_memory_bytes both say how many blocks there are: give one"
                 )
         if self.kv_cache_memory_bytes not in (None, AUTO):
-            _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+            at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         if self.uses_blocks and self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {self.block_size}"
             )
-        if not _is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
+        if not is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {shown(self.swap_space)}")
         if self.step_timeout_s is not None and (
-            not _is_number(self.step_timeout_s) or not self.step_timeout_s > 0
+            not is_number(self.step_timeout_s) or not 0 < self.step_timeout_s < 2**31
         ):
             raise ConfigError(f"step_timeout_s must be seconds above 0, not {shown(self.step_timeout_s)}")
+        if not is_number(self.shadow_rate) or not 0 <= self.shadow_rate <= 1:
+            raise ConfigError(f"shadow_rate must be 0 to 1, not {shown(self.shadow_rate)}")
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 2)
+            at_least("max_model_len", self.max_model_len, 2)
         if self.max_waiting is not None:
-            _at_least("max_waiting", self.max_waiting, 1)
+            at_least("max_waiting", self.max_waiting, 1)
         if self.max_num_batched_tokens is not None:
-            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+            at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization must be None or 'int8', not {shown(self.quantization)}")
+        try:
+            find_policy(self.scheduling_policy)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"
                 )
-        for name in ("enable_prefix_caching", "preemption", "compile_cache", "self_check"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
-        _check_ascending("prefill_lanes", self.prefill_lanes)
+        for name in ("pooler_config", "hf_overrides"):
+            check_pooling(name, getattr(self, name))
+        of_text = ("speculative_config", "keep_finished", "shadow_rate", "enable_lora")
+        if self.pools and (given := [name for name in of_text if getattr(self, name)]):
+            raise ConfigError(f"{given[0]} is for requests that generate: leave it out")
+        check_ascending("prefill_lanes", self.prefill_lanes)
         if self.key_buckets is not None:
-            _check_ascending("key_buckets", self.key_buckets)
+            check_ascending("key_buckets", self.key_buckets)
 
     @property
     def num_slots(self) -> int:
@@ -186,6 +249,11 @@ class EngineConfig:
         if self.max_num_seqs == AUTO:
             raise ConfigError('max_num_seqs "auto" is decided when an engine starts; give a number')
         return self.max_num_seqs
+
+    @property
+    def pools(self) -> bool:
+        """Whether each prompt becomes a vector, and no text."""
+        return self.runner == "pooling"
 
     @property
     def uses_blocks(self) -> bool:
@@ -214,8 +282,9 @@ class EngineConfig:
 
     @property
     def device_rows(self) -> int:
-        """Rows of the decode graph; a very small batch is padded with rows that are never live."""
-        return max(self.num_slots, SMALLEST_BATCH)
+        """Rows of the decode graph; a very small batch is padded with rows that are never live. The shadow probe has
+        one more than there are slots."""
+        return max(self.num_slots + (self.shadow_rate > 0), SMALLEST_BATCH)
 
     @property
     def head_rows(self) -> int:
@@ -257,76 +326,21 @@ class EngineConfig:
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def options(self) -> dict[str, Any]:
-        """All options by name that a file may be held against, so not speculation, which changes no result.
+        """All options by name that a file may be held against, so not speculation and timers: they change no result.
 
         Options that came later are left out where they are not asked for: older files stay valid.
         """
         given = asdict(self)
-        del given["speculative_config"]
-        late = (("isa", AUTO), ("step_timeout_s", None))
+        del given["speculative_config"], given["phase_timers"]
+        late = (
+            *(("isa", AUTO), ("step_timeout_s", None), ("tensor_parallel_size", 1), ("keep_finished", 0)),
+            *(("enable_dry", False), ("shadow_rate", 0.0)),
+            *(("enable_lora", False), ("max_loras", 1), ("max_lora_rank", 16)),
+            *(("runner", "auto"), ("pooler_config", None), ("hf_overrides", None)),
+        )
         return {name: value for name, value in given.items() if (name, value) not in late}
 
     def bit_options(self) -> dict[str, Any]:
         """All options by name that a bit of a result may depend on, as far as is known without asking the device."""
-        return {name: value for name, value in self.options().items() if name != "step_timeout_s"}
-
-
-def requested_isa(isa: str = AUTO) -> str:
-    """The instruction set asked for: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
-    asked = isa if isa != AUTO else os.environ.get("XLA_ENGINE_ISA") or AUTO
-    if asked not in ISAS:
-        raise ConfigError(f"XLA_ENGINE_ISA must be one of {', '.join(ISAS)}, not {asked!r}")
-    return asked
-
-
-def compile_cache_directory() -> Path:
-    """Where compiled programs are kept: `XLA_ENGINE_CACHE`, else in the user's cache directory."""
-    if explicit := os.environ.get("XLA_ENGINE_CACHE"):
-        return Path(explicit)
-    return cache_directory() / "programs"
-
-
-def native_cache_directory() -> Path:
-    """Where the compiled C++ operations are kept, among the compiled programs."""
-    return compile_cache_directory() / "native"
-
-
-def compiler() -> str:
-    """The C++ compiler: `CXX`, else the system's."""
-    return os.environ.get("CXX") or "c++"
-
-
-def api_keys_from_environment() -> tuple[str, ...]:
-    """The keys that open a server: `XLA_ENGINE_API_KEY`, several with commas between them."""
-    return tuple(key.strip() for key in os.environ.get("XLA_ENGINE_API_KEY", "").split(",") if key.strip())
-
-
-def cache_directory() -> Path:
-    """Our part of the user's cache directory; among the temporary files for a user who has no home."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "xla-engine"
-    try:
-        return Path.home() / ".cache" / "xla-engine"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"xla-engine-{os.getuid()}"
-
-
-def embedded_model_directory() -> Path:
-    """The checkpoint that ships inside the package."""
-    return Path(__file__).parent / "embedded"
-
-
-def _at_least(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-        raise ConfigError(f"{name} must be an integer of at least {low}, not {shown(value)}")
-
-
-def _check_ascending(name: str, sizes: object) -> None:
-    if not isinstance(sizes, tuple | list) or not sizes:
-        raise ConfigError(f"{name} must be ascending positive sizes, not {shown(sizes)}")
-    for low, size in zip((0, *sizes), sizes, strict=False):
-        _at_least(f"each next size of {name}", size, low + 1)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        bitless = ("step_timeout_s", "keep_finished")
+        return {name: value for name, value in self.options().items() if name not in bitless}

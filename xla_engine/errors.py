@@ -14,96 +14,74 @@ class XlaEngineError(Exception):
 
     code: ClassVar[str] = "engine_error"
 
+    def __init_subclass__(cls, *, code: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.code = code or cls.code
 
-class InvalidRequestError(XlaEngineError, ValueError):
+
+class InvalidRequestError(XlaEngineError, ValueError, code="invalid_request"):
     """One request is wrong; no other is concerned."""
 
-    code: ClassVar[str] = "invalid_request"
+
+class AdaptersBusyError(InvalidRequestError):
+    """All room for adapters is taken by requests that have not ended; it may be there later."""
 
 
-class TokenLimitError(InvalidRequestError):
+class TokenLimitError(InvalidRequestError, code="token_limit_exceeded"):
     """Prompt plus max_tokens does not fit into max_model_len."""
 
-    code: ClassVar[str] = "token_limit_exceeded"
 
-
-class ChatTemplateError(InvalidRequestError):
+class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
     """A conversation cannot become a prompt: no chat template, or it fails on these messages."""
 
-    code: ClassVar[str] = "chat_template_error"
 
-
-class ConfigError(XlaEngineError, ValueError):
+class ConfigError(XlaEngineError, ValueError, code="invalid_config"):
     """The engine was asked for something it cannot be."""
 
-    code: ClassVar[str] = "invalid_config"
 
-
-class CheckpointError(XlaEngineError, ValueError):
+class CheckpointError(XlaEngineError, ValueError, code="invalid_checkpoint"):
     """A model directory cannot be loaded; the message names file, tensor and remedy."""
 
-    code: ClassVar[str] = "invalid_checkpoint"
 
-
-class EngineFaultError(XlaEngineError, RuntimeError):
+class EngineFaultError(XlaEngineError, RuntimeError, code="engine_fault"):
     """A step on the device failed where going on is not enough."""
 
-    code: ClassVar[str] = "engine_fault"
 
-
-class DeviceGoneError(EngineFaultError):
+class DeviceGoneError(EngineFaultError, code="device_gone"):
     """The device does not answer any more; the engine is given up."""
 
-    code: ClassVar[str] = "device_gone"
 
-
-class EngineClosedError(XlaEngineError, RuntimeError):
+class EngineClosedError(XlaEngineError, RuntimeError, code="engine_closed"):
     """The engine was closed or died; submit elsewhere."""
-
-    code: ClassVar[str] = "engine_closed"
 
 
 class CheckpointWarning(UserWarning):
     """A checkpoint loads, but its weights are suspicious; the message names the tensor."""
 
 
-class RecordError(XlaEngineError, ValueError):
+class RecordError(XlaEngineError, ValueError, code="invalid_record"):
     """A file is not a record, step log or trace this version can read; the message says where and why."""
 
-    code: ClassVar[str] = "invalid_record"
 
-
-class ReplayError(XlaEngineError, RuntimeError):
+class ReplayError(XlaEngineError, RuntimeError, code="replay_error"):
     """A request that ran again after a fault got another token than the first time."""
 
-    code: ClassVar[str] = "replay_error"
 
-
-class OutputError(XlaEngineError, ValueError):
+class OutputError(XlaEngineError, ValueError, code="cannot_write"):
     """A file cannot be the output of a run; the message says what to do."""
 
-    code: ClassVar[str] = "cannot_write"
 
-
-class ResumeError(XlaEngineError, ValueError):
+class ResumeError(XlaEngineError, ValueError, code="cannot_resume"):
     """An output file is not what this run would have left behind."""
 
-    code: ClassVar[str] = "cannot_resume"
 
-
-class CompareError(XlaEngineError, ValueError):
+class CompareError(XlaEngineError, ValueError, code="invalid_results"):
     """A file is not a result file; the message names file and line."""
 
-    code: ClassVar[str] = "invalid_results"
 
-
-class RecordMismatchError(XlaEngineError, ValueError):
+class RecordMismatchError(XlaEngineError, ValueError, code="record_mismatch"):
     """The record was made by another model, configuration or version; the message says what differs."""
 
-    code: ClassVar[str] = "record_mismatch"
 
-
-class ScheduleError(XlaEngineError, ValueError):
+class ScheduleError(XlaEngineError, ValueError, code="invalid_schedule"):
     """The engine cannot run a schedule that was not drawn for it; the message names request and limit."""
-
-    code: ClassVar[str] = "invalid_schedule"

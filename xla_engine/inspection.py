@@ -19,10 +19,11 @@ from xla_engine.model_loader.config_json import read_model, read_special_tokens
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.tensor_files import TensorInfo
 from xla_engine.model_loader.weights import DTYPES
+from xla_engine.pooling.model import for_runner
 from xla_engine.runner import memory
-from xla_engine.runner.backends import isa_of, make_spec, serving_device
+from xla_engine.runner.backends import isa_of, library_of, make_spec, serving_device
 from xla_engine.runner.memory import size
-from xla_engine.runner.sizing import resolve_sizes
+from xla_engine.runner.sizing import resolve_length, resolve_sizes
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.tables import aligned
 
@@ -83,14 +84,15 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         names = files.config_fields().values.get("architectures")
         report.architecture = ", ".join(map(str, names)) if isinstance(names, list) else None
     with _problems(report):
+        report.stored = _stored(files.tensors().tensors.values())
+    with _problems(report):
+        files, config = for_runner(files, config)
         read, _ = read_model(files)
         report.shape = asdict(read)
         report.layers = dict(Counter(read.layer_type(index) for index in range(read.num_hidden_layers)))
         report.parameters = sum(map(prod, parameter_shapes(read).values()))
         report.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
-    with _problems(report):
-        report.stored = _stored(files.tensors().tensors.values())
     with _problems(report):
         # Checks the tensors against the configuration.
         report.dtype = load_checkpoint(files, dtype=config.dtype).dtype
@@ -116,7 +118,7 @@ def _problems(report: Inspection) -> Iterator[None]:
 
 
 def _serving(found: dict[str, str]) -> str:
-    isa = "" if found["isa"] == "none" else f" ({found['isa']})"
+    isa = "" if found["isa"] == "none" else f" ({found['isa']}; C++ {found['library']})"
     return f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
 
 
@@ -134,7 +136,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     """Fill in backends, memory and what fits. Raises ConfigError where the configuration does not."""
     assert report.dtype is not None
     dtype, device = DTYPES[report.dtype], serving_device()
-    free = memory.available_bytes(device)
+    free = memory.available_to_each(device, config.tensor_parallel_size)
     budget = None if free is None else int(free * config.memory_utilization)
     specs: dict[ModelConfig, ModelSpec] = {}
 
@@ -144,6 +146,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
             specs[bounded] = make_spec(config, bounded, dtype)
         return specs[bounded]
 
+    config = resolve_length(config, model, report.dtype, device)
     length = config.context_length(model.max_position_embeddings)
     spec = spec_of(length)
     refusal = None
@@ -158,6 +161,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else "native",
         "isa": isa_of(spec) or "none",
+        "library": library_of(spec) or "none",
         "device": f"{device.platform} ({device.device_kind})",
     }
     report.memory = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from xla_engine.utils.html import table
@@ -10,13 +11,18 @@ from xla_engine.utils.html import table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Host times of one request in seconds on the engine's monotonic clock; None where it never got there."""
+    """Host times of one request in seconds on the engine's monotonic clock; None where it never got there.
+
+    token_times: of all tokens in order, those of all sequences where there are several.
+    sequence_token_times: the same sequence by sequence, where there are several; else empty.
+    """
 
     arrival_time: float
     admitted_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     token_times: tuple[float, ...] = ()
+    sequence_token_times: tuple[tuple[float, ...], ...] = ()
 
     @property
     def ttft(self) -> float | None:
@@ -25,8 +31,9 @@ class RequestMetrics:
 
     @property
     def inter_token_latencies(self) -> tuple[float, ...]:
-        """Seconds between consecutive tokens."""
-        return tuple(b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False))
+        """Seconds between consecutive tokens of a sequence; one sequence after the other."""
+        sequences = self.sequence_token_times or (self.token_times,)
+        return tuple(b - a for times in sequences for a, b in pairwise(times))
 
 
 class Logprob(NamedTuple):
@@ -68,10 +75,12 @@ class RequestOutput:
     """One request and what was generated for it so far; `finished` is true exactly once per request.
 
     prompt_logprobs: when `SamplingParams.prompt_logprobs` is given, per prompt token the token itself and the n most
-        likely ones by id; None for the first token, which nothing predicts. Shorter while the prompt is read.
+        likely ones by id; None for the first token, which nothing predicts, and for those before `logprobs_start`.
+        Shorter while the prompt is read.
     num_cached_tokens: prompt tokens that were not computed, as an earlier prompt began with them.
     num_drafted_tokens: guesses that were checked for it by steps that may sample several tokens.
     num_accepted_tokens: those of them that were right.
+    pooled: of a request that pools, its numbers once it has ended; see `xla_engine.pooling`.
     """
 
     request_id: str
@@ -85,6 +94,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    pooled: tuple[float, ...] | None = None
 
     def _repr_html_(self) -> str:
         """Prompt and text of each sequence, as a table for notebooks."""

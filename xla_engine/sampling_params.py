@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from xla_engine.checks.sampling import (
+    check_bad_words,
+    check_breakers,
+    check_finite,
+    check_integer,
+    check_logit_bias,
+    check_stop_strings,
+    check_token_ids,
+)
 from xla_engine.errors import InvalidRequestError
-from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.plain import plain
@@ -17,15 +24,9 @@ from xla_engine.utils.shown import shown
 
 MAX_N = 128
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARACTERS = 256
-MAX_STOP_STRINGS = 256
-MAX_STOP_CHARACTERS = 1 << 14  # of all stop strings of a request together
 MAX_STOP_TOKEN_IDS = (
     8  # width of the device's per-row stop table, eos ids included; the host looks for others
 )
-
-_TOKEN_ID = re.compile(r"[0-9]{1,19}", re.ASCII)  # written as text, as JSON has to
 
 # Known elsewhere, not here: refused by name, so that nothing is ever ignored silently.
 UNSUPPORTED = frozenset(
@@ -69,6 +70,11 @@ class SamplingParams:
     repetition_penalty: divides positive logits of tokens that stand in prompt or output, multiplies negative ones.
     frequency_penalty: taken off the logits of tokens in the output, as often as each stands there.
     presence_penalty: taken off the logits of tokens in the output, once.
+    penalty_last_n: how many of the last tokens of prompt and output these three penalties count; -1 counts all.
+    dry_multiplier, dry_base, dry_allowed_length: DRY (`graphs.sampling.dry`): a token that would go on as the last L
+        tokens went on before loses dry_multiplier * dry_base ** (L - dry_allowed_length) from its logit. Multiplier 0
+        is off. This and penalty_last_n need an engine with `enable_dry`.
+    dry_sequence_breakers: what ends a run: texts, of which the last token behind a letter counts, or token ids.
     logit_bias: added to the logits of these ids, -100 to 100, at most MAX_LOGIT_BIAS ids.
     allowed_token_ids: sample nothing else; stop ids that should be possible must be among them.
     bad_words: strings whose last token is not sampled where it would complete them in the output, as the word
@@ -83,10 +89,12 @@ class SamplingParams:
     logprobs: 0 returns each chosen token's log-probability, n > 0 also those of the n most likely tokens, at most
         MAX_LOGPROBS. Of the raw distribution, or the one drawn from, as `EngineConfig.logprobs_mode` says.
     prompt_logprobs: the same for the tokens of the prompt, always of the raw distribution.
+    logprobs_start: position of the first prompt token of which `prompt_logprobs` are wanted. What is ahead of it may
+        come from the prefix cache.
     skip_special_tokens: special tokens do not appear in the text.
     detokenize: make text at all.
 
-    The order in which logits change: logit_bias, repetition, frequency and presence penalty, what min_tokens,
+    The order in which logits change: logit_bias, repetition, frequency and presence penalty, DRY, what min_tokens,
     allowed_token_ids, bad_words and structured_outputs forbid, temperature, min_p, top_k, top_p.
     """
 
@@ -101,6 +109,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    penalty_last_n: int = -1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: Sequence[str | int] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
@@ -113,14 +126,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    logprobs_start: int = 0
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if (own := plain(value)) is not value:
                 object.__setattr__(self, entry.name, own)
-        _integer("n", self.n, low=1, high=MAX_N)
-        _finite("temperature", self.temperature)
+        check_integer("n", self.n, low=1, high=MAX_N)
+        check_finite("temperature", self.temperature)
         if self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(
                 f"{self.n} greedy sequences are all the same; use n 1 or a temperature above 0"
@@ -131,20 +145,20 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"temperature {self.temperature} is too small to divide by; use 0 for greedy or at least 0.01"
             )
-        _integer("top_k", self.top_k, low=-1)
-        _finite("top_p", self.top_p)
+        check_integer("top_k", self.top_k, low=-1)
+        check_finite("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(
                 f"top_p must be in (0, 1], not {self.top_p}; use temperature 0 for greedy"
             )
-        _finite("min_p", self.min_p)
+        check_finite("min_p", self.min_p)
         if not 0 <= self.min_p <= 1:
             raise InvalidRequestError(f"min_p must be in [0, 1], not {self.min_p}")
         if self.seed is not None:
-            _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
+            check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, low=1)
-        _integer("min_tokens", self.min_tokens, low=0)
+            check_integer("max_tokens", self.max_tokens, low=1)
+        check_integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); lower one or raise the "
@@ -153,20 +167,27 @@ class SamplingParams:
         self._check_penalties()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+                check_integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        check_integer("logprobs_start", self.logprobs_start, low=0)
+        if self.logprobs_start and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "logprobs_start says where prompt_logprobs begin; give prompt_logprobs too"
+            )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {shown(getattr(self, name))}")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop", check_stop_strings(self.stop))
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
                 "stop strings are seen in text; leave detokenize true or use stop_token_ids"
             )
         object.__setattr__(
-            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            self,
+            "stop_token_ids",
+            check_token_ids("stop_token_ids", self.stop_token_ids, MAX_ALLOWED_TOKEN_IDS),
         )
-        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
-        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", check_bad_words(self.bad_words))
+        object.__setattr__(self, "logit_bias", check_logit_bias(self.logit_bias))
         if isinstance(self.structured_outputs, Mapping):
             params = StructuredOutputsParams.from_mapping(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", params)
@@ -177,21 +198,25 @@ class SamplingParams:
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequestError("structured_outputs ends a text with an eos id; leave ignore_eos false")
         if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            allowed = check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:
                 raise InvalidRequestError("allowed_token_ids is empty; name at least one id, or leave it out")
             object.__setattr__(self, "allowed_token_ids", allowed)
 
     def _check_penalties(self) -> None:
-        for name in ("frequency_penalty", "presence_penalty"):
-            _finite(name, getattr(self, name))
-            if not -2 <= getattr(self, name) <= 2:
-                raise InvalidRequestError(f"{name} must be in [-2, 2], not {getattr(self, name)}")
-        _finite("repetition_penalty", self.repetition_penalty)
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise InvalidRequestError(
-                f"repetition_penalty must be in [0.01, 100] (1 changes nothing), not {self.repetition_penalty}"
-            )
+        for name, low, high, note in (
+            ("frequency_penalty", -2, 2, ""),
+            ("presence_penalty", -2, 2, ""),
+            ("repetition_penalty", 0.01, 100, " (1 changes nothing)"),
+            ("dry_multiplier", 0, 100, " (0 is off)"),
+            ("dry_base", 1, 100, ""),
+        ):
+            check_finite(name, value := getattr(self, name))
+            if not low <= value <= high:
+                raise InvalidRequestError(f"{name} must be in [{low}, {high}]{note}, not {value}")
+        check_integer("penalty_last_n", self.penalty_last_n, low=-1)
+        check_integer("dry_allowed_length", self.dry_allowed_length, low=1, high=64)
+        object.__setattr__(self, "dry_sequence_breakers", check_breakers(self.dry_sequence_breakers))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, also_known: Iterable[str] = ()) -> SamplingParams:
@@ -225,6 +250,15 @@ class SamplingParams:
         given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
         return cls.from_mapping(given)
 
+    def to_mapping(self) -> dict[str, Any]:
+        """The fields that are not the default, for `from_mapping`."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        default = SamplingParams()
+        given = {name: value for name, value in given.items() if value != getattr(default, name)}
+        if (constraint := self.structured_outputs) is not None:
+            given["structured_outputs"] = {k: v for k, v in asdict(constraint).items() if v is not None}
+        return given
+
     def clone(self, **changes: Any) -> SamplingParams:
         """The same parameters with some changed; they themselves never change."""
         return replace(self, **changes)
@@ -237,87 +271,10 @@ class SamplingParams:
         return self.max_tokens
 
     @property
+    def max_cached_tokens(self) -> int | None:
+        """How many tokens of the prompt need not be computed; None: no bound."""
+        return None if self.prompt_logprobs is None else max(self.logprobs_start - 1, 0)
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
-
-
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    """One string, several or none, as a tuple without repeats."""
-    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
-    if not isinstance(strings, Sequence) or not all(
-        isinstance(string, str) for string in strings[:MAX_STOP_STRINGS]
-    ):
-        raise InvalidRequestError(f"stop must be text or a list of texts, not {type(stop).__name__}")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"{len(strings)} stop strings given; at most {MAX_STOP_STRINGS}")
-    if "" in strings:
-        raise InvalidRequestError("a stop string is empty, which would end every request; remove it")
-    if (total := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
-        raise InvalidRequestError(
-            f"the stop strings have {total} characters together; at most {MAX_STOP_CHARACTERS}"
-        )
-    return tuple(dict.fromkeys(strings))
-
-
-def _token_ids(name: str, ids: object, most: int) -> tuple[int, ...]:
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-        raise InvalidRequestError(f"{name} must be a list of token ids, not {shown(ids)}")
-    if len(ids) > most:
-        raise InvalidRequestError(f"{len(ids)} {name} given; at most {most}")
-    found = tuple(map(plain, ids))
-    for token_id in found:
-        _integer(f"{name} entry", token_id, low=0)
-    return found
-
-
-def _bad_words(words: object) -> tuple[str, ...]:
-    if words is None:
-        return ()
-    if isinstance(words, (str, bytes)) or not isinstance(words, Sequence):
-        raise InvalidRequestError(f"bad_words must be a list of strings, not {shown(words)}")
-    if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequestError(f"{len(words)} bad_words given; at most {MAX_BAD_WORDS}")
-    for word in words:
-        if not isinstance(word, str) or not word.strip():
-            raise InvalidRequestError(f"a bad word must be a string that is not blank, not {shown(word)}")
-        if len(word) > MAX_BAD_WORD_CHARACTERS:
-            raise InvalidRequestError(
-                f"a bad word has {len(word)} characters; at most {MAX_BAD_WORD_CHARACTERS}"
-            )
-    return tuple(dict.fromkeys(words))
-
-
-def _logit_bias(bias: object) -> Mapping[int, float] | None:
-    """Ids may be written as strings, as JSON has to."""
-    if not bias:
-        return None
-    if not isinstance(bias, Mapping):
-        raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}")
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(
-            f"logit_bias has {len(bias)} ids; at most {MAX_LOGIT_BIAS}: allowed_token_ids has no such limit"
-        )
-    found: dict[int, float] = {}
-    for key, value in bias.items():
-        token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else plain(key)
-        value = plain(value)
-        _integer("logit_bias id", token_id, low=0)
-        _finite(f"logit_bias of {token_id}", value)
-        if not -100 <= value <= 100:
-            raise InvalidRequestError(f"logit_bias of {token_id} must be in [-100, 100], not {value}")
-        if token_id in found:
-            raise InvalidRequestError(f"logit_bias names id {token_id} twice; keep one")
-        found[token_id] = float(value)
-    return found
-
-
-def _finite(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise InvalidRequestError(f"{name} must be a finite number, not {shown(value)}")
-
-
-def _integer(name: str, value: object, *, low: int, high: int = 2**31 - 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, not {shown(value)}")
-    if not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be between {low} and {high}, not {shown(value)}")

@@ -21,16 +21,16 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputsParams:
     """What the text must match; exactly one of the first five. Names are vLLM's.
 
-    json: a JSON schema, as an object or as text.
+    json: a JSON schema, as an object or as text, or a class of pydantic.
     regex: a regular expression, in the syntax of Rust's regex crate, for the whole text.
     choice: the text is one of these strings.
-    grammar: a Lark grammar with the rule `start`.
+    grammar: a grammar: Lark with the rule `start`, or GBNF (`::=`) with the rule `root`.
     json_object: any JSON object.
     disable_any_whitespace: JSON without blanks between its parts. True by default, since models that may write blanks
         can do so for ever; vLLM's default is false.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | type | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -51,6 +51,8 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise InvalidRequestError(f"structured_outputs: {name} must be text")
+        if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
+            object.__setattr__(self, "json", self.json.model_json_schema())
         if not isinstance(self.json, str | Mapping | None):
             raise InvalidRequestError("structured_outputs: json must be a schema, as an object or as text")
         if self.choice is not None:
@@ -88,7 +90,12 @@ class StructuredOutputsParams:
             case "text":
                 return None
             case "json_object":
-                return cls(json_object=True)
+                schema = value.get("schema")  # not OpenAI's, but several servers'
+                if schema is None:
+                    return cls(json_object=True)
+                if not isinstance(schema, Mapping):
+                    raise InvalidRequestError("response_format: schema must be an object")
+                return cls(json=schema)
             case "json_schema":
                 described = value.get("json_schema")
                 schema = described.get("schema") if isinstance(described, Mapping) else None

@@ -31,7 +31,8 @@ class VllmOption:
     renamed: Mapping[Any, Any] = field(default_factory=dict)
 
 
-_ONE_DEVICE = "an engine runs on one device"
+_ONE_PROCESS = "an engine is one process"
+_NO_OTHER = "`tensor_parallel_size` is how devices share a model"
 _TEXT = "text models only"
 VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "gpu_memory_utilization": VllmOption(becomes="memory_utilization", why="is called `memory_utilization`"),
@@ -44,15 +45,15 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     ),
     "trust_remote_code": VllmOption(why="no code of a checkpoint is ever run"),
     "enforce_eager": VllmOption(why="every program is compiled before the first request"),
-    "disable_log_stats": VllmOption(why="nothing is logged; `engine.stats()` counts"),
-    "use_tqdm_on_load": VllmOption(why="`LLM` shows no bar while it loads"),
+    "disable_log_stats": VllmOption(
+        why="a log is written where `logging` is configured; `engine.stats()` counts"
+    ),
+    "use_tqdm_on_load": VllmOption(why="a start shows one line, on a terminal or in a notebook"),
     "download_dir": VllmOption(accepted=(None,), why="the hub's own cache is used; set `HF_HOME`"),
-    "disable_custom_all_reduce": VllmOption(why=_ONE_DEVICE),
-    "distributed_executor_backend": VllmOption(accepted=(None, "uni", "mp"), why=_ONE_DEVICE),
-    "tensor_parallel_size": VllmOption(accepted=(1,), why=_ONE_DEVICE),
-    "pipeline_parallel_size": VllmOption(accepted=(1,), why=_ONE_DEVICE),
-    "data_parallel_size": VllmOption(accepted=(1,), why=_ONE_DEVICE),
-    "enable_expert_parallel": VllmOption(accepted=(False,), why=_ONE_DEVICE),
+    "disable_custom_all_reduce": VllmOption(why="devices gather and add nothing up"),
+    "distributed_executor_backend": VllmOption(accepted=(None, "uni", "mp"), why=_ONE_PROCESS),
+    "pipeline_parallel_size": VllmOption(accepted=(1,), why=_NO_OTHER),
+    "enable_expert_parallel": VllmOption(accepted=(False,), why=_NO_OTHER),
     "enable_chunked_prefill": VllmOption(
         accepted=(None, True), why="prompts are always read in chunks beside running requests"
     ),
@@ -72,16 +73,34 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     ),
     "tokenizer_revision": VllmOption(accepted=(None,), why="the tokenizer comes with the model"),
     "load_format": VllmOption(accepted=("auto", "safetensors", "gguf"), why="the files tell their format"),
-    "task": VllmOption(accepted=("auto", "generate"), why="models generate text; no embeddings yet"),
-    "runner": VllmOption(accepted=("auto", "generate"), why="models generate text; no embeddings yet"),
+    "task": VllmOption(
+        accepted=("auto", "generate", "embed", "classify", "score"),
+        becomes="runner",
+        renamed=dict.fromkeys(("embed", "classify", "score"), "pooling"),
+        why="is called `runner`; `embed`, `classify` and `score` are `pooling`",
+    ),
+    "convert": VllmOption(
+        accepted=("auto", "none", "embed", "classify"), why='`runner="pooling"` and the checkpoint say it'
+    ),
+    "override_pooler_config": VllmOption(becomes="pooler_config", why="is called `pooler_config`"),
     "kv_cache_dtype": VllmOption(accepted=("auto",), why="keys and values have the model's type"),
     "cpu_offload_gb": VllmOption(accepted=(0,), why="weights stay on the device"),
-    "enable_lora": VllmOption(accepted=(None, False), why="no adapters yet"),
-    "hf_overrides": VllmOption(accepted=(None, {}), why="edit the checkpoint's config.json"),
+    "max_cpu_loras": VllmOption(why="an adapter that made room for another is read from its files again"),
+    "lora_dtype": VllmOption(accepted=(None, "auto"), why="adapters have the type of the weights"),
+    "fully_sharded_loras": VllmOption(accepted=(False,), why="adapters are for one device"),
     "hf_token": VllmOption(accepted=(None,), why="set `HF_TOKEN`"),
     "limit_mm_per_prompt": VllmOption(accepted=(None, {}), why=_TEXT),
     "mm_processor_kwargs": VllmOption(accepted=(None, {}), why=_TEXT),
     "logits_processors": VllmOption(accepted=(None, []), why="no Python runs between model and sampler"),
+    "enable_trace_replay": VllmOption(
+        accepted=(False,), why="`xla_engine.LLM.score` gives the log-probabilities of a known continuation"
+    ),
+    "enable_prompt_embeds": VllmOption(accepted=(False,), why="prompts are texts or token ids"),
+    "kv_transfer_config": VllmOption(accepted=(None,), why="an engine computes its cache itself"),
+    "config_format": VllmOption(accepted=("auto", "hf"), why="transformers' config.json is read"),
+    "profiler_config": VllmOption(
+        accepted=(None,), why="`xla_engine.vllm.LLM` takes it; else `engine.start_profile(directory)`"
+    ),
     "compilation_config": VllmOption(why="every program is compiled by XLA before the first request"),
     "disable_sliding_window": VllmOption(accepted=(False,), why="windows are part of the model"),
 }

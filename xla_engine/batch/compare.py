@@ -182,10 +182,7 @@ def _result(record: Mapping[str, Any]) -> _Result:
     if bits is None and logprobs is not None and None not in logprobs:  # null: the bits are not in the file
         bits = logprob_bits_sha256(logprobs)
     return _Result(
-        text=hashlib.sha256(text.encode()).hexdigest(),
-        tokens=tokens,
-        bits=bits,
-        fingerprint=engine,
+        text=hashlib.sha256(text.encode()).hexdigest(), tokens=tokens, bits=bits, fingerprint=engine
     )
 
 

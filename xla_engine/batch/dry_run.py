@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.batch.lines import Line, LineReader
-from xla_engine.batch.requests import Chat, LineError, LineRequest, explain, line_error
-from xla_engine.config import EngineConfig
+from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
+from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.model_loader.config_json import read_config, read_special_tokens
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.pooling.model import for_runner, load_pooler
+from xla_engine.pooling.pooler import Pooler
 from xla_engine.text.chat_template import chosen_template, render_chat
+from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
 
 
@@ -51,14 +54,24 @@ class DryRun:
     """Checks lines against one model and configuration. Raises CheckpointError and ConfigError."""
 
     def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
-        files = open_model(model_name)
+        files, config = for_runner(open_model(model_name), config)
         model = read_config(files)
+        if config.max_model_len is None and model.max_position_embeddings > DEFAULT_MAX_MODEL_LEN:
+            from xla_engine.runner import backends, sizing  # a device is asked for its memory
+
+            dtype = "float32" if config.dtype == "float32" else "bfloat16"
+            config = sizing.resolve_length(config, model, dtype, backends.serving_device())
         self._template = files.chat_template()
+        tokenizer = Tokenizer.of_model(files)
         self._validator = RequestValidator(
             vocab_size=model.vocab_size,
             eos_token_ids=read_special_tokens(files, model).eos_token_ids,
             max_model_len=config.context_length(model.max_position_embeddings),
-            tokenizer=Tokenizer.of_model(files),
+            tokenizer=tokenizer,
+            takes_turns=config.scheduling_policy == "round_robin",
+            has_dry=config.enable_dry,
+            pooler=(load_pooler(files, tokenizer, config) or Pooler()) if config.pools else None,
+            hidden_size=model.hidden_size,
         )
 
     def run(
@@ -84,16 +97,17 @@ class DryRun:
             lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
             self._validator.token_mask(params, self._validator.stop_token_ids(params))
             self._validator.check_options(**request.options)
+            self._validator.dry_breakers(params)
+            limits = [self._validator.with_limit(params, length).token_limit for length in lengths]
         except Exception as error:  # as in a run: one bad request harms no other
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
         report.prompt_tokens += sum(lengths)
-        limits = [self._validator.with_limit(params, length).token_limit for length in lengths]
         report.new_tokens += params.n * sum(limits)
         report.longest = max(report.longest, *map(sum, zip(lengths, limits, strict=True)))
         return None
 
-    def _token_ids(self, prompt: str | tuple[int, ...] | Chat, request: LineRequest) -> tuple[int, ...]:
+    def _token_ids(self, prompt: Prompt, request: LineRequest) -> tuple[int, ...]:
         if not isinstance(prompt, Chat):
             return self._validator.token_ids(prompt, request.params)
         options = dict(prompt.options)

@@ -8,6 +8,7 @@ from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
+from xla_engine.text.parsers.chats import TEMPLATE_FIELDS
 
 # OpenAI bodies spell out defaults: an unsupported field may be there with the value that asks for nothing.
 NEUTRAL: Mapping[str, Any] = {
@@ -48,9 +49,7 @@ LABELS = frozenset(
         "user",
     }
 )
-SUBMIT_FIELDS = ("priority", "deadline_s", "queue_timeout_s", "cache_salt")
-TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
-TEMPLATE_FIELDS = (*TEMPLATE_FLAGS, "chat_template_kwargs", "tools")
+SUBMIT_FIELDS = ("priority", "quantum", "deadline_s", "queue_timeout_s", "cache_salt")
 BESIDE_BODY = ("custom_id", "id", "method", "url", "body")
 LINE_FIELDS = frozenset(
     {
@@ -62,8 +61,10 @@ LINE_FIELDS = frozenset(
         "messages",
         "model",
         "prompt",
+        "reasoning_effort",
         "response_format",
         "tool_choice",
+        "tools",
     }
 )
 

@@ -19,11 +19,15 @@ COUNTED_BYTES = 256 * 2**20  # a larger file is not read beforehand for its numb
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One input line: its number from 1, its size in bytes, its bytes, or None when it was too long."""
+    """One input line: its number from 1, its size in bytes, its bytes, or None when it was too long.
+
+    problem: why the row of a table that it stands for makes no request; None for every other line.
+    """
 
     number: int
     size: int
     raw: bytes | None
+    problem: str | None = None
 
 
 def read_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
@@ -79,6 +83,8 @@ class LineReader:
             message = f"the line has {line.size} bytes, more than the limit; raise --max-line-bytes"
             return line_error(line.number, "line_too_long", message)
         request = parse_line(line.raw, line.number, self._defaults)
+        if line.problem is not None:
+            request = line_error(line.number, "invalid_row", line.problem, request.custom_id)
         first = self._first_line(request.custom_id, line.number)
         if first != line.number and isinstance(request, LineRequest):
             message = f"custom_id {request.custom_id!r} was already used on line {first}; ids must be unique"

@@ -87,10 +87,11 @@ class OutputFile:
         return sink
 
     def close(self) -> None:
-        """Write what is held, and give the file back."""
+        """Write what is held, and give the file back. More than one call does no harm."""
+        sink, self._sink = self._sink, None
         try:
-            if self._sink is not None:
-                self._sink.close()
+            if sink is not None:
+                sink.close()
             if self._path is not None:
                 self.file.close()
         finally:

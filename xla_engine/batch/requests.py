@@ -13,6 +13,8 @@ completions request, with OpenAI's names for its fields:
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "any", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 32}}
 
+Lines for models that pool have the urls of `xla_engine.batch.pooling`.
+
 Without `max_tokens`, a prompt gets 16 tokens and a chat all that fit, as with OpenAI and vLLM.
 
 The answer to each is an OpenAI Batch output line (`xla_engine.batch.results`).
@@ -24,42 +26,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_engine.batch.fields import (
-    BESIDE_BODY,
-    LINE_FIELDS,
-    SUBMIT_FIELDS,
-    TEMPLATE_FIELDS,
-    TEMPLATE_FLAGS,
-    take_cap,
-    take_echo,
-    without_neutral,
-)
+from xla_engine.batch.envelope import COMPLETIONS_URL, custom_id_in, envelope, take_model
+from xla_engine.batch.fields import LINE_FIELDS, SUBMIT_FIELDS, take_cap, take_echo, without_neutral
+from xla_engine.batch.pooling import POOLING_URLS, PoolingRequest, messages_of, take_pooling
 from xla_engine.errors import InvalidRequestError, XlaEngineError
+from xla_engine.prompts import TextPair
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.text.parsers.chats import Chat, Reading, take_chat
+from xla_engine.text.parsers.choose import Dialect
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import kind, load_object
 
-MAX_CUSTOM_ID = 512  # characters
 MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
 MAX_PROMPTS = 128  # in one line
 MAX_SEQUENCES = 1024  # of one line: prompts times n
 
-COMPLETIONS_URL = "/v1/completions"
-CHAT_URL = "/v1/chat/completions"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """Messages that the checkpoint's chat template makes a prompt of.
-
-    options: keyword arguments of `render_chat` that the line gives.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-Prompt = str | tuple[int, ...] | Chat
+Prompt = str | tuple[int, ...] | Chat | TextPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +56,8 @@ class LineRequest:
     echo: whether the text begins with the prompt.
     generates: false where the prompt is all that was asked for: the one token that is generated is left out.
     options: `priority`, `deadline_s`, `queue_timeout_s` and `cache_salt` where given, for `submit` to check.
+    reading: how the answer to a chat is parted into content, reasoning and calls.
+    pooling: of a line that asks for vectors or scores, what its answer looks like; else None.
     """
 
     line: int
@@ -83,11 +68,13 @@ class LineRequest:
     echo: bool = False
     generates: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    reading: Reading | None = None
+    pooling: PoolingRequest | None = None
 
     @property
     def is_chat(self) -> bool:
         """Whether the answer is a chat completion."""
-        return isinstance(self.prompts[0], Chat)
+        return isinstance(self.prompts[0], Chat) and self.pooling is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +108,9 @@ def explain(error: Exception) -> tuple[str, str]:
 def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> LineRequest | LineError:
     """Read one non-blank input line.
 
-    line: its number from 1. defaults: sampling fields that apply where the line does not say otherwise, and
-    `chat_template`, the source of a template to use in place of the checkpoint's.
+    line: its number from 1. defaults: sampling fields that apply where the line does not say otherwise;
+    `chat_template`, the source of a template to use in place of the checkpoint's; and `tool_parser` and
+    `reasoning_parser`, names of formats in which the model writes calls and reasoning, without which they stay text.
 
     Never raises for anything in `raw`: what is wrong comes back as a `LineError` with code
     `invalid_json_line` or `invalid_request`. The engine checks prompt length and token ids against
@@ -142,26 +130,40 @@ def parse_object(raw: bytes, line: int) -> dict[str, Any] | LineError:
         return line_error(line, *explain(error))
 
 
+def custom_id_of(raw: bytes | None, line: int) -> str:
+    """The custom_id that the output of a line has, found without reading the rest of it; None is a line too long."""
+    record = line_error(line, "line_too_long", "") if raw is None else parse_object(raw, line)
+    if isinstance(record, LineError):
+        return record.custom_id
+    try:
+        return custom_id_in(record) or f"line-{line}"
+    except InvalidRequestError:
+        return f"line-{line}"
+
+
 def parse_record(
     record: Mapping[str, Any], line: int, defaults: Mapping[str, Any] | None = None
 ) -> LineRequest | LineError:
     """`parse_line` of a line that has been read as JSON already."""
     custom_id = None
     defaults = dict(defaults or {})
-    template = defaults.pop("chat_template", None)
+    template, dialect = defaults.pop("chat_template", None), Dialect.take(defaults)
     try:
-        custom_id = _custom_id(record)
+        custom_id = custom_id_in(record)
+        if record.get("url") in POOLING_URLS:
+            return _pooling(record, line, custom_id or f"line-{line}", template)
         if record.keys().isdisjoint(("body", "url", "method")):
             body = {name: value for name, value in record.items() if name not in ("custom_id", "id")}
-            prompts, model, sampling = _plain(body)
+            prompts, model, sampling, reading = _plain(body, dialect)
         else:
-            prompts, model, sampling = _openai(record)
+            prompts, model, sampling, reading = _openai(record, dialect)
         echo, generates = (False, True) if isinstance(prompts[0], Chat) else take_echo(sampling)
         sampling = without_neutral(sampling, nulls="body" in record)
         options = {name: sampling.pop(name) for name in SUBMIT_FIELDS if name in sampling}
         if isinstance(prompts[0], Chat):
             defaults = {"max_tokens": None, **defaults}
         params = SamplingParams.from_mapping({**defaults, **sampling}, also_known=LINE_FIELDS)
+        params = params if reading is None else reading.prepared(params)
         if (sequences := len(prompts) * params.n) > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts of n = {params.n} are {sequences} sequences in one line; at most "
@@ -181,6 +183,30 @@ def parse_record(
         echo=echo,
         generates=generates,
         options=options,
+        reading=reading,
+    )
+
+
+def _pooling(record: Mapping[str, Any], line: int, custom_id: str, template: str | None) -> LineRequest:
+    url, body = envelope(record)
+    model = take_model(body)
+    parts = take_pooling(url, body)
+    prompts: tuple[Prompt, ...] = parts.prompts
+    if template is not None:
+        prompts = tuple(
+            Chat(messages=messages_of(each), options={"chat_template": template})
+            if isinstance(each, TextPair)
+            else each
+            for each in prompts
+        )
+    return LineRequest(
+        line=line,
+        custom_id=custom_id,
+        prompts=prompts,
+        params=parts.params,
+        model=model,
+        options=parts.options,
+        pooling=parts.request,
     )
 
 
@@ -190,88 +216,30 @@ def _with_template(prompt: Prompt, source: str | None) -> Prompt:
     return Chat(messages=prompt.messages, options={**prompt.options, "chat_template": source})
 
 
-def _custom_id(record: Mapping[str, Any]) -> str | None:
-    if "custom_id" in record and "id" in record:
-        raise InvalidRequestError('both "custom_id" and "id" given; keep one')
-    value = record.get("custom_id", record.get("id"))
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        raise InvalidRequestError(f"custom_id must be a non-empty string, not {value!r}")
-    if len(value) > MAX_CUSTOM_ID:
-        raise InvalidRequestError(f"custom_id has {len(value)} characters; at most {MAX_CUSTOM_ID}")
-    return value
+# prompts, model, sampling fields, and how a chat's answer is read
+_Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any], Reading | None]
 
 
-_Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any]]  # prompts, model, sampling fields
-
-
-def _plain(body: dict[str, Any]) -> _Parts:
+def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
     take_cap(body)
     if "messages" not in body:
         _check_prompt_is_there(body)
-        return (_prompt(body.pop("prompt", ...)),), None, body
+        return (_prompt(body.pop("prompt", ...)),), None, body, None
     if "prompt" in body:
         raise InvalidRequestError('both "prompt" and "messages" given; keep one')
-    return (_take_chat(body),), None, body
+    chat, reading = take_chat(body, dialect)
+    return (chat,), None, body, reading
 
 
-def _openai(record: Mapping[str, Any]) -> _Parts:
-    for name in record:
-        if name not in BESIDE_BODY:
-            hint = did_you_mean(name, BESIDE_BODY) or "; sampling fields belong into the body"
-            raise InvalidRequestError(f"unknown field {name!r} beside the body{hint}")
-    method, url, body = record.get("method", "POST"), record.get("url"), record.get("body")
-    if method != "POST":
-        raise InvalidRequestError(f'method must be "POST", not {method!r}')
-    if url is None:
-        raise InvalidRequestError(f'no "url"; write "url": "{COMPLETIONS_URL}" or "{CHAT_URL}"')
-    if url not in (COMPLETIONS_URL, CHAT_URL):
-        raise InvalidRequestError(f"url {url!r} is not supported; {COMPLETIONS_URL} and {CHAT_URL} are")
-    if not isinstance(body, dict):
-        raise InvalidRequestError(f'"body" must be an object, not {kind(body)}')
-    for name in ("custom_id", "id"):
-        if name in body:
-            raise InvalidRequestError(f"field {name!r} belongs beside the body, not into it")
-    body = dict(body)
-    model = body.pop("model", None)
-    if model is not None and not isinstance(model, str):
-        raise InvalidRequestError(f"model must be a string, not {model!r}")
+def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
+    url, body = envelope(record)
+    model = take_model(body)
     take_cap(body)
     if url == COMPLETIONS_URL:
         _check_prompt_is_there(body)
-        prompts = _prompts(body.pop("prompt", ...))
-    else:
-        prompts = (_take_chat(body),)
-        body = _chat_sampling(body)
-    return prompts, model, body
-
-
-def _take_chat(body: dict[str, Any]) -> Chat:
-    """Take the messages and the options of the template out of `body`; `render_chat` checks their form."""
-    messages = body.pop("messages", None)
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError('"messages" must be a list of at least one {"role": ..., "content": ...}')
-    if (choice := body.pop("tool_choice", None)) not in (None, "none", "auto"):
-        raise InvalidRequestError(
-            f'tool_choice must be "auto" or "none", not {choice!r}: the model is shown the tools and not made to call '
-            "one; structured_outputs can do that"
-        )
-    given = {name: body.pop(name, None) for name in TEMPLATE_FIELDS}
-    options = {
-        name: value for name, value in given.items() if value is not None and (name, value) != ("tools", [])
-    }
-    for name in TEMPLATE_FLAGS:
-        if not isinstance(options.get(name, False), bool):
-            raise InvalidRequestError(f"{name} must be true or false, not {options[name]!r}")
-    if not isinstance(options.get("chat_template_kwargs", {}), dict):
-        raise InvalidRequestError(
-            f"chat_template_kwargs must be an object, not {options['chat_template_kwargs']!r}"
-        )
-    tools = options.get("tools", [])
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRequestError(f"tools must be a list of objects, not {tools!r}")
-    return Chat(messages=tuple(messages), options=options)
+        return _prompts(body.pop("prompt", ...)), model, body, None
+    chat, reading = take_chat(body, dialect)
+    return (chat,), model, _chat_sampling(body), reading
 
 
 def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
+from xla_engine.batch.pooling import pooling_body
 from xla_engine.batch.requests import LineError, LineRequest, line_error
 from xla_engine.engine.identity import result_fingerprint
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.text.parsers.chats import begins_thinking, part_message
 from xla_engine.utils.json_line import dump_line
 
 if TYPE_CHECKING:
@@ -33,6 +36,11 @@ def line_digest(raw: bytes | None, size: int, salt: bytes = b"") -> int:
     """
     data = b"%d" % size if raw is None else raw
     return int.from_bytes(blake2b(data, digest_size=8, salt=salt).digest(), "big")
+
+
+def salt_of(defaults: Mapping[str, Any] | None) -> bytes:
+    """Sampling defaults as the salt of `line_digest`."""
+    return blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
 
 
 def record_id(line: int, digest: int) -> str:
@@ -111,11 +119,16 @@ def result_line(
     outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite
     becomes null.
     """
-    body = result_body(
-        request, outputs, f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.line}", header
-    )
+    body = result_body(request, outputs, f"{answer_prefix(request)}{request.line}", header)
     response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
     return dump_line({"id": name, "custom_id": request.custom_id, "response": response, "error": None})
+
+
+def answer_prefix(request: LineRequest) -> str:
+    """What the id of a completion, a chat completion or what is pooled begins with."""
+    if request.pooling is not None:
+        return request.pooling.prefix
+    return "chatcmpl-" if request.is_chat else "cmpl-"
 
 
 def result_body(
@@ -126,6 +139,8 @@ def result_body(
     per_prompt = len(outputs[0].outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    if request.pooling is not None:
+        return pooling_body(request.pooling, outputs, name, request.model or header.model, header.created)
     body: dict[str, Any] = {
         "id": name,
         "object": "chat.completion" if request.is_chat else "text_completion",
@@ -143,9 +158,15 @@ def result_body(
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
+    if request.reading is not None:
+        parser = partial(request.reading.parser, thinking=begins_thinking(outputs[0], header.tokenizer))
+        for choice in body["choices"]:
+            if (reader := parser()) is not None:
+                part_message(choice, reader, f"{name}/{choice['index']}")
     for number, output in enumerate(outputs):
         if output.prompt_logprobs is not None and not (request.echo and request.params.logprobs is not None):
-            body["choices"][number * per_prompt]["prompt_logprobs"] = _prompt_logprobs(output)
+            place = body if request.is_chat else body["choices"][number * per_prompt]  # as vLLM has them
+            place["prompt_logprobs"] = _prompt_logprobs(output)
     if header.hashes and header.system_fingerprint is not None:
         body["xla_engine"] = _hashes(header.system_fingerprint, completions)
     return body

@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import partial
 from typing import Any, Protocol
 
 from xla_engine.batch.lines import Line, LineReader
@@ -24,6 +24,7 @@ from xla_engine.batch.results import (
     output_error,
     record_id,
     result_line,
+    salt_of,
 )
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import submit_prompt, whole_request
@@ -31,7 +32,6 @@ from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import Engine
 from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
-from xla_engine.utils.json_line import dump_line
 
 SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
 ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
@@ -88,7 +88,7 @@ class BatchRun:
         self._errors = sink if errors is None else errors
         self._header = header
         self._reader = LineReader(defaults)
-        self._salt = blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
+        self._salt = salt_of(defaults)
         self._ordered = ordered
         self._done = FinishedLines() if done is None else done
         self._on_turn = on_turn
@@ -204,18 +204,23 @@ class BatchRun:
                 # Ids are ours; the caller's is data. Kept first, so that an interrupt inside submit still aborts it.
                 request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
                 self._live[request_id] = (job, index)
-                submit_prompt(self._engine, request, prompt, request_id)
+                submit_prompt(self._engine, request, prompt, request_id, partial(self._refused, request_id))
         except EngineClosedError as error:
             self._engine_died(error)
         except Exception as error:  # one bad request harms no other
-            self._live.pop(request_id)  # the engine has not got it
-            self._fail(job, line_error(request.line, *explain(error), request.custom_id))
+            self._refused(request_id, error)
+
+    def _refused(self, request_id: str, error: Exception) -> None:
+        """End a line of which the engine does not take a prompt, at once or later."""
+        job, _ = self._live.pop(request_id, (None, 0))
+        if job is not None:
+            self._fail(job, line_error(job.request.line, *explain(error), job.request.custom_id))
 
     def _turn(self) -> None:
         """One engine step and its results."""
         try:
             outputs = self._engine.step(only_finished=True)
-            if not outputs and not self._engine.has_unfinished:
+            if self._live and not outputs and not self._engine.has_unfinished:
                 raise XlaEngineError("the engine ended without a result for every request")
         except Exception as error:
             self._engine_died(error)

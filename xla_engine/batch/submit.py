@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from xla_engine.batch.requests import Chat, LineRequest, Prompt
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.engine.protocol import Engine
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.text.parsers.chats import Chat
 
 
-def submit_prompt(engine: Engine, request: LineRequest, prompt: Prompt, request_id: str) -> None:
-    """Queue one prompt of a line. Raises whatever keeps the engine from taking it."""
+def submit_prompt(
+    engine: Engine,
+    request: LineRequest,
+    prompt: Prompt,
+    request_id: str,
+    on_refused: Callable[[Exception], object] | None = None,
+    *,
+    params: SamplingParams | None = None,
+    collector: OutputCollector | None = None,
+) -> None:
+    """Queue one prompt of a line. Raises whatever keeps the engine from taking it, or says it to `on_refused` in a
+    later turn.
+
+    params: in place of the line's. collector: as in `Engine.submit`.
+    """
+    adapter = engine.adapter_named(request.model)
+    options: Mapping[str, Any] = request.options
+    if adapter is not None:
+        options = {**options, "lora_request": adapter}
     is_chat = isinstance(prompt, Chat)
     if isinstance(prompt, Chat):
         prompt = engine.render_chat(prompt.messages, **prompt.options)
     engine.submit(
         prompt,
-        request.params,
+        params or request.params,
         request_id=request_id,
+        on_refused=on_refused,
+        collector=collector,
         add_special_tokens=not is_chat,  # a chat template writes them itself
-        **request.options,
+        **options,
     )
 
 

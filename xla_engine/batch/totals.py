@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from xla_engine.batch.requests import LineError
-from xla_engine.engine.stats import EngineStats
+from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.utils.quantiles import Quantiles
 

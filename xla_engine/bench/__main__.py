@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from xla_engine.bench.card import card
 from xla_engine.bench.limits import core_count
@@ -14,54 +15,85 @@ from xla_engine.bench.measure import Options, measure
 from xla_engine.bench.models import SHAPES, find_model
 from xla_engine.bench.peers import PEERS, PeerFailed, parse_peers
 from xla_engine.bench.workloads import WORKLOADS
-from xla_engine.config import cache_directory
+from xla_engine.environment import cache_directory
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.config_json import read_config
 
 NOT_STARTED = 2
 
 
+class _Help(argparse.HelpFormatter):
+    """Help that looks like that of the other commands."""
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, "Usage: ")
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, str(action.metavar))}"
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of `xla-engine bench`."""
     found = argparse.ArgumentParser(
         prog="xla-engine bench",
+        usage="xla-engine bench [OPTIONS]",
         description="Measure this engine and its peers on the same weights, prompts and threads, in turns. Every "
         "engine runs in a process of its own; a peer that is not installed is skipped, and named. Greedy streams "
-        "are judged in float32, and a rate whose streams are wrong is void. Ends with one JSON line.",
+        "are judged in float32, and a rate whose streams are wrong, or too dull to show a fault, is void. Ends with "
+        "one JSON line.",
         epilog="Peers: " + "; ".join(f"{name} ({peer.about})" for name, peer in PEERS.items()) + ".",
+        formatter_class=_Help,
+        add_help=False,
     )
-    found.add_argument(
+    options = found.add_argument_group("Options")
+
+    def option(name: str, about: str, metavar: str = "INTEGER", **how: Any) -> None:
+        given = how.get("default")
+        if given is not None and given != []:
+            given = " ".join(map(str, given)) if isinstance(given, list) else given
+            about += f"  [default: {given}]"
+        options.add_argument(name, help=about, metavar=metavar, **how)
+
+    shapes, workloads = ", ".join(SHAPES), list(WORKLOADS)
+    option(
         "--model",
+        f"embedded, {shapes} (random weights), or a model directory.",
+        "MODEL",
         default="smollm2-135m",
-        metavar="NAME|DIR",
-        help=f"embedded, {', '.join(SHAPES)} (random weights), or a model directory.  [default: %(default)s]",
     )
-    found.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    found.add_argument(
-        "--batches", type=_positive, nargs="+", default=[8, 32], metavar="B", help="[default: 8 32]"
+    option(
+        "--dtype",
+        "Of weights and activations: bfloat16 or float32.",
+        "TYPE",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
     )
-    found.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    found.add_argument("--rounds", type=_positive, default=3, help="measured turns of every engine")
-    found.add_argument("--threads", type=_positive, default=core_count(), help="cores for every engine")
-    found.add_argument(
+    option("--batches", "Slots of every engine.", type=_positive, nargs="+", default=[8, 32])
+    option("--workloads", "What is run.", "NAME", nargs="+", choices=workloads, default=workloads)
+    option("--rounds", "Measured turns of every engine.", type=_positive, default=3)
+    option("--threads", "Cores for every engine.", type=_positive, default=core_count())
+    option(
         "--peer",
+        "Interpreter that has the peer; this one where none is named. Repeatable.",
+        "NAME=PYTHON",
         action="append",
         default=[],
-        metavar="NAME=PYTHON",
-        help="interpreter that has the peer; this one where none is named",
     )
-    found.add_argument("--only", nargs="*", choices=list(PEERS), metavar="NAME", help="peers to run at most")
-    found.add_argument("--prompt-tokens", type=_positive, default=128, help="of uniform, prefill and pair")
-    found.add_argument("--new-tokens", type=_positive, default=128, help="of uniform and pair")
-    found.add_argument(
-        "--arrival-rate", type=float, help="Poisson arrivals of ragged, per second; else all at once"
+    option("--only", "Peers to run at most.", "NAME", nargs="*", choices=list(PEERS))
+    option("--prompt-tokens", "Of uniform, prefill and pair.", type=_positive, default=128)
+    option("--new-tokens", "Of uniform and pair.", type=_positive, default=128)
+    option(
+        "--arrival-rate", "Poisson arrivals of ragged, per second; else all at once.", "NUMBER", type=float
     )
-    found.add_argument("--verify", type=int, default=40, help="requests to verify at each B; 0 leaves it out")
-    found.add_argument("--judge", type=int, default=8, help="requests judged per workload; 0 leaves it out")
-    found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--cache", type=Path, help="for written models  [default: the user's cache directory]")
-    found.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON line here")
-    found.add_argument("--plot", type=Path, metavar="FILE", help="draw decode tok/s against B (extra `plot`)")
+    option("--verify", "Requests to verify at each number of slots; 0 leaves it out.", type=int, default=40)
+    option("--judge", "Requests judged per workload; 0 leaves it out.", type=int, default=8)
+    option("--seed", "Of prompts and arrivals.", type=int, default=0)
+    option("--cache", "For written models.  [default: the user's cache directory]", "DIRECTORY", type=Path)
+    option("--output", "Also write the JSON line here.", "FILE", type=Path)
+    option("--plot", "Draw decode tokens per second against slots (extra `plot`).", "FILE", type=Path)
+    options.add_argument("-h", "--help", action="help", help="Show this message and exit.")
     return found
 
 

@@ -60,7 +60,8 @@ def card(record: dict[str, Any]) -> str:
         lines.append(f"judge of streams: {record['judge']}")
     for name, engine in record["engines"].items():
         notes = f"; {engine['notes']}" if engine["notes"] else ""
-        lines.append(f"{name}: {engine['about']}; {engine['versions']}{notes}")
+        isa = f"; instruction set {engine['isa']}" if "isa" in engine else ""
+        lines.append(f"{name}: {engine['about']}; {engine['versions']}{isa}{notes}")
     lines += [f"skipped {name}: {reason}" for name, reason in record["skipped"].items()]
     for batch, workloads in record["workloads"].items():
         for name, about in workloads.items():

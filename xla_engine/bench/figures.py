@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from xla_engine.bench.workloads import Workload
-from xla_engine.engine.stats import percentile
+from xla_engine.observability.stats import percentile
 
 Answer = Mapping[str, Any]  # of a worker's `run`
 

@@ -1,8 +1,9 @@
-"""Judging greedy streams by float32 logits: the rate of an engine whose streams are wrong is void."""
+"""Judging greedy streams: the rate of an engine whose streams are wrong, or could hide that they are, is void."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +13,11 @@ Ids = Sequence[Sequence[int]]
 # A token that float32 would not choose is excused while its logit lies this close to the best one, in standard
 # deviations of its row of logits. Some 30 roundings to bf16 (2^-9 each) that do not help each other leave 0.05.
 NEAR_TIE = {"bfloat16": 0.2, "float32": 0.001}
+
+_LOOKED_AT = 48  # tokens of a stream, from its beginning: later ones may come round again
+_LEAST_TOKENS = 16  # a stream of fewer is too short to be called dull
+_LEAST_DISTINCT = 0.25  # of the tokens looked at
+_HEAD = 8  # tokens by which streams are told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +68,30 @@ def verdict(
         same=same,
         beyond=max(regret / bound for regret, bound in zip(flat, bounds, strict=True)),
     )
+
+
+def dull_reason(streams: Ids) -> str | None:
+    """Why a fault could pass these streams unseen; None if it could not.
+
+    Where a stream repeats a few tokens, a position that is off by one chooses the same ones again. Where requests
+    with prompts of their own begin alike, so does a row that reads the slot of another.
+    """
+    looked = [stream[:_LOOKED_AT] for stream in streams if len(stream) >= _LEAST_TOKENS]
+    remedy = "use a model with livelier streams, such as the random ones that this command writes"
+    if looked:
+        distinct = [len(set(stream)) for stream in looked]
+        if statistics.median(d / len(s) for d, s in zip(distinct, looked, strict=True)) < _LEAST_DISTINCT:
+            return (
+                f"dull streams: half of them hold at most {statistics.median_low(distinct)} distinct tokens of "
+                f"{len(looked[0])}, so that a wrong position would pass; {remedy}"
+            )
+    heads = {tuple(stream[:_HEAD]) for stream in streams}
+    if len(heads) < len(streams) / 2:
+        return (
+            f"dull streams: {len(streams)} requests begin in {len(heads)} ways, so that a swapped slot would pass; "
+            f"{remedy}"
+        )
+    return None
 
 
 def near_tie(dtype: str, reference: Sequence[Sequence[float]] | None) -> float:

@@ -7,24 +7,27 @@ import os
 import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, features, processor_name
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 
 
+def processor() -> dict[str, Any]:
+    """The processor's model, the cores that this process may use, and the features that our operations can use."""
+    wanted = {word for each in INSTRUCTION_SETS for word in (*each.needs, *(name for name, _ in each.extras))}
+    return {"model": processor_name(), "cores": core_count(), "flags": sorted(wanted & features())}
+
+
 def describe_machine() -> str:
-    """Cores and the vector units that matter here, in words."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        flags = set()
-    known = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
-    features = ", ".join(word for flag, word in known.items() if flag in flags) or platform.machine()
-    return f"{core_count()} cores ({features}), Python {platform.python_version()}"
+    """The processor in words."""
+    found = processor()
+    flags = " ".join(found["flags"]) or platform.machine()
+    return f"{found['cores']} cores of {found['model']} ({flags}), Python {platform.python_version()}"
 
 
 def core_count() -> int:

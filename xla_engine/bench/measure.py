@@ -66,6 +66,7 @@ def measure(options: Options) -> dict[str, Any]:
         "rounds": options.rounds,
         "seed": options.seed,
         "machine": limits.describe_machine(),
+        "processor": limits.processor(),
         "judge": None,
         "limits": {"read_gb_s": round(limits.read_bandwidth(options.threads), 2), "gflops": {}},
         "engines": {},
@@ -175,6 +176,8 @@ def _start(
     entry = record["engines"].setdefault(
         name, {"about": about, "versions": loaded["versions"], "notes": loaded["notes"]}
     )
+    if "isa" in loaded:
+        entry["isa"] = loaded["isa"]
     entry.setdefault("load_seconds", {})[str(batch)] = round(side.load_seconds, 2)
     for key in ("compile_seconds", "programs"):
         if key in loaded:

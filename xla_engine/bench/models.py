@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from xla_engine.config import embedded_model_directory
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig, RopeScaling
 from xla_engine.model_loader.checkpoint import random_weights
@@ -71,7 +72,14 @@ _WRITTEN = (
     "tie_word_embeddings",
 )
 _LLAMA3 = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_RECIPE = 1  # of `decisive_weights`; part of the directory's name
+_RECIPE = 2  # of `lively_weights`; part of the directory's name
+_ADDED = (
+    ("output", 2.0),
+    ("down", 1.2),
+)  # deviations of what all layers together add, before attention averages
+_SAME, _TURNED = 3.0, 1.15  # feature 0 of every row, and deviation of what a query or a key makes of it
+_HEAD_NORM = 1.5  # weights of norms of queries and keys
+_STRETCH = 0.2
 
 Weights = dict[str, np.ndarray]
 
@@ -96,28 +104,55 @@ def find_model(name: str, cache: Path) -> Path:
 
 
 def write_once(config: ModelConfig, directory: Path) -> None:
-    """`write_checkpoint` of decisive weights; a run that is cut short leaves no half-written directory."""
+    """`write_checkpoint` of lively weights; a run that is cut short leaves no half-written directory."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        write_checkpoint(config, decisive_weights(config), Path(folder) / "model")
+        write_checkpoint(config, lively_weights(config), Path(folder) / "model")
         os.replace(Path(folder) / "model", directory)
 
 
-def decisive_weights(config: ModelConfig, *, seed: int = 0, tail: float = 0.5) -> Weights:
-    """Random bf16 weights for comparing greedy streams: lively text, and few near-ties.
+def lively_weights(config: ModelConfig, *, seed: int = 0) -> Weights:
+    """Random bf16 weights whose greedy streams hold many distinct tokens, show faults, and hardly round otherwise.
 
-    Plain normal weights do not serve. A tied head prefers the token it was just given, so that every stream soon
-    repeats itself; random signs in the last norm undo that, and attention three times as strong makes the context
-    count. And the best of many normal logits leads the second by little more than bf16 rounds; stretching each row
-    of the embedding by a log-normal factor of deviation `tail` lets fewer tokens compete, with wider gaps.
+    A wrong position, or a row that reads another's slot, changes such streams; those of plain normal weights repeat a
+    token or two whatever happens. Strong attention to random content would not do either: it is chaotic, so that
+    roundings change streams as faults do. So here:
+
+    - a token's embedding has deviation 1, and sublayers together add about as much;
+    - feature 0 is the same in every row, and queries and keys make of it vectors that only turn with the position: a
+      head attends to a few distances of its own, hence to other tokens at every step, whatever is rounded;
+    - a tied head prefers the token it was just given: random signs in the last norm undo that;
+    - the best of many normal logits leads the second by little more than bf16 rounds: rows of the embedding are
+      stretched by a log-normal factor, so that fewer tokens compete. With more of it few tokens would ever win.
     """
-    weights = random_weights(config, dtype="bfloat16", seed=seed)
+    weights = random_weights(config, dtype="float32", seed=seed, scale=1.0)
     generator = np.random.default_rng([seed, 1])
-    stretch = np.exp(tail * generator.standard_normal((config.vocab_size, 1), dtype=np.float32))
-    weights["embed"] = (weights["embed"].astype(np.float32) * stretch).astype(ml_dtypes.bfloat16)
-    for leaf in weights:
-        if leaf.endswith((".qkv", ".output")):
-            weights[leaf] = weights[leaf] * ml_dtypes.bfloat16(3)
+    gains = {
+        "qkv": 1.0,
+        "gate_up": 1.0,
+        **{name: g / math.sqrt(config.num_hidden_layers) for name, g in _ADDED},
+    }
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    for leaf, values in weights.items():
+        kind = leaf.rsplit(".", 1)[-1]
+        if kind in ("embed", "head"):
+            values *= np.exp(_STRETCH * generator.standard_normal((config.vocab_size, 1), dtype=np.float32))
+            values[:, 0] = _SAME if kind == "embed" else 0
+        elif kind in gains:
+            values *= np.float32(gains[kind] / math.sqrt(values.shape[1]))
+            values[:, 0] = 0
+        elif kind.endswith("norm"):
+            values[...] = _HEAD_NORM if kind in ("q_norm", "k_norm") else 1
+        if kind in ("output", "down"):
+            values[0] = 0
+        elif kind == "qkv":
+            turned = generator.standard_normal((queries + keys, 1), dtype=np.float32)[:, 0]
+            pair = np.arange(queries + keys) % (config.head_dim // 2)
+            fast = pair < config.head_dim // 8  # these turn within some hundred positions
+            values[: queries + keys, 0] = _TURNED * turned * fast
+        if values.ndim > 1:
+            weights[leaf] = values.astype(ml_dtypes.bfloat16)
     weights["final_norm"] = generator.choice(np.array([-1, 1], np.float32), config.hidden_size)
     return weights
 

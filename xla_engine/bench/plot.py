@@ -13,6 +13,7 @@ from typing import Any
 
 from xla_engine.bench.peers import BARE, OURS
 from xla_engine.errors import ConfigError
+from xla_engine.utils.extras import install
 
 Line = dict[int, list[float]]  # by B: median, least, most
 
@@ -35,7 +36,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'xla-engine[plot]'") from error
+        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 

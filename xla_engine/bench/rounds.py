@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_engine.bench.figures import complaints, figures
-from xla_engine.bench.judge import Verdict, eight_bit_bounds, near_tie, verdict, void_reason
+from xla_engine.bench.judge import Verdict, dull_reason, eight_bit_bounds, near_tie, verdict, void_reason
 from xla_engine.bench.peers import BARE, EIGHT_BITS, OURS, REFERENCE, STOPS, PeerFailed, Process
 from xla_engine.bench.workloads import Workload
 
@@ -100,11 +100,7 @@ def _guard(side: Side, turns: dict[str, Turns], work: Callable[[], object]) -> N
 
 def _run(side: Side, workload: Workload, **more: Any) -> dict[str, Any]:
     return side.process.ask(
-        "run",
-        prompts=workload.prompts,
-        max_tokens=workload.max_tokens,
-        arrivals=workload.arrivals,
-        **more,
+        "run", prompts=workload.prompts, max_tokens=workload.max_tokens, arrivals=workload.arrivals, **more
     )
 
 
@@ -120,7 +116,7 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
     if workload.name == "pair":
         extra["pair_ratio"] = answer["seconds"] / (arrival + alone)
         extra["first_slowdown"] = answer["times"][0][-1] / alone
-    mine.void = mine.void or complaints(workload, answer)
+    mine.void = mine.void or complaints(workload, answer) or dull_reason(answer["streams"])
     if mine.void:
         return
     if mine.first is None:

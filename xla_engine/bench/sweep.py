@@ -15,6 +15,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.extras import install
 from xla_engine.utils.tables import aligned
 
 NOTICEABLE = 0.05  # share of the rate that counts as a difference
@@ -188,7 +189,7 @@ def plot(points: Sequence[Point], path: Path | str, title: str) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'xla-engine[plot]'") from error
+        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

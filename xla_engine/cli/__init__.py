@@ -1,4 +1,5 @@
-"""The command line: `xla-engine COMMAND`. Each module here without a leading underscore is the command of its name.
+"""The command line: `xla-engine COMMAND`. Each module here, and in a folder here, without a leading underscore is the
+command of its name.
 
 Command modules are imported when they are asked for, and import jax and the engine inside their functions, so that
 help and a wrong option answer at once.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -17,18 +19,33 @@ from xla_engine import __version__
 from xla_engine.cli._common import INTERRUPTED
 
 
+@cache
+def _modules() -> dict[str, str]:
+    """The module of each command."""
+    folders = [
+        __name__,
+        *(f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__) if each.ispkg),
+    ]
+    return {
+        each.name.replace("_", "-"): f"{folder}.{each.name}"
+        for folder in folders
+        if not folder.rpartition(".")[2].startswith("_")
+        for each in pkgutil.iter_modules(import_module(folder).__path__)
+        if not each.ispkg and not each.name.startswith("_")
+    }
+
+
 class _Commands(click.Group):
     """The commands are the modules of this package: `some_name.py` defines the click command `some_name`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        names = (module.name for module in pkgutil.iter_modules(__path__))
-        return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+        return sorted(_modules())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
+        module = _modules().get(cmd_name)
+        if module is None:
             return None
-        name = cmd_name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"{__name__}.{name}"), name)
+        command: click.Command = getattr(import_module(module), cmd_name.replace("-", "_"))
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
+import logging
+import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from xla_engine.cli import _help, _lora
+from xla_engine.cli._help import together
 from xla_engine.errors import XlaEngineError
 from xla_engine.scheduler.policy import POLICIES
-from xla_engine.utils.progress import counting, loading
+from xla_engine.utils.startup import startup_line
 
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
+_BESIDE = ("model", "start_timeout_s", "data_parallel_size", "lora_modules")  # not fields of `EngineConfig`
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses beside 0
 
 
@@ -26,15 +31,6 @@ class NotStarted(click.ClickException):
     """Nothing ran; the message says why."""
 
     exit_code = NOT_STARTED
-
-
-class RenamedOption(click.Option):
-    """An option of several names, of which help shows the first: the others are what it was called before."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        shown = copy.copy(self)
-        shown.opts, shown.secondary_opts = self.opts[:1], self.secondary_opts[:1]
-        return super(RenamedOption, shown).get_help_record(ctx)
 
 
 def _slots(context: click.Context, option: click.Parameter, value: str) -> int | str:
@@ -47,147 +43,248 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
     return value if value in (None, "auto") else click.IntRange(1)(value, option, context)
 
 
-def _json(context: click.Context, option: click.Parameter, value: str | None) -> Any:
+def json_value(context: click.Context, option: click.Parameter, value: str | None) -> Any:
     try:
         return None if value is None else json.loads(value)
     except ValueError as error:
         raise click.BadParameter(f'{error}; give JSON, such as {{"method": "suffix"}}') from error
 
 
+data_parallel_option = click.option(
+    "--data-parallel-size",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="So many engines side by side on this machine, a process each; results are the same.",
+)
 model_option = click.option(
     "--model",
     metavar="MODEL",
-    help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME).  [default: embedded model]",
+    help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME, OWNER/NAME:Q8_0 for GGUF).  "
+    "[default: embedded model]",
 )
 
 
-def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every command that loads a model: which one, and `engine_options`."""
-    return model_option(engine_options(command))
+# Fields of `EngineConfig` beside the number of slots.
+device_options = together(
+    click.option(
+        "--memory-utilization",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.9,
+        help="Take at most this share of the available memory.",
+    ),
+    click.option(
+        "--max-model-len",
+        type=click.IntRange(2),
+        help="Prompt plus generated tokens of a request at most.  [default: the model's, or what fits into a "
+        "quarter of the memory]",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "bfloat16", "float32"]),
+        default="auto",
+        help="Type of weights and activations; auto is the checkpoint's.",
+    ),
+    click.option(
+        "--quantization",
+        type=click.Choice(["int8"]),
+        help="Keep the weights of a dense model in eight bits: half the memory, other tokens.",
+    ),
+    click.option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=True,
+        help="Compute the common beginning of prompts once.",
+    ),
+    click.option(
+        "--preemption/--no-preemption",
+        default=True,
+        help="A waiting request may take the slot of a running one that is further behind in line.",
+    ),
+    click.option(
+        "--swap-space",
+        type=click.FloatRange(0),
+        default=4.0,
+        metavar="GiB",
+        help="Host memory for the KV cache of preempted requests; what does not fit is computed again.",
+    ),
+    click.option(
+        "--num-blocks",
+        type=click.IntRange(1),
+        help="Let slots share N KV blocks of 64 tokens and take them as they grow, instead of room for "
+        "--max-model-len tokens each.",
+    ),
+    click.option(
+        "--kv-cache-memory-bytes",
+        metavar="N|auto",
+        callback=_bytes,
+        help="As --num-blocks, with as many blocks as fit into N bytes; auto takes what the device has.",
+    ),
+    click.option(
+        "--tensor-parallel-size",
+        type=click.IntRange(1),
+        default=1,
+        metavar="N",
+        help="Devices that share the model, each with a part of every weight.",
+    ),
+    click.option(
+        "--attention-backend",
+        metavar="NAME",
+        default="auto",
+        help="auto takes the fastest here; xla is pure JAX.",
+    ),
+    click.option(
+        "--isa",
+        metavar="NAME",
+        default="auto",
+        help="Instruction set of the C++ operations, such as avx2; auto takes the best; none is pure JAX.",
+    ),
+    click.option(
+        "--enable-dry/--no-enable-dry",
+        default=False,
+        help="Requests may have dry_multiplier and penalty_last_n.",
+    ),
+    click.option(
+        "--speculative-config",
+        metavar="JSON",
+        callback=json_value,
+        help="Guess tokens ahead and check several in one step, which changes no result: "
+        '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" with "model"; and "num_speculative_tokens".',
+    ),
+    click.option(
+        "--shadow-rate",
+        metavar="SHARE",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        help="Share of requests that run again, alone and by plain decode, to see that they get the same bits.",
+    ),
+)
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Fields of `EngineConfig`."""
-    width = click.option(
+# Fields of `EngineConfig`.
+engine_options = together(
+    click.option(
         "--max-num-seqs",
         metavar="N|auto",
         default="16",
         callback=_slots,
         help="Requests decoded together; auto takes what the device has memory for.",
+    ),
+    device_options,
+)
+# Of every command that loads a model: which one, and `engine_options`.
+model_options = together(model_option, engine_options)
+
+
+class _ToStderr(logging.Handler):
+    """Writes lines to what is standard error at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            click.echo(self.format(record), err=True)
+
+
+def _log(context: click.Context, option: click.Parameter, value: bool) -> None:
+    """Show what the package logs, until the command ends."""
+    if not value:
+        return
+    log, handler = logging.getLogger("xla_engine"), _ToStderr()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+    def leave() -> None:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+    context.call_on_close(leave)
+
+
+phase_timers_option = click.option(
+    "--phase-timers",
+    is_flag=True,
+    help="Measure the host's time in each step, for step logs, the status file and metrics.",
+)
+verbose_option = click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=_log,
+    help="Log the limits in force, progress, and each step that failed.",
+)
+
+
+# Fields of `EngineConfig` that say which request goes first, and how much runs in a step.
+scheduling_options = together(
+    click.option(
+        "--policy",
+        "scheduling_policy",
+        type=_help.Policy(),
+        default="priority",
+        help=f"Which request gets a slot next: {', '.join(POLICIES)}, or your own by its import path.",
+    ),
+    click.option(
+        "--quantum",
+        type=click.IntRange(1),
+        default=64,
+        help="Steps of a request's turn under the policy round_robin.",
+    ),
+    click.option(
+        "--priority-aging",
+        type=click.IntRange(1),
+        default=64,
+        help="How many requests that came later may overtake a waiting one: for each class of priority between "
+        "them, and under shortest_prompt, deadline and longest_prefix in all.",
+    ),
+    click.option(
+        "--max-num-batched-tokens",
+        type=click.IntRange(1),
+        help="Tokens computed in one step at most.  [default: all slots and the largest prefill call]",
+    ),
+)
+
+
+# How long a device may take, for commands that run unattended.
+time_limits = together(
+    click.option(
+        "--step-timeout",
+        "step_timeout_s",
+        type=click.FloatRange(0, min_open=True),
+        metavar="SECONDS",
+        help="Give the device up when a step takes longer; every request ends with an error.  [default: wait]",
+    ),
+    click.option(
+        "--start-timeout",
+        "start_timeout_s",
+        type=click.FloatRange(0, min_open=True),
+        metavar="SECONDS",
+        help="Exit with status 2 when the engine is not ready after so long.  [default: wait]",
+    ),
+)
+
+
+@contextlib.contextmanager
+def _start_limit(seconds: float | None) -> Iterator[None]:
+    """End the process when the block takes longer: what hangs in a driver or a compiler cannot be interrupted."""
+    if seconds is None:
+        yield
+        return
+    over = threading.Timer(seconds, _give_up, (seconds,))
+    over.daemon = True
+    over.start()
+    try:
+        yield
+    finally:
+        over.cancel()
+
+
+def _give_up(seconds: float) -> None:
+    click.echo(
+        f"Error: the engine was not ready after {seconds:g} s (--start-timeout): the device does not answer, or "
+        "compiling takes longer; give it more time",
+        err=True,
     )
-    return width(device_options(command))
-
-
-def device_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Fields of `EngineConfig` beside the number of slots."""
-    options = (
-        click.option(
-            "--memory-utilization",
-            type=click.FloatRange(0, 1, min_open=True),
-            default=0.9,
-            help="Take at most this share of the available memory.",
-        ),
-        click.option(
-            "--max-model-len",
-            type=click.IntRange(2),
-            help="Prompt plus generated tokens of a request at most.  [default: the model's, at most 2048]",
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "bfloat16", "float32"]),
-            default="auto",
-            help="Type of weights and activations; auto is the checkpoint's.",
-        ),
-        click.option(
-            "--quantization",
-            type=click.Choice(["int8"]),
-            help="Keep the weights of a dense model in eight bits: half the memory, other tokens.",
-        ),
-        click.option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            default=True,
-            help="Compute the common beginning of prompts once.",
-        ),
-        click.option(
-            "--preemption/--no-preemption",
-            default=True,
-            help="A request may take the slot of one that is behind it in line.",
-        ),
-        click.option(
-            "--swap-space",
-            type=click.FloatRange(0),
-            default=4.0,
-            metavar="GiB",
-            help="Host memory for the KV cache of preempted requests; what does not fit is computed again.",
-        ),
-        click.option(
-            "--num-blocks",
-            type=click.IntRange(1),
-            help="KV blocks of 64 tokens that slots borrow as they grow, instead of --max-model-len each.",
-        ),
-        click.option(
-            "--kv-cache-memory-bytes",
-            metavar="N|auto",
-            callback=_bytes,
-            help="The same, with as many blocks as this memory holds; auto takes what the device has.",
-        ),
-        click.option(
-            "--attention-backend",
-            metavar="NAME",
-            default="auto",
-            help="auto takes the fastest here; xla is pure JAX.",
-        ),
-        click.option(
-            "--isa",
-            metavar="NAME",
-            default="auto",
-            help="Instruction set of the C++ operations, such as avx2; auto takes the best; none is pure JAX.",
-        ),
-        click.option(
-            "--speculative-config",
-            metavar="JSON",
-            callback=_json,
-            help="Check several guessed tokens in a step, which changes no result: "
-            '\'{"method": "suffix"}\' or "ngram", and "num_speculative_tokens".',
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def scheduling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Fields of `EngineConfig` that say which request goes first, and how much runs in a step."""
-    options = (
-        click.option(
-            "--policy",
-            "scheduling_policy",
-            type=click.Choice(list(POLICIES)),
-            default="priority",
-            help="Which request gets a slot next.",
-        ),
-        click.option(
-            "--quantum",
-            type=click.IntRange(1),
-            default=64,
-            help="Steps of a request's turn under the policy round_robin.",
-        ),
-        click.option(
-            "--priority-aging",
-            type=click.IntRange(1),
-            default=64,
-            help="How many earlier requests one class of priority overtakes; under shortest_prompt, deadline and "
-            "longest_prefix, how many requests may go before the one that waits longest.",
-        ),
-        click.option(
-            "--max-num-batched-tokens",
-            type=click.IntRange(1),
-            help="Tokens computed in one step at most.  [default: all slots and the largest prefill call]",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    os._exit(NOT_STARTED)
 
 
 @contextlib.contextmanager
@@ -205,17 +302,25 @@ def startup_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
-    """An engine with these options, closed at the end; `show` draws bars while it loads and compiles."""
+    """An engine with these options, closed at the end; `show` says what it does until it is ready."""
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
-    fields = {name: value for name, value in options.items() if name != "model"}
-    screen = sys.stderr if show else io.StringIO()
-    with loading(screen) as load, counting("compiled", screen) as count:
-        engine = XlaBatchEngine.from_pretrained(
-            options["model"], EngineConfig(**fields), progress=count, load_progress=load
-        )
+    fields = config_fields(options)
+    screen, limit_s = sys.stderr if show else io.StringIO(), options.get("start_timeout_s")
+    if (engines := options.get("data_parallel_size", 1)) > 1:
+        from xla_engine.distributed.data_parallel.engine import DataParallelEngine
+
+        config = EngineConfig(**fields)
+        with _start_limit(limit_s), startup_line(screen) as progress:
+            several = DataParallelEngine(options["model"], config, engines=engines, progress=progress)
+        with several:
+            yield cast("XlaBatchEngine", several)  # its callers use what both have
+        return
+    with _start_limit(limit_s), startup_line(screen) as progress:
+        engine = XlaBatchEngine.from_pretrained(options["model"], EngineConfig(**fields), progress=progress)
     with engine:
+        _lora.load(engine, options)
         limit = engine.checkpoint.config.max_position_embeddings
         if engine.max_model_len < limit and fields.get("max_model_len") is None:
             click.echo(
@@ -223,6 +328,11 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngi
                 err=True,
             )
         yield engine
+
+
+def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's options that are fields of `EngineConfig`."""
+    return _lora.with_room({name: each for name, each in options.items() if name not in _BESIDE}, options)
 
 
 def os_message(error: OSError, path: str | None = None) -> str:

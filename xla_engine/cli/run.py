@@ -9,12 +9,19 @@ import click
 
 from xla_engine.batch.lines import MAX_LINE_BYTES
 from xla_engine.batch.output_file import Mode
-from xla_engine.cli import _common
+from xla_engine.cli import _common, _help, _lora
 from xla_engine.cli._run import batch
+from xla_engine.cli._run.pooling import pooling_options
+from xla_engine.cli._run.shards import shard_option
+from xla_engine.cli._run.tables import TableOptions, table_options, take_table_options
+from xla_engine.cli._run.watched import Watched
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.text.parsers.choose import Dialect
 
 
-@click.command(short_help="Complete a file of requests.", context_settings={"show_default": True})
+@click.command(
+    cls=_help.Sectioned, short_help="Complete a file of requests.", context_settings={"show_default": True}
+)
 @click.argument("input_path", metavar="INPUT", required=False)
 @click.option("--prompt", metavar="TEXT", help="Complete this text and show it; no INPUT, no OUTPUT.")
 @click.option("-o", "--output", "output_path", metavar="OUTPUT", help="Results file, or -.")
@@ -24,6 +31,8 @@ from xla_engine.sampling_params import SamplingParams
 @click.option("--resume", is_flag=True, help="Go on with the results that OUTPUT has.")
 @click.option("--retry-failed", is_flag=True, help="Like --resume; lines with an error run again.")
 @click.option("--overwrite", is_flag=True, help="Replace the results that OUTPUT has.")
+@shard_option
+@table_options
 @click.option("--dry-run", is_flag=True, help="Check every line and count tokens; run nothing.")
 @click.option(
     "--stream",
@@ -37,21 +46,40 @@ from xla_engine.sampling_params import SamplingParams
     help="Write queue, slots and counters here as JSON, every second.",
 )
 @click.option(
+    "--metrics-file",
+    "metrics_path",
+    metavar="FILE",
+    help="Write metrics here in Prometheus' text format, every second.",
+)
+@click.option(
     "--step-log",
     "--record",
     "step_log_path",
-    cls=_common.RenamedOption,
+    cls=_help.RenamedOption,
     metavar="FILE",
     help="Write every step with its times here, for `timeline` and `simulate`.",
 )
 @_common.model_options
+@_lora.lora_options
+@pooling_options
+@_common.time_limits
+@_common.data_parallel_option
 @click.option(
     "--lag",
     type=click.IntRange(0, 1),
     default=1,
-    help="1: the host reads a step while the device computes the next; 0: it reads each step before the next starts.",
+    help="Steps that the device is ahead of the host. With 0 the host reads each step before the next starts, which "
+    "is slower.",
 )
 @_common.scheduling_options
+@_common.phase_timers_option
+@_common.verbose_option
+@click.option(
+    "--keep-finished",
+    type=click.IntRange(0),
+    default=0,
+    help="With --stream: so many requests can go on after their end, the latest to end.",
+)
 @click.option("--seed", type=int, default=0, help="Seed of requests without one of their own.")
 @click.option(
     "--generation-config",
@@ -64,6 +92,16 @@ from xla_engine.sampling_params import SamplingParams
     "chat_template_path",
     metavar="FILE",
     help="A jinja2 template to use for chats in place of the checkpoint's.",
+)
+@click.option(
+    "--tool-parser",
+    metavar="NAME",
+    help="Part calls of tools from chats' texts: hermes, llama3, mistral or harmony.  [default: leave them]",
+)
+@click.option(
+    "--reasoning-parser",
+    metavar="NAME",
+    help="Part reasoning from chats' texts: think or harmony.  [default: leave it]",
 )
 @click.option(
     "--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16; for chats all that fit]"
@@ -90,13 +128,17 @@ def run(
     resume: bool,
     retry_failed: bool,
     overwrite: bool,
+    shard: Any,
     dry_run: bool,
     stream: bool,
     status_path: str | None,
+    metrics_path: str | None,
     step_log_path: str | None,
     max_tokens: int | None,
     temperature: float | None,
     chat_template_path: str | None,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
     ordered: bool,
     max_line_bytes: int,
     created: int | None,
@@ -105,7 +147,8 @@ def run(
     no_progress: bool,
     **options: Any,
 ) -> None:
-    """Complete every line of INPUT (a JSONL file, packed if named .gz, or - for standard input).
+    """Complete every line of INPUT (a JSONL file, packed if named .gz, or - for standard input; or a table: .parquet,
+    .csv, .arrow or a folder of them; or a URL of either).
 
     A line is a request: a prompt (text or token ids) or the messages of a chat with any sampling fields, or an
     OpenAI Batch line for /v1/completions or /v1/chat/completions. All may be mixed; blank lines are skipped.
@@ -126,7 +169,7 @@ def run(
 
     With --dry-run every line is checked as the engine would, and codes and a token estimate are printed. With
     --stream requests are read from INPUT while others run, and each token is an event on standard output;
-    {"op": "cancel", "id": ID} and {"op": "list"} between them are obeyed.
+    lines with an "op" between them are obeyed: {"op": "cancel", "id": ID}, and extend, list, stats, step, drain.
 
     \b
     Exit status: 0 all lines have results, 1 some failed, 2 could not start, 130 interrupted by Ctrl-C or SIGTERM.
@@ -142,19 +185,26 @@ def run(
       cat in.jsonl | xla-engine run - -o - --ordered > out.jsonl
       cat in.jsonl | xla-engine run --stream
     """
+    tables = take_table_options(options)
     given = {"max_tokens": max_tokens, "temperature": temperature}
     defaults: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     with _common.startup_errors():
         if options["generation_config"] == "model":
-            from xla_engine.config import embedded_model_directory
+            from xla_engine.environment import embedded_model_directory
             from xla_engine.model_loader.generation_config import sampling_defaults
 
             defaults = sampling_defaults(options["model"] or embedded_model_directory()) | defaults
         SamplingParams.from_mapping(defaults)
         if chat_template_path is not None:
             defaults["chat_template"] = _text_of(chat_template_path)
+        if tool_parser is not None or reasoning_parser is not None:
+            defaults |= Dialect.named(tool_parser, reasoning_parser).as_defaults()
+    if options["data_parallel_size"] > 1 and step_log_path is not None:
+        raise click.UsageError("--step-log writes the steps of one engine; leave out --data-parallel-size.")
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
     _one_of({"--dry-run": dry_run, "--stream": stream, "-o": output_path is not None})
+    _one_of({"--dry-run": dry_run, "--stream": stream, "--shard": shard is not None})
+    _one_of({"--stream": stream, "options of tables": tables != TableOptions()})
     if prompt is not None:
         _one_of(
             {
@@ -163,11 +213,14 @@ def run(
                 "-o": output_path is not None,
                 "--dry-run": dry_run,
                 "--stream": stream,
+                "--shard": shard is not None,
+                "options of tables": tables != TableOptions(),
             }
         )
         from xla_engine.cli._run.prompt import run_prompt
 
-        defaults.pop("chat_template", None)
+        for name in ("chat_template", "tool_parser", "reasoning_parser"):  # of chats
+            defaults.pop(name, None)
         run_prompt(prompt, defaults, options)
         return
     if input_path is None:
@@ -181,11 +234,12 @@ def run(
     if dry_run:
         from xla_engine.cli._run.dry_run import dry_run as check
 
-        check(input_path, defaults, max_line_bytes, options)
+        check(input_path, tables, defaults, max_line_bytes, options)
     elif stream:
         from xla_engine.cli._run.stream import run_stream
 
-        run_stream(input_path, status_path, step_log_path, defaults, max_line_bytes, drain_timeout, options)
+        watched = Watched(status=status_path, metrics=metrics_path, step_log=step_log_path)
+        run_stream(input_path, watched, defaults, max_line_bytes, drain_timeout, options)
     elif output_path is None:
         raise click.UsageError("Missing option '-o': where results go, - for standard output.")
     else:
@@ -194,8 +248,7 @@ def run(
             source=input_path,
             output=output_path,
             errors=errors_path,
-            status=status_path,
-            step_log=step_log_path,
+            watched=Watched(status=status_path, metrics=metrics_path, step_log=step_log_path),
             mode=Mode.OVERWRITE if overwrite else mode,
         )
         settings = batch.Settings(
@@ -206,6 +259,8 @@ def run(
             fingerprint=fingerprint,
             progress=not no_progress,
             drain_timeout_s=drain_timeout,
+            tables=tables,
+            shard=shard,
         )
         batch.run_file(files, settings, options)
 

@@ -10,14 +10,18 @@ from typing import Any
 
 import click
 
-from xla_engine.cli import _common
+from xla_engine.cli import _common, _help, _lora
+from xla_engine.cli._run.pooling import pooling_options
 from xla_engine.errors import ConfigError
+from xla_engine.utils.extras import install
 
 LARGEST_PORT = 65535
 _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 
-@click.command(short_help="Serve OpenAI's HTTP protocol.", context_settings={"show_default": True})
+@click.command(
+    cls=_help.Sectioned, short_help="Serve OpenAI's HTTP protocol.", context_settings={"show_default": True}
+)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is every one.")
 @click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=8000, help="0 takes a free one.")
 @click.option("--uds", metavar="FILE", help="Listen on this Unix socket instead.")
@@ -43,7 +47,12 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 @click.option("--drain-grace", type=click.FloatRange(0), default=0.0, help="See below.")
 @click.option("--drain-timeout", type=click.FloatRange(0), default=30.0, help="See below.")
 @_common.model_options
+@_lora.lora_options
+@pooling_options
+@_common.time_limits
+@_common.data_parallel_option
 @_common.scheduling_options
+@_common.phase_timers_option
 @click.option(
     "--seed", type=int, default=0, help="Randomness of batch lines that bring no seed of their own."
 )
@@ -92,14 +101,18 @@ def serve(
     """
     with _common.startup_errors():
         _needs_extra()
-        from xla_engine.config import api_keys_from_environment
-        from xla_engine.server.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
+        from xla_engine.environment import api_keys_from_environment
         from xla_engine.server.settings import ServerSettings, read_api_keys
+        from xla_engine.text.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
 
         keys = api_keys_from_environment() + (read_api_keys(api_key_file) if api_key_file else ())
         model = options["model"]
+        own = names or ("embedded" if model is None else Path(model).name or str(model),)
+        if taken := set(own) & options["lora_modules"].keys():
+            raise ConfigError(f"{min(taken)!r} is a name of the model; give the adapter another")
         settings = ServerSettings(
-            model_names=names or ("embedded" if model is None else Path(model).name or str(model),),
+            model_names=(*own, *options["lora_modules"]),
+            adapter_names=tuple(options["lora_modules"]),
             api_keys=keys,
             sampling_defaults=_sampling_defaults(options, temperature, template_path),
             max_tokens=max_tokens,
@@ -137,7 +150,7 @@ def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any
 def _sampling_defaults(
     options: dict[str, Any], temperature: float | None, template_path: Path | None
 ) -> dict[str, Any]:
-    from xla_engine.config import embedded_model_directory
+    from xla_engine.environment import embedded_model_directory
     from xla_engine.model_loader.generation_config import sampling_defaults
     from xla_engine.sampling_params import SamplingParams
 
@@ -167,11 +180,8 @@ def _one_of(option: str, name: str, names: Iterable[str]) -> str:
 def _needs_extra() -> None:
     try:
         import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
         import python_multipart  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn.protocols.http.httptools_impl  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"the server needs more packages ({error}): pip install 'xla-engine[server]'"
-        ) from error
+        raise ConfigError(f"the server needs more packages ({error}): {install('server')}") from error

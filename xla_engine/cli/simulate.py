@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xla_engine.cli import _common
-from xla_engine.scheduler.policy import POLICIES, PREEMPTIVE
+from xla_engine.cli import _common, _help
+from xla_engine.cli._simulate.machines import machine_options, simulate_machines, take_wanted
+from xla_engine.scheduler.policy import PREEMPTIVE
+from xla_engine.scheduler.user_policy import PolicyError
 
 if TYPE_CHECKING:
+    from xla_engine.observability.step_log import StepLog
     from xla_engine.scheduler import SchedulerConfig
+    from xla_engine.simulator.cost import StatedMachine
     from xla_engine.simulator.report import Report
     from xla_engine.simulator.trace import Arrival
-    from xla_engine.tracing.step_log import StepLog
 
 
 @click.command(short_help="Run a trace through the scheduler alone.", context_settings={"show_default": True})
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
 @click.option(
     "--cost",
     "cost_path",
-    metavar="STEP_LOG",
-    help="The run that says what steps cost.  [default: TRACE, if it is a step log]",
+    metavar="STEP_LOG|JSON",
+    help="The run that says what steps cost, or the --json of a simulation, perhaps edited.  "
+    "[default: TRACE, if it is a step log]",
 )
 @click.option(
     "--max-num-seqs",
@@ -48,16 +52,16 @@ if TYPE_CHECKING:
     "--blocks/--no-blocks",
     "--pages/--no-pages",
     "blocks",
-    cls=_common.RenamedOption,
+    cls=_help.RenamedOption,
     default=None,
     help="Slots borrow KV blocks of --memory, or have room of their own.  [default: as recorded]",
 )
 @click.option(
     "--policy",
     "policies",
-    type=click.Choice(list(POLICIES)),
+    type=_help.Policy(),
     multiple=True,
-    help="Which request goes first; several times to compare.  [default: as recorded]",
+    help="Which request goes first; several times to compare. Your own by its import path.  [default: as recorded]",
 )
 @click.option("--quantum", type=click.IntRange(1), help="Steps of a turn under round_robin.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of a step.")
@@ -74,12 +78,13 @@ if TYPE_CHECKING:
     help="Arrivals come so many times faster.",
 )
 @click.option("--seed", type=int, default=0, help="Chooses the made trace.")
+@machine_options
 @click.option("--plot", "plot_path", metavar="FILE", help="Draw the distributions of times (extra `plot`).")
 @click.option(
     "--step-log",
     "--record",
     "step_log_path",
-    cls=_common.RenamedOption,
+    cls=_help.RenamedOption,
     metavar="FILE",
     help="Write the steps, for `timeline`; one simulation only.",
 )
@@ -100,15 +105,20 @@ def simulate(
     plot_path: str | None,
     step_log_path: str | None,
     json_path: str | None,
+    **options: Any,
 ) -> None:
     """Run TRACE through the engine's own scheduler, without a device: a step takes what a recorded run says it costs.
 
     TRACE is a step log of `run --step-log`; or a CSV file with a header (arrival, prompt_tokens, new_tokens; or the
     columns of the Azure LLM inference traces; or of BurstGPT; packed if named .gz); or a made one: heavy-tailed,
-    uniform.
+    uniform, azure-like.
 
     The cost model is linear in what a step holds and fitted by least squares. A step log as TRACE is first simulated
-    as it ran, and its own times stand beside the predicted ones.
+    as it ran, and its own times stand beside the predicted ones. The file of --json holds the model, in seconds, and
+    can be the --cost of another simulation: so a machine can be described that is not at hand.
+
+    With --replicas the requests go to so many machines; with --p99-first-token, --p99-between or --p99-request the
+    fewest machines are found that keep to it.
 
     \b
     Example:
@@ -117,20 +127,26 @@ def simulate(
       xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --max-num-seqs 8 --max-num-seqs 32
       xla-engine simulate heavy-tailed --cost steps.jsonl --rate 40 --memory 20MB --blocks --max-num-seqs 32
       xla-engine simulate AzureLLMInferenceTrace_conv.csv --cost steps.jsonl --policy fcfs --policy shortest_prompt
+      xla-engine simulate azure-like --rate 20 --requests 2000 --cost steps.jsonl --p99-first-token 2
     """
+    wanted = take_wanted(options)
+    from xla_engine.observability.step_log import is_step_log, read_step_log
+    from xla_engine.simulator.cost import StatedMachine, machine_of, read_stated
     from xla_engine.simulator.fit import fit
     from xla_engine.simulator.report import plot, table, to_json
-    from xla_engine.tracing.step_log import is_step_log, read_step_log
 
     made = _made(trace)
     with _common.startup_errors():
         recorded = None if made or not is_step_log(trace) else read_step_log(trace)
-        source = recorded if cost_path is None else read_step_log(cost_path)
+        source: StepLog | StatedMachine | None = recorded
+        if cost_path is not None:
+            source = read_step_log(cost_path) if is_step_log(cost_path) else read_stated(cost_path)
         if source is None:
             raise _common.NotStarted("--cost STEP_LOG is needed: a step log of `xla-engine run --step-log`")
-        cost = fit(source)
+        cost = source.cost if isinstance(source, StatedMachine) else fit(source)
     click.echo("\n".join(cost.lines()))
-    found: dict[str, Any] = {"cost": cost.to_json()}
+    found: dict[str, Any] = {"cost": cost.to_json(), "machine": {"scheduler": {**source.scheduler}}}
+    found["machine"]["engine"] = {**source.engine}
     if recorded is not None:
         from xla_engine.simulator.compare import compare
 
@@ -147,10 +163,30 @@ def simulate(
     configs = _configs(source, widths, policies, quantum, max_num_batched_tokens, num_blocks)
     if recorded is None:  # nothing is known of what prompts have in common
         configs = {name: replace(config, enable_prefix_caching=False) for name, config in configs.items()}
-    if step_log_path is not None and len(configs) > 1:
+    if step_log_path is not None and (len(configs) > 1 or wanted):
         raise _common.NotStarted("--step-log takes the steps of one simulation; ask for one")
+    if wanted and len(configs) > 1:
+        raise _common.NotStarted(
+            "machines are compared for one number of slots and one policy; give one of each"
+        )
     if made and rate is None:
         raise _common.NotStarted("--rate is needed: how many requests of a made trace come per second")
+    title = f"{Path(trace).name}, {source.engine.get('model', '')}"
+    if wanted:
+        ((name, config),) = configs.items()
+        click.echo(f"\nmachines of {name}")
+        found["machines"] = simulate_machines(
+            wanted,
+            config,
+            replace(machine_of(source), rows=config.max_num_seqs),
+            cost,
+            lambda: _arrivals(trace, recorded, requests, rate, speed, seed),
+            lag=int(source.engine["lag"]),
+            plot_path=plot_path,
+            title=title,
+        )
+        _write_json(json_path, found)
+        return
     reports: dict[str, Report] = {}
     for name, config in configs.items():
         arrivals = _arrivals(trace, recorded, requests, rate, speed, seed)
@@ -162,10 +198,15 @@ def simulate(
     click.echo("\n" + "\n".join(table(reports)))
     with _common.startup_errors():
         if plot_path is not None:
-            plot(reports, plot_path, f"{Path(trace).name}, {source.engine.get('model', '')}")
-        if json_path is not None:
-            found["simulations"] = {name: to_json(report) for name, report in reports.items()}
-            Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
+            plot(reports, plot_path, title)
+    found["simulations"] = {name: to_json(report) for name, report in reports.items()}
+    _write_json(json_path, found)
+
+
+def _write_json(path: str | None, found: dict[str, Any]) -> None:
+    with _common.startup_errors():
+        if path is not None:
+            Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _made(trace: str) -> bool:
@@ -174,7 +215,7 @@ def _made(trace: str) -> bool:
     return trace in SYNTHETIC
 
 
-def _fit(memory: str, source: StepLog, what: str, each: int) -> int:
+def _fit(memory: str, source: StepLog | StatedMachine, what: str, each: int) -> int:
     """How many slots or blocks (`what`) of `each` bytes fit into a size like 8GB."""
     found = re.fullmatch(r"([0-9.]+) *([kMGT]?)B?", memory.strip())
     if found is None or not each:
@@ -187,7 +228,7 @@ def _fit(memory: str, source: StepLog, what: str, each: int) -> int:
     return int(size // each)
 
 
-def _blocks(memory: str | None, source: StepLog) -> int:
+def _blocks(memory: str | None, source: StepLog | StatedMachine) -> int:
     """KV blocks of the memory, or as recorded."""
     if memory is not None:
         each = int(source.engine.get("kv_bytes_per_token", 0)) * int(source.scheduler["block_size"])
@@ -198,7 +239,7 @@ def _blocks(memory: str | None, source: StepLog) -> int:
 
 
 def _configs(
-    source: StepLog,
+    source: StepLog | StatedMachine,
     widths: tuple[int, ...],
     policies: tuple[str, ...],
     quantum: int | None,
@@ -228,12 +269,7 @@ def _configs(
 
 
 def _arrivals(
-    trace: str,
-    recorded: StepLog | None,
-    requests: int | None,
-    rate: float | None,
-    speed: float,
-    seed: int,
+    trace: str, recorded: StepLog | None, requests: int | None, rate: float | None, speed: float, seed: int
 ) -> Iterator[Arrival]:
     from xla_engine.simulator.trace import SYNTHETIC, of_step_log, read_csv
 
@@ -248,15 +284,15 @@ def _arrivals(
 
 def _simulate(
     config: SchedulerConfig,
-    source: StepLog,
+    source: StepLog | StatedMachine,
     cost: Any,
     arrivals: Iterator[Arrival],
     step_log_path: str | None,
 ) -> Report:
+    from xla_engine.observability.step_log_writer import StepLogWriter
     from xla_engine.simulator.clock import Clock
     from xla_engine.simulator.cost import machine_of
     from xla_engine.simulator.simulate import Simulation
-    from xla_engine.tracing.step_log_writer import StepLogWriter
 
     with contextlib.ExitStack() as stack:
         log = None
@@ -265,4 +301,8 @@ def _simulate(
             engine = {**source.engine, "device": f"simulated {source.engine.get('device', '')}"}
             log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
         machine = replace(machine_of(source), rows=config.max_num_seqs)
-        return Simulation(config, machine, Clock(cost), lag=int(source.engine["lag"]), log=log).run(arrivals)
+        simulation = Simulation(config, machine, Clock(cost), lag=int(source.engine["lag"]), log=log)
+        try:
+            return simulation.run(arrivals)
+        except PolicyError as error:
+            raise _common.NotStarted(str(error)) from error

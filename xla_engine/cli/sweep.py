@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xla_engine.cli import _common
+from xla_engine.cli import _common, _help
 
 if TYPE_CHECKING:
     from xla_engine.config import EngineConfig
@@ -21,7 +21,9 @@ def _widths(context: click.Context, option: click.Parameter, value: str) -> list
 
 
 @click.command(
-    short_help="Measure speed against the number of slots.", context_settings={"show_default": True}
+    cls=_help.Sectioned,
+    short_help="Measure speed against the number of slots.",
+    context_settings={"show_default": True},
 )
 @_common.model_option
 @_common.device_options

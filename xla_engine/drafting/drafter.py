@@ -32,3 +32,16 @@ class Drafter(Protocol):
     def end(self, name: str) -> None:
         """The sequence is over. A name that is unknown is none of its own."""
         ...
+
+
+class Nobody:
+    """Proposes nothing: the device guesses for itself."""
+
+    def begin(self, name: str, tokens: Sequence[int], group: str) -> None: ...
+
+    def extend(self, name: str, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, name: str, most: int) -> Proposal:
+        return Proposal()
+
+    def end(self, name: str) -> None: ...

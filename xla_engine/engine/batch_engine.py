@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
-from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.config import EngineConfig
 from xla_engine.drafting.drafter import Drafter
-from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
-from xla_engine.engine.loop import Loop
-from xla_engine.engine.protocol import RequestOptions, drained
-from xla_engine.engine.requests.output_collector import OutputCollector, Readable
+from xla_engine.engine.protocol import drained
+from xla_engine.engine.requests.output_collector import Readable
 from xla_engine.engine.requests.request_table import RequestTable
-from xla_engine.engine.requests.seeds import request_seed
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.engine.scheduler_options import scheduler_config
+from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation import make_speculator
-from xla_engine.engine.stats import EngineStats
-from xla_engine.errors import ConfigError, EngineClosedError
+from xla_engine.engine.weights.adapters import Adapters
+from xla_engine.engine.weights.changing import ChangingWeights
+from xla_engine.environment import embedded_model_directory
+from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.generation_config import sampling_defaults
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.outputs import RequestOutput
-from xla_engine.prompts import Prompt, prompt_parts
+from xla_engine.pooling.model import for_runner, load_pooler
+from xla_engine.pooling.pooler import Pooler
+from xla_engine.runner.devices import start_profile, stop_profile
+from xla_engine.runner.drafting.make import guesser_of
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Scheduler, Snapshot
+from xla_engine.scheduler import Scheduler
+from xla_engine.scheduler.continuation import forget_slots
 from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 
-class XlaBatchEngine(Loop):
+class XlaBatchEngine(ChangingWeights):
     """Continuous batching over one model: the loop, and the requests, results and counters of its callers.
 
     Several threads may call it, each with collectors of its own, as `LLM` has.
@@ -51,8 +55,6 @@ class XlaBatchEngine(Loop):
         engine.close()
     """
 
-    runner: Runner
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -60,32 +62,39 @@ class XlaBatchEngine(Loop):
         config: EngineConfig | None = None,
         *,
         chat_template: ChatTemplate | None = None,
-        progress: Callable[[str], None] | None = None,
-        load_progress: Callable[[int, int], None] | None = None,
+        draft: Checkpoint | None = None,
+        pooler: Pooler | None = None,
+        progress: StartupProgress = silent,
     ) -> None:
-        """`progress` is called with each compiled program's name, `load_progress` with the bytes of weights on the
-        device so far and in total."""
+        """`progress` is called with each step of the start: weights, C++ operations, programs, self-check. draft: a
+        draft model; None loads the one that `speculative_config` names. pooler: how prompts are pooled where
+        `config.runner` says so; None takes the last token's vector."""
         config = config or EngineConfig()
+        pooler = (pooler or Pooler()) if config.pools else None
         runner = Runner(
             checkpoint.config,
             checkpoint.weights,
             checkpoint.dtype,
             config,
+            guesser=guesser_of(config, checkpoint, tokenizer, draft),
+            pooling=None if pooler is None else pooler.pooling_type,
             progress=progress,
-            load_progress=load_progress,
         )
         self.config = config = runner.config
         self.self_check: SelfCheck | None = None
         if config.self_check:
+            progress(StartupStep("self-check"))
             self.self_check = run_self_check(runner, checkpoint.config.vocab_size)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
-        super().__init__(scheduler, runner, RequestTable(tokenizer), lag=config.lag)
-        self.step_timeout_s = config.step_timeout_s
+        super().__init__(
+            scheduler, runner, RequestTable(tokenizer, config.keep_finished, pooler), lag=config.lag
+        )
+        self.step_timeout_s, self.seed = config.step_timeout_s, config.seed
         self._parks = config.parks
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.default_params = SamplingParams()  # of requests that are submitted without parameters
+        self.adapters = Adapters(runner, checkpoint, self.slots_of_adapters)
         self.validator = RequestValidator(
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
@@ -93,10 +102,15 @@ class XlaBatchEngine(Loop):
             tokenizer=tokenizer,
             max_waiting=config.max_waiting,
             max_num_seqs=config.num_slots,
+            takes_turns=config.scheduling_policy == "round_robin",
+            has_dry=config.enable_dry,
+            pooler=pooler,
+            hidden_size=checkpoint.config.hidden_size,
             never_fits=lambda prompt_tokens, max_tokens: self.scheduler.never_fits(prompt_tokens, max_tokens),
         )
         self._speculator = make_speculator(config, runner, self.self_check, self._table)
-        self._collector = OutputCollector()  # of requests that were submitted without one; `step` reads it
+        self._shadow = ShadowProbe(runner, config) if config.shadow_rate else None
+        self._begin_reports()
 
     @classmethod
     def from_pretrained(
@@ -104,82 +118,27 @@ class XlaBatchEngine(Loop):
         model: str | Path | None = None,
         config: EngineConfig | None = None,
         *,
-        progress: Callable[[str], None] | None = None,
-        load_progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress = silent,
     ) -> XlaBatchEngine:
         """Load a Hugging Face directory, an id of its hub or a GGUF file (None: the embedded model) and compile.
 
-        Raises CheckpointError. The callbacks are those of the constructor.
+        Raises CheckpointError. `progress` is that of the constructor.
         """
         config = config or EngineConfig()
         files = open_model(embedded_model_directory() if model is None else model)
+        files, config = for_runner(files, config)
+        tokenizer = Tokenizer.of_model(files)
         engine = cls(
             load_checkpoint(files, dtype=config.dtype),
-            Tokenizer.of_model(files),
+            tokenizer,
             config,
             chat_template=files.chat_template(),
+            pooler=load_pooler(files, tokenizer, config),
             progress=progress,
-            load_progress=load_progress,
         )
         if config.generation_config == "model":
             engine.default_params = SamplingParams.from_mapping(sampling_defaults(files))
         return engine
-
-    @locked
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        collector: OutputCollector | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> str:
-        """Queue a prompt (text, token ids or a dict around either); returns the request's id.
-
-        request_id: None counts up, past ids in use. It names the request in outputs and, without a seed of its own,
-            keys its noise.
-        add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
-        collector: takes the request's news; without one `step` returns them.
-        options: when it runs and what it shares; see `RequestOptions`.
-
-        Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit), QueueFullError when the
-        queue is bounded and full, and EngineClosedError when the engine is gone; then nothing is changed.
-        """
-        self._waiter.check_process()
-        self._settle()
-        if self._closed is not None:
-            raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
-        if self._draining:
-            raise EngineClosedError("the engine finishes what it has and takes no more requests")
-        params = params or self.default_params
-        request_id = self._table.free_id(params.n) if request_id is None else request_id
-        self._table.check_free(request_id, params.n)
-        content, text, salt = prompt_parts(prompt)
-        if salt is not None:
-            options["cache_salt"] = salt
-        self.validator.check_options(**options)
-        token_ids = self.validator.token_ids(content, params, add_special_tokens=add_special_tokens)
-        params = self.validator.with_limit(params, len(token_ids))
-        stop_ids = self.validator.stop_token_ids(params)
-        self.validator.check_queue(params.n, self.num_waiting, self.scheduler.num_free)
-        mask = self.validator.token_mask(params, stop_ids)
-        sequences = self._table.open(
-            request_id,
-            text,
-            token_ids,
-            params,
-            mask=mask,
-            stop_ids=stop_ids,
-            eos_ids=self.validator.eos_token_ids,
-            seed=self.seed_of(request_id, params),
-            collector=self._collector if collector is None else collector,
-            now=self.clock(),
-            options=options,
-        )
-        self.queue(request_id, sequences)
-        return request_id
 
     def render_chat(
         self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any
@@ -215,7 +174,7 @@ class XlaBatchEngine(Loop):
         draining, self._draining = self._draining, True
         try:
             while self.has_unfinished:
-                if self._table and self.clock() >= until:
+                if self.has_work and self.clock() >= until:
                     self.abort_all(drained(timeout_s))
                 if self._closed is None or not self._collector:
                     self.advance()
@@ -240,60 +199,6 @@ class XlaBatchEngine(Loop):
         """Whether a turn still has something to do or to deliver."""
         return self.has_work or bool(self._collector)
 
-    @property
-    def num_waiting(self) -> int:
-        return self.scheduler.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        return self.scheduler.num_running
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self.config.num_slots
-
-    @property
-    def max_model_len(self) -> int:
-        return self.runner.context_length
-
-    @locked
-    def snapshot(self) -> Snapshot:
-        """Slots, queue and the reason of each request's last scheduling decision; does not touch the device."""
-        return self.scheduler.snapshot()
-
-    @locked
-    def stats(self) -> EngineStats:
-        """Counters since start-up; does not touch the device."""
-        counters, work = self.scheduler.counters(), self._work
-        return EngineStats(
-            steps=work.steps,
-            prefill_calls=self.runner.prefill_calls,
-            prompt_tokens=work.prompt_tokens,
-            generation_tokens=self._table.token_buffer.num_tokens,
-            finished={str(reason): count for reason, count in self._table.finished.items()},
-            recoveries=self._faults.count,
-            cached_tokens=counters.cached_tokens,
-            preemptions=counters.preemptions,
-            slot_steps_busy=work.slot_steps_busy,
-            slot_steps_total=work.decode_steps * self.config.num_slots,
-            drafted_tokens=0 if self._speculator is None else self._speculator.drafted,
-            accepted_tokens=0 if self._speculator is None else self._speculator.accepted,
-            compiles_warmup=self.runner.compiles.before,
-            compiles_after_warmup=self.runner.compiles.after,
-            load_seconds=self.runner.load_seconds,
-            compile_seconds=self.runner.compile_seconds,
-            last_step_age_s=self.clock() - self._heard if self.has_work else 0.0,
-        )
-
-    def identity(self) -> EngineIdentity:
-        """Everything the bits of a result may depend on beside the request."""
-        return EngineIdentity(
-            model=self.checkpoint.fingerprint,
-            dtype=self.checkpoint.dtype,
-            config=json.loads(json.dumps(self.config.bit_options())),
-            platform=self.runner.platform,
-        )
-
     @locked
     def reset_prefix_cache(self) -> None:
         """Forget the cached prefixes: a prompt is computed whole until its beginning has been seen again."""
@@ -305,7 +210,10 @@ class XlaBatchEngine(Loop):
         The engine must be idle.
         """
         self.reset_prefix_cache()
+        forget_slots(self.scheduler)
         self.runner.blank()
+        if self._shadow is not None:
+            self._shadow.restart()
 
     def draft_with(self, drafter: Drafter) -> None:
         """Let another drafter guess, for a check or a measurement; the engine must be idle and speculate.
@@ -315,6 +223,17 @@ class XlaBatchEngine(Loop):
         if self._speculator is None:
             raise ConfigError("this engine does not speculate: give it a speculative_config")
         self._speculator.drafter = drafter
+
+    def start_profile(self, directory: str | Path) -> None:
+        """Write down what XLA and the host do until `stop_profile`, which puts a profile below `directory`.
+
+        TensorBoard and Perfetto show it. One engine of a process at a time is profiled.
+        """
+        start_profile(directory)
+
+    def stop_profile(self) -> None:
+        """Write the profile."""
+        stop_profile()
 
     def inventory_report(self) -> list[GraphReport]:
         """One report per executable."""
@@ -330,6 +249,8 @@ class XlaBatchEngine(Loop):
             self._closed = "close() was called"
         self._in_flight.clear()
         self._waiter.close()
+        self._trier.close()
+        self.masks.close()
         if not self._gone:  # a device that does not answer would not let go of its memory, either
             self.runner.close()
 
@@ -338,7 +259,3 @@ class XlaBatchEngine(Loop):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def seed_of(self, request_id: str, params: SamplingParams) -> int:
-        """Return a request's 64-bit noise key: its own seed, else one made from the engine's seed and its id."""
-        return request_seed(self.config.seed, request_id) if params.seed is None else params.seed % 2**64

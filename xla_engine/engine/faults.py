@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 
 from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.scheduler import Chunk, Plan, Row
+from xla_engine.observability.log import engine_log
+from xla_engine.scheduler import Chunk, Plan, Row, VerifyRow
 
 FAULTS_SURVIVED = 1  # failed steps after which a request is run again as before; from then on it is a suspect
 FAULTS_IN_A_ROW = 16  # failed steps without a good one between them; then the device is given up
@@ -37,13 +38,18 @@ class Faults:
 
     def step_was_good(self) -> None:
         """Note that the device has answered."""
-        self.plan, self._in_a_row = None, 0
+        self.plan = None
+        if self._in_a_row:
+            engine_log.info("recovered: a step was read after %d that failed", self._in_a_row)
+            self._in_a_row = 0
 
     def record(self, cause: str) -> bool:
         """Note a failed step; true if it makes sense to go on."""
         self.last = cause
         self.count += 1
         self._in_a_row += 1
+        step = "a turn" if self.plan is None else f"step {self.plan.step}"
+        engine_log.warning("%s failed, the %d. in a row: %s", step, self._in_a_row, cause)
         return self._in_a_row < FAULTS_IN_A_ROW
 
     @property
@@ -89,5 +95,5 @@ class Faults:
         plan, only, self.plan = self.plan, self.only, None
         if plan is None:
             return [one for name, one in live.items() if only is None or name in only]
-        parts: tuple[Chunk | Row, ...] = (*plan.chunks, *plan.decode)
+        parts: tuple[Chunk | Row | VerifyRow, ...] = (*plan.chunks, *plan.decode, *plan.verify)
         return [live[name] for name in dict.fromkeys(part.request_id for part in parts) if name in live]

@@ -18,22 +18,18 @@ from threading import Condition, get_ident
 from xla_engine.engine.faults import Faults
 from xla_engine.engine.locked import locked
 from xla_engine.engine.recovery import Recovery
+from xla_engine.engine.requests.masks import MaskMaker
 from xla_engine.engine.requests.request_table import RequestTable
+from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation import Speculator
-from xla_engine.engine.stats import WorkCounters
 from xla_engine.engine.waiter import StepRunner, Waiter
 from xla_engine.errors import DeviceGoneError, EngineClosedError, InvalidRequestError
+from xla_engine.observability.stats import WorkCounters
 from xla_engine.runner.in_flight import InFlight
-from xla_engine.scheduler import (
-    Events,
-    FinishReason,
-    Plan,
-    Request,
-    Scheduler,
-    StepResult,
-)
+from xla_engine.scheduler import Events, FinishReason, Plan, Request, Scheduler, StepResult
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
+from xla_engine.scheduler.user_policy import PolicyError
 
 
 class Loop(Recovery):
@@ -41,10 +37,12 @@ class Loop(Recovery):
 
     lag: started steps that may be left unread; may be changed between turns.
     lock: held by whatever reads or changes the state of requests; told of the end of each turn.
-    step_timeout_s: seconds a step may take to be read before the device is given up; None for no limit.
+    step_timeout_s: seconds that a step may take to be started, and to be read, before the device is given up; None for
+        no limit.
     clock: seconds, for deadlines and the times of tokens.
     on_step: called with each plan as it is started (events None) and each step as it is read.
     on_submit, on_end: called for each sequence as it is queued, and as it ends.
+    masks: makes those of host-gated rows.
     """
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner, table: RequestTable, *, lag: int) -> None:
@@ -65,7 +63,9 @@ class Loop(Recovery):
         self._turns = 0  # that came to their end
         self._unsettled = False  # a turn was begun and has not come to its end
         self._work = WorkCounters()
+        self.masks = MaskMaker()
         self._speculator: Speculator | None = None
+        self._shadow: ShadowProbe | None = None
         self._waiter = Waiter()
         self._heard = 0.0  # when the device answered last, or had nothing to do
         self._gone = False  # the device does not answer any more
@@ -73,26 +73,30 @@ class Loop(Recovery):
         self._draining = False  # takes no more requests
         self._parks = False  # the state of a request can wait on the host
 
-    def queue(self, request_id: str, sequences: Iterable[Request]) -> None:
+    def queue(
+        self, request_id: str, sequences: Iterable[Request], submit: Callable[[Request], None] | None = None
+    ) -> None:
         """Queue all sequences of a request of the table, or none: then the request leaves the table.
 
-        Raises what `Scheduler.submit` does.
+        submit: in place of `Scheduler.submit`, and raises what that does.
         """
         queued: list[str] = []
         try:
             for request in sequences:
-                self.scheduler.submit(request)
+                (submit or self.scheduler.submit)(request)
                 if self.on_submit is not None:
                     self.on_submit(request)
                 queued.append(request.request_id)
                 if self._speculator is not None:
                     self._speculator.begin(request)
-        except BaseException:
+        except BaseException as error:
             for name in queued:
                 self.scheduler.abort(name)
                 if self._speculator is not None:
                     self._speculator.end(name)
             self._table.take_back(request_id)
+            if isinstance(error, PolicyError):
+                raise InvalidRequestError(str(error)) from error
             raise
 
     @locked
@@ -102,10 +106,12 @@ class Loop(Recovery):
         cause: what its output says as `error`.
         """
         self._settle()
-        ended = [name for name in self._table.sequences(request_id) if self.scheduler.abort(name)]
-        for name in ended:
-            self._end(name, FinishReason.ABORT, cause)
-        return bool(ended)
+        ended = False
+        for name in self._table.sequences(request_id):
+            if self.scheduler.abort(name):
+                ended = True
+                self._end(name, FinishReason.ABORT, cause)
+        return ended
 
     @locked
     def abort_all(self, cause: str | None = None) -> None:
@@ -119,10 +125,18 @@ class Loop(Recovery):
 
     def _take_away(self, name: str, *, how: str | None, to_back: bool) -> bool:
         """Preempt a sequence; true if it held a slot."""
-        if self.scheduler.preempt(name, how=how, to_back=to_back) is None:
+        if (action := self.scheduler.preempt(name, how=how, to_back=to_back)) is None:
             return False
-        self._table.token_buffer.bound(self._table[name], self.scheduler.counters().steps_planned)
+        self._lost_slot(name, self.scheduler.counters().steps_planned)
+        if action == "replay":  # the step being read may hold a token behind a first one that is dropped
+            self._table[name].rewind()
         return True
+
+    def _lost_slot(self, name: str, step: int) -> None:
+        """A sequence was preempted before `step` was planned."""
+        sequence = self._table[name]
+        sequence.preemptions += 1
+        self._table.token_buffer.bound(sequence, step)
 
     def advance(self) -> None:
         """One turn, whose news are left in the collectors. Raises EngineClosedError.
@@ -203,6 +217,9 @@ class Loop(Recovery):
                 self._faults.plan = step.plan
             else:
                 self._unsettled = False
+        except DeviceGoneError as error:
+            self._gone = True
+            self.fail(str(error))
         except Exception as error:
             self._recover(f"{type(error).__name__}: {error}")
         finally:
@@ -219,8 +236,7 @@ class Loop(Recovery):
             if isinstance(answer, BaseException):
                 raise answer
             for part in self.runner.prompt_scores(step):
-                if self._table.settings.get(part.request_id) is part.settings:
-                    self._table[part.request_id].add_prompt_logprobs(part.start, part.scores)
+                self._table.add_of_prompt(part)
             events = self.scheduler.commit(step.plan, answer)
             if self._speculator is not None:
                 self._speculator.read(step.plan, answer)
@@ -239,10 +255,11 @@ class Loop(Recovery):
 
     def _start_next(self) -> bool:
         """Plan and dispatch one step; false when there is nothing to dispatch."""
-        speculator = self._speculator
-        plan = self.scheduler.plan(None if speculator is None else speculator.wanted(self.scheduler.decoding))
+        speculator, held = self._speculator, self._hold() if self.masks else frozenset()
+        wanted = None if speculator is None else speculator.wanted(self.scheduler.decoding)
+        plan = self.scheduler.plan(wanted, held)
         if plan.is_empty:
-            if self._table and not self._in_flight:
+            if self._table and not self._in_flight and not held:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._faults.plan = plan
@@ -250,14 +267,12 @@ class Loop(Recovery):
             self._table[request_id].rewind()
         for decision in plan.decisions:
             if decision.action in WAYS_TO_PREEMPT:
-                self._table.token_buffer.bound(self._table[decision.request_id], plan.step)
+                self._lost_slot(decision.request_id, plan.step)
         for request_id in plan.to_speculate:
             self._table.token_buffer.bound(self._table[request_id], plan.step)
-        if speculator is None:
-            self._in_flight.append(self.runner.start(plan, self._table.settings))
-        else:
-            guesses = speculator.guesses(plan)
-            self._in_flight.append(self.runner.start(plan, self._table.settings, guesses))
+        guesses = () if speculator is None else (speculator.guesses(plan),)
+        start = partial(self.runner.start, plan, self._table.settings, *guesses)
+        self._in_flight.append(start() if self.step_timeout_s is None else self._start_in_time(start))
         self._faults.plan = None
         if self.on_step is not None:
             self.on_step(plan, None)
@@ -267,8 +282,28 @@ class Loop(Recovery):
         for request_id in plan.admitted:
             self._table[request_id].admit(now)
         self._begin_decoding(plan)
-        self._work.started(plan)
+        self._work.started(plan, self._table.token_buffer.histograms, self.scheduler.blocks_used)
+        if self._shadow is not None:
+            self._shadow.step()
         return True
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """Who guesses; None where rows sample one token a step."""
+        return self._speculator
+
+    @locked
+    def finish_shadow(self) -> None:
+        """Run again all requests that the shadow probe has drawn and not come to; the engine must be idle."""
+        if self._shadow is not None:
+            self._shadow.finish()
+
+    def _start_in_time(self, start: Callable[[], InFlight]) -> InFlight:
+        """Start a step that may hang before it runs. Raises DeviceGoneError when the time of a step is over."""
+        answer = self._waiter.watch(start, self.time_left, self.clock(), lambda: None)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     @locked
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
@@ -285,9 +320,8 @@ class Loop(Recovery):
             raise InvalidRequestError(
                 f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
             )
-        return any(
-            [self._take_away(name, how=how, to_back=to_back) for name in self._table.sequences(request_id)]
-        )
+        names = self._table.sequences(request_id)
+        return any([self._take_away(name, how=how, to_back=to_back) for name in names])
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:

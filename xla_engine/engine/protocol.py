@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, Unpack
 
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.stats import EngineStats
+from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Snapshot
+from xla_engine.scheduler import Peek, Snapshot
 
 
 class SharedOptions(TypedDict, total=False):
@@ -35,10 +37,14 @@ class RequestOptions(SharedOptions, total=False):
 
     priority: -10 (soonest) to 10, and 0 if left out; `scheduler.policy.place` states the rule, and how long a request
         can be kept waiting by it.
+    quantum: steps of its turns under the policy "round_robin"; None: as `EngineConfig` says.
+    lora_request: its adapter, loaded where it is not there yet; None: the model as it is.
     deadline_s, queue_timeout_s, cache_salt: as in `SharedOptions`.
     """
 
     priority: int
+    quantum: int | None
+    lora_request: LoRARequest | None
 
 
 def pop_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -68,21 +74,33 @@ class Engine(Protocol):
     ) -> str: ...
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
         collector: OutputCollector | None = None,
+        on_refused: Callable[[Exception], object] | None = None,
         **options: Unpack[RequestOptions],
     ) -> str: ...
+    def adapter_named(self, name: str | None) -> LoRARequest | None: ...
     def abort(self, request_id: str) -> bool: ...
+    def extend(
+        self,
+        request_id: str,
+        max_tokens: int,
+        *,
+        collector: OutputCollector | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> None: ...
 
     def advance(self) -> None: ...
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]: ...
 
     def snapshot(self) -> Snapshot: ...
+    def peek(self) -> Peek: ...
     def stats(self) -> EngineStats: ...
+    def metrics_text(self) -> str: ...
     def identity(self) -> EngineIdentity: ...
     def close(self) -> None: ...

@@ -6,10 +6,9 @@ from collections import deque
 
 from xla_engine.engine.delivery import Delivery
 from xla_engine.engine.faults import FAULTS_IN_A_ROW, Faults
+from xla_engine.observability.log import engine_log
 from xla_engine.runner.in_flight import InFlight
-from xla_engine.scheduler import (
-    FinishReason,
-)
+from xla_engine.scheduler import FinishReason
 from xla_engine.scheduler.restart import restarted
 
 
@@ -39,6 +38,7 @@ class Recovery(Delivery):
         if culprit is not None and not culprit.finished:
             self.scheduler.finish(culprit.request_id, FinishReason.ERROR)
             message = f"a step failed again with this request alone in it: {cause}"
+            engine_log.warning("request %r ends: it was alone in a failed step", culprit.request_id)
             self._end(culprit.request_id, FinishReason.ERROR, message)
 
     def _settle(self) -> None:
@@ -54,12 +54,14 @@ class Recovery(Delivery):
         goes on.
         """
         self._in_flight.clear()
-        self.scheduler = restarted(self.scheduler, self._faults.only)
+        self.scheduler = restarted(self.scheduler, self._faults.only, list(self._table))
         for name in self._table:
             self._table[name].rewind()
         self._table.token_buffer.clear()
         if self._speculator is not None:
             self._speculator.restart()
+        if self._shadow is not None:
+            self._shadow.restart()
         try:
             self.runner.rebuild()
         except Exception as error:
@@ -69,6 +71,7 @@ class Recovery(Delivery):
     def fail(self, cause: str) -> None:
         """Close the engine for a cause: every request ends with reason `error`, and later submits fail at once."""
         self._closed = cause
+        engine_log.error("the engine is closed, and %d sequences end: %s", len(self._table), cause)
         self._in_flight.clear()
         for name in self._table:
             self.scheduler.finish(name, FinishReason.ERROR)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from xla_engine.config import AUTO, EngineConfig
-from xla_engine.drafting.drafter import Drafter, Proposal
+from xla_engine.drafting.drafter import Drafter, Nobody, Proposal
 from xla_engine.drafting.suffix import SuffixDrafter
 from xla_engine.drafting.width import WidthChooser
 from xla_engine.engine.requests.request_table import RequestTable
@@ -16,6 +18,7 @@ from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.verify_inputs import HELD, Guess
 from xla_engine.scheduler import Plan, Request, Speculation, StepResult
+from xla_engine.speculative_config import ON_DEVICE
 
 CERTAIN = 1 << 20  # tokens of a match that can hardly be wrong
 
@@ -39,13 +42,13 @@ def make_speculator(
     for rows, width in config.verify_shapes:
         lanes[width] = max(lanes.get(width, 0), rows)
     chooser = WidthChooser(runner.step_costs()) if options.num_speculative_tokens == AUTO else None
+    if options.method in ON_DEVICE:
+        return Speculator(Nobody(), table, lanes, chooser, on_device=True)
     return Speculator(SuffixDrafter(shares=options.method == "suffix"), table, lanes, chooser)
 
 
 def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
     """Why checking several tokens at once may give other bits than one by one; None where it cannot."""
-    if not runner.keeps_no_state:
-        return "this model has recurrent layers, whose state is not rolled back yet"
     if found is None:
         return "no self-check ran (self_check, or blocks enough for it)"
     if not runner.has_one_row_code:
@@ -55,10 +58,30 @@ def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
     return None
 
 
+class Script(Protocol):
+    """Says what a run is to do, in place of drafters and of the choice of widths."""
+
+    def wanted(self) -> Speculation | None:
+        """What the next plan may do."""
+        ...
+
+    def planned(self, plan: Plan) -> None:
+        """A plan was made."""
+        ...
+
+    def drafts(self, plan: Plan, request_id: str) -> Sequence[int]:
+        """Tokens that stand right behind the last one of a row of a plan, on the device."""
+        ...
+
+    def start(self, plan: Plan, request_id: str) -> int:
+        """Where these stand in the sequence."""
+        ...
+
+
 class Speculator:
     """Tells drafters what sequences have so far, and the device what they guess.
 
-    drafter: may be another while the engine is idle.
+    drafter: may be another while the engine is idle. script: what replaces it, and the choice of widths.
     drafted, accepted: drafts that steps have checked, and those that were right.
     """
 
@@ -68,14 +91,19 @@ class Speculator:
         table: RequestTable,
         lanes: Mapping[int, int],
         chooser: WidthChooser | None,
+        *,
+        on_device: bool = False,
     ) -> None:
-        """lanes: rows at most of a verify step, by width. chooser: None for the one width there is."""
+        """lanes: rows at most of a verify step, by width. chooser: None for the one width there is. on_device: verify
+        steps guess as many tokens as they take for rows that `drafter` has nothing for."""
         self.drafted = 0
         self.accepted = 0
         self.drafter = drafter
+        self.script: Script | None = None
         self._table = table
         self._lanes = lanes
         self._chooser = chooser
+        self._on_device = on_device
         self._told: dict[str, int] = {}  # tokens that the drafter knows of a sequence's output
         self._started: deque[dict[str, int]] = (
             deque()
@@ -83,7 +111,7 @@ class Speculator:
 
     def begin(self, request: Request) -> None:
         """A sequence was queued."""
-        self.drafter.begin(request.request_id, request.prompt_token_ids, request.cache_salt)
+        self.drafter.begin(request.request_id, request.prompt_token_ids, request.group)
         self._told[request.request_id] = 0
 
     def end(self, name: str) -> None:
@@ -97,6 +125,8 @@ class Speculator:
 
     def wanted(self, running: list[str]) -> Speculation | None:
         """What the next plan may do. running: the sequences that may have a row in it."""
+        if self.script is not None:
+            return self.script.wanted()
         if self._chooser is None:
             ((width, lanes),) = self._lanes.items()
             return Speculation(width, lanes)
@@ -104,24 +134,43 @@ class Speculator:
             return None
         widest = max(self._lanes)
         proposals = [self._propose(name, widest - 1) for name in running]
-        found = [(len(tokens), match) for tokens, match in proposals if tokens]
+        unseen = widest - 1 if self._on_device else 0
+        found = [(len(tokens) or unseen, match) for tokens, match in proposals if tokens or unseen]
         width = self._chooser.choose(len(running), found)
         return None if width == 0 else Speculation(width, self._lanes.get(width, len(running)))
 
+    def foreseen(self, running: list[str]) -> Speculation | None:
+        """What `wanted` would say now; it is not counted as a step."""
+        chooser = self._chooser
+        self._chooser = copy.copy(chooser)
+        try:
+            return self.wanted(running)
+        finally:
+            self._chooser = chooser
+
     def guesses(self, plan: Plan) -> dict[str, Guess]:
         """What may come next for the rows of a verify step."""
+        if self.script is not None:
+            self.script.planned(plan)
         if plan.width < 2:
             return {}
         found, matches = {}, {}
         for row in plan.verify:
             sequence = self._table[row.request_id]
-            gated = sequence.host_gated
-            proposal = self._propose(row.request_id, row.width - 1 if gated else HELD * plan.width)
-            if gated:
-                masks = sequence.masks_behind(proposal.tokens)
-                guess = Guess(sequence.next_position, proposal.tokens[: len(masks)], masks=masks)
+            gated, script = sequence.host_gated, self.script
+            if script is not None:
+                start = script.start(plan, row.request_id)
+                proposal = Proposal(script.drafts(plan, row.request_id))
             else:
-                guess = Guess(sequence.next_position, proposal.tokens, lookup=True)
+                start = sequence.next_position
+                proposal = self._propose(row.request_id, row.width - 1 if gated else HELD * plan.width)
+            if gated:
+                mask = sequence.mask
+                slow = mask is None or (mask.may_be_slow and script is None)
+                masks = [] if mask is None or slow else mask.ahead(proposal.tokens)
+                guess = Guess(start, proposal.tokens[: len(masks)], masks=masks)
+            else:
+                guess = Guess(start, proposal.tokens, lookup=script is None)
             found[row.request_id] = guess
             matches[row.request_id] = proposal.match
         self._started.append(matches)
@@ -137,6 +186,8 @@ class Speculator:
             self.drafted += drafted
             self.accepted += accepted
             sequence = self._table.get(row.request_id)
+            if drafted:
+                self._table.token_buffer.histograms.accepted_drafts.add(accepted)
             if sequence is not None:
                 sequence.count_drafts(drafted, accepted)
             if self._chooser is not None and drafted:
@@ -147,7 +198,7 @@ class Speculator:
         sequence = self._table[name]
         if sequence.is_repeating:
             return Proposal(sequence.known_tokens(most), CERTAIN)
-        if forced := sequence.forced_tokens():
+        if sequence.mask is not None and (forced := sequence.mask.forced()):
             return Proposal(forced[:most], CERTAIN)
         self._tell(sequence)
         return self.drafter.propose(name, most)

@@ -1,4 +1,4 @@
-"""Waiting for steps of the device, in this thread or in one that can be left behind when a step hangs."""
+"""Work beside the loop: waiting for steps of the device in a thread that can be left behind when one hangs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from xla_engine.errors import DeviceGoneError, EngineClosedError
 from xla_engine.runner.in_flight import InFlight, PromptScores
+from xla_engine.runner.pooling.pooled import PooledChunk
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.verify_inputs import Guess
 from xla_engine.scheduler import Plan, StepResult
+
+T = TypeVar("T")
 
 
 class StepRunner(Protocol):
     """What a loop asks of the device side; `Runner` documents it."""
 
     def start(
-        self,
-        plan: Plan,
-        settings: Mapping[str, RowSettings],
-        guesses: Mapping[str, Guess] | None = None,
+        self, plan: Plan, settings: Mapping[str, RowSettings], guesses: Mapping[str, Guess] | None = None
     ) -> InFlight: ...
     def wait(self, step: InFlight) -> StepResult: ...
-    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores]: ...
+    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores | PooledChunk]: ...
     def discard(self, request_id: str) -> None: ...
     def rebuild(self) -> None: ...
 
@@ -37,17 +37,17 @@ def gone() -> DeviceGoneError:
     return DeviceGoneError("the device has not answered within step_timeout_s; start a new process")
 
 
-class Pending:
-    """A step that another thread waits for. answer: its result or what was raised, once `done` is set."""
+class Pending(Generic[T]):
+    """A call that another thread makes. answer: its result or what was raised, once `done` is set."""
 
-    def __init__(self, call: Callable[[], StepResult], on_done: Callable[[], object] | None) -> None:
+    def __init__(self, call: Callable[[], T], on_done: Callable[[], object] | None) -> None:
         self.done = threading.Event()
-        self.answer: StepResult | BaseException | None = None
+        self.answer: T | BaseException | None = None
         self._call = call
         self._on_done = on_done
 
     def run(self) -> None:
-        """Wait for the step; what `on_done` raises is lost."""
+        """Make the call; what `on_done` raises is lost."""
         try:
             self.answer = self._call()
         except BaseException as error:
@@ -57,21 +57,21 @@ class Pending:
             with suppress(RuntimeError):  # its event loop was closed meanwhile
                 self._on_done()
 
-    def result(self) -> StepResult | BaseException:
+    def result(self) -> T | BaseException:
         """The answer; `done` must be set."""
-        assert self.answer is not None, "the step was not waited for"
+        assert self.answer is not None, "the call was not waited for"
         return self.answer
 
 
 class Waiter:
-    """One thread that waits for steps in order. No process waits for it at its end.
+    """One thread that makes calls in order, most of which wait for a step. No process waits for it at its end.
 
     sleep: waits for an event for so many seconds at most, and says whether it came.
     """
 
     def __init__(self) -> None:
         self.sleep: Callable[[threading.Event, float], bool] = threading.Event.wait
-        self._jobs: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self._started = False
         self._pid = os.getpid()
         self.close = weakref.finalize(self, self._jobs.put, None)  # also when the engine is forgotten
@@ -89,8 +89,8 @@ class Waiter:
                 "process, or start it with the method spawn"
             )
 
-    def ask(self, call: Callable[[], StepResult], on_done: Callable[[], object] | None = None) -> Pending:
-        """Let the thread make a call, which waits for a step. on_done: called in that thread afterwards."""
+    def ask(self, call: Callable[[], T], on_done: Callable[[], object] | None = None) -> Pending[T]:
+        """Let the thread make a call. on_done: called in that thread afterwards."""
         if not self._started:
             threading.Thread(target=_serve, args=(self._jobs,), name="xla-engine-wait", daemon=True).start()
             self._started = True
@@ -100,12 +100,12 @@ class Waiter:
 
     def watch(
         self,
-        call: Callable[[], StepResult],
+        call: Callable[[], T],
         time_left: Callable[[float], float],
         began: float,
         expire: Callable[[], None],
-    ) -> StepResult | BaseException:
-        """Wait as long as there is time left, with a call of `expire` whenever that may be due."""
+    ) -> T | BaseException:
+        """Make a call, and wait as long as there is time left, with a call of `expire` whenever that may be due."""
         pending = self.ask(call)
         while (left := time_left(began)) > 0:
             if self.sleep(pending.done, left):
@@ -114,7 +114,7 @@ class Waiter:
         return gone()
 
 
-def _serve(jobs: queue.SimpleQueue[Pending | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[Pending[Any] | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # else it would live until the next one comes

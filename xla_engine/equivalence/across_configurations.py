@@ -75,7 +75,7 @@ def run_together(engine: XlaBatchEngine, cases: Sequence[Case]) -> dict[str, Com
 
 def _variants(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     """Named configurations that differ from `config` in one respect each."""
-    for width in (8, 16, 32):
+    for width in (1, 8, 16, 32):
         if width != config.max_num_seqs:
             yield f"max_num_seqs {width}", replace(config, max_num_seqs=width)
     for lanes in ((1,), (4,), (16,)):
@@ -99,13 +99,13 @@ def _length(case: Case) -> int:
     return len(case.prompt_token_ids) + case.params.token_limit
 
 
-def _compare_all(
+def compared(
     name: str,
     cases: Sequence[Case],
     expected: dict[str, CompletionOutput],
     found: dict[str, CompletionOutput],
-    reference: Reference,
-) -> LevelResult:
+) -> tuple[LevelResult, VerifyReport]:
+    """What differs between two runs of the same requests, in figures and each first difference."""
     report = VerifyReport()
     for case in cases:
         compare(case.request_id, 0, expected[case.request_id], found[case.request_id], report)
@@ -117,6 +117,17 @@ def _compare_all(
         differing_tokens=report.differing_tokens,
         differing_bits=report.differing_bits,
     )
+    return result, report
+
+
+def _compare_all(
+    name: str,
+    cases: Sequence[Case],
+    expected: dict[str, CompletionOutput],
+    found: dict[str, CompletionOutput],
+    reference: Reference,
+) -> LevelResult:
+    result, report = compared(name, cases, expected, found)
     by_id = {case.request_id: case for case in cases}
     for difference in report.divergences[:_EXPLAINED]:
         case = by_id[difference.request_id]

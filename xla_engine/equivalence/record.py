@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from xla_engine.engine.identity import EngineIdentity, logprob_bits
 from xla_engine.equivalence.schedule import Schedule
@@ -58,6 +59,10 @@ class Step:
     admitted: (request, slot, epoch) of requests that got a slot.
     chunks: (request, slot, start, length), lanes in order.
     decode: slot indices in the plan's order.
+    width: as in `Plan`.
+    verify: (request, slot, width) of rows that might sample several tokens.
+    verified: of each of these, how many it sampled and how many drafts it had.
+    held: requests that sat out, as their masks were not there. is_late: as in `Plan`.
     read: the turn that read it, None if none did.
     hash: of the credited samples.
     """
@@ -66,6 +71,11 @@ class Step:
     admitted: tuple[tuple[str, int, int], ...] = ()
     chunks: tuple[tuple[str, int, int, int], ...] = ()
     decode: tuple[int, ...] = ()
+    width: int = 0
+    verify: tuple[tuple[str, int, int], ...] = ()
+    verified: tuple[tuple[int, int], ...] = ()
+    held: tuple[str, ...] = ()
+    is_late: bool = False
     read: int | None = None
     hash: str | None = None
 
@@ -82,6 +92,7 @@ class Record:
     steps: in the order in which they were started.
     batched: what the schedule generated, by request id.
     alone: what each request generated alone; requests that were not run alone are left out.
+    speculative_config: how the engine speculated, None if it did not.
     """
 
     identity: EngineIdentity
@@ -91,6 +102,7 @@ class Record:
     steps: tuple[Step, ...]
     batched: Mapping[str, Trace]
     alone: Mapping[str, Trace]
+    speculative_config: Mapping[str, Any] | None = None
 
     @property
     def first_difference(self) -> tuple[str, int] | None:

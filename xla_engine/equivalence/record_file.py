@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import Record, RecordError, Step, Trace
 from xla_engine.equivalence.schedule import Action, Schedule
-from xla_engine.errors import InvalidRequestError
+from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.observability.step_log import delta
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
-from xla_engine.tracing.step_log import delta
+from xla_engine.speculative_config import SpeculativeConfig
 
 FORMAT, VERSION = "xla-engine record", 1
 
@@ -46,7 +46,7 @@ def to_json(record: Record) -> str:
             "id": case.request_id,
             "neighbour": index >= len(schedule.cases),
             "prompt": case.prompt_token_ids,
-            "params": _params_to_json(case.params),
+            "params": case.params.to_mapping(),
             "batched": _trace_to_json(record.batched.get(case.request_id)),
             "alone": _alone_to_json(record, case.request_id),
         }
@@ -64,6 +64,11 @@ def to_json(record: Record) -> str:
         "platform": dict(record.identity.platform),
         "fresh": record.fresh,
         "lag": schedule.lag,
+        **(
+            {}
+            if record.speculative_config is None
+            else {"speculative_config": dict(record.speculative_config)}
+        ),
         "actions": [[action.turn, action.kind, number[action.request_id]] for action in schedule.actions],
     }
     steps: list[dict[str, Any]] = []
@@ -77,6 +82,11 @@ def to_json(record: Record) -> str:
             "chunks": [(number[name], *rest) for name, *rest in step.chunks],
             "leave": leave,
             "join": join,
+            "verify": [(number[name], *rest) for name, *rest in step.verify],
+            "verified": list(step.verified),
+            "width": step.width or [],
+            "held": [number[name] for name in step.held],
+            "late": step.is_late or [],
             "read": step.read,
             "hash": step.hash,
         }
@@ -148,7 +158,17 @@ def _record(data: dict[str, Any]) -> Record:
         steps=_steps(_kind(data["steps"], list, "steps"), names),
         batched=batched,
         alone=alone,
+        speculative_config=_speculation(data.get("speculative_config")),
     )
+
+
+def _speculation(values: Any) -> dict[str, Any] | None:
+    if values is None:
+        return None
+    try:
+        return SpeculativeConfig.of(values).given()
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def _actions(rows: Any, names: Sequence[str]) -> tuple[Action, ...]:
@@ -178,13 +198,18 @@ def _steps(rows: Sequence[Any], names: Sequence[str]) -> tuple[Step, ...]:
         if not set(leave) <= set(decode) or set(join) & (set(decode) - set(leave)):
             raise ValueError(f"step {index}: slots {leave} leave and {join} join rows {decode}")
         decode = (*(slot for slot in decode if slot not in leave), *join)
-        admitted, chunks = (_rows(row.get(name, []), names) for name in ("admit", "chunks"))
+        admitted, chunks, verify = (_rows(row.get(name, []), names) for name in ("admit", "chunks", "verify"))
         steps.append(
             Step(
                 turn=_number(row["turn"]),
                 admitted=tuple((name, slot, epoch) for name, slot, epoch in admitted),
                 chunks=tuple((name, slot, start, length) for name, slot, start, length in chunks),
                 decode=decode,
+                width=_number(row.get("width", 0)),
+                verify=tuple((name, slot, width) for name, slot, width in verify),
+                verified=tuple((tokens, drafts) for tokens, drafts in map(_numbers, row.get("verified", []))),
+                held=tuple(names[index] for index in _numbers(row.get("held", []))),
+                is_late=_kind(row.get("late", False), bool, "late"),
                 read=None if row["read"] is None else _number(row["read"]),
                 hash=None if row["hash"] is None else _kind(row["hash"], str, "hash"),
             )
@@ -195,19 +220,6 @@ def _steps(rows: Sequence[Any], names: Sequence[str]) -> tuple[Step, ...]:
 def _rows(rows: Any, names: Sequence[str]) -> list[tuple[Any, ...]]:
     numbers = [_numbers(row) for row in _kind(rows, list, "a step")]
     return [(names[index], *rest) for index, *rest in numbers]
-
-
-def _params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not the default."""
-    defaults = SamplingParams()
-    given = {
-        field.name: getattr(params, field.name)
-        for field in fields(SamplingParams)
-        if getattr(params, field.name) != getattr(defaults, field.name)
-    }
-    if (constraint := params.structured_outputs) is not None:
-        given["structured_outputs"] = {k: v for k, v in asdict(constraint).items() if v is not None}
-    return given
 
 
 def _params(values: Any) -> SamplingParams:

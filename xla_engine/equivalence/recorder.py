@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from xla_engine.config import embedded_model_directory
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import logprob_bits
+from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.record import Record, Step, trace
 from xla_engine.equivalence.schedule import Action, Schedule, run_schedule
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent
+from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent, VerifyRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +85,14 @@ class Recorder:
                 self.runs_again(request_id)
             return
         credits = tuple(self._credit(event) for event in events)
-        self.steps[number] = replace(self.steps[number], read=self.turn, hash=_hash(credits))
+        self.steps[number] = replace(
+            self.steps[number], read=self.turn, hash=_hash(credits), verified=tuple(events.verified)
+        )
         self.was_read(number, self.steps[number], credits)
 
     def _step(self, plan: Plan) -> Step:
         holders: dict[str, Slot] = {}
-        parts: tuple[Chunk | Row, ...] = (*plan.chunks, *plan.decode)
+        parts: tuple[Chunk | Row | VerifyRow, ...] = (*plan.chunks, *plan.decode, *plan.verify)
         for part in parts:
             holders[part.request_id] = part.slot
         if not holders.keys() >= set(plan.admitted):  # out of token budget: the first chunk comes later
@@ -105,6 +107,10 @@ class Recorder:
                 (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens)) for chunk in plan.chunks
             ),
             decode=tuple(row.slot.index for row in plan.decode),
+            width=plan.width,
+            verify=tuple((row.request_id, row.slot.index, row.width) for row in plan.verify),
+            held=tuple(sorted(plan.held)),
+            is_late=plan.is_late,
         )
 
     def _credit(self, event: TokenEvent) -> Credit:
@@ -144,6 +150,7 @@ def record_schedule(
         steps=tuple(recorder.steps),
         batched={name: trace(output) for name, output in results.items()},
         alone={name: trace(output) for name, output in (alone or {}).items() if name in results},
+        speculative_config=None if engine.config.speculation is None else engine.config.speculation.given(),
     )
     return results, record
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from xla_engine.config import EngineConfig
@@ -12,6 +12,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import logprob_of
 from xla_engine.equivalence.record import Record, Step, Trace, trace
 from xla_engine.equivalence.recorder import Credit, Recorder
+from xla_engine.equivalence.speculation import guessing_as_recorded
 from xla_engine.errors import EngineFaultError, RecordMismatchError
 from xla_engine.outputs import CompletionOutput
 
@@ -103,10 +104,10 @@ def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
     Raises RecordMismatchError where this version's options are not those of the record; `force` takes what is
     known to both. Raises ConfigError for values that no engine can have.
     """
-    known = EngineConfig().bit_options().keys()
-    recorded = record.identity.config
+    known = {option.name for option in fields(EngineConfig)}
+    recorded, expected = record.identity.config, EngineConfig().bit_options()
     wrong = [f"engine option {name}: not known to this version" for name in recorded if name not in known]
-    wrong += [f"engine option {name}: not in the record" for name in known if name not in recorded]
+    wrong += [f"engine option {name}: not in the record" for name in expected if name not in recorded]
     if wrong and not force:
         raise RecordMismatchError(_refusal(sorted(wrong)))
     values: dict[str, Any] = {
@@ -115,7 +116,7 @@ def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
         if name in known
     }
     try:
-        return EngineConfig(**values)
+        return EngineConfig(**values, speculative_config=record.speculative_config)
     except TypeError as error:
         raise RecordMismatchError(f"the record's engine options make no engine: {error}") from error
 
@@ -142,9 +143,13 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     faults = engine.stats().recoveries
     engine.blank()
     check = _Check(engine, record)
-    with contextlib.suppress(_Stop):
-        results = check.run(on_turn=check.stop_at_difference)
-        check.compare_ends(results)
+    engine.masks.script = check.held
+    try:
+        with guessing_as_recorded(engine, record), contextlib.suppress(_Stop):
+            results = check.run(on_turn=check.stop_at_difference)
+            check.compare_ends(results)
+    finally:
+        engine.masks.script = None
     if engine.stats().recoveries > faults:
         raise EngineFaultError(
             f"a step failed during the replay, so that it proves nothing: {engine.last_fault}"
@@ -175,6 +180,13 @@ class _Check(Recorder):
     def stop_at_difference(self) -> None:
         if self.difference is not None:
             raise _Stop
+
+    def held(self) -> Collection[str]:
+        """The requests that sit out the next step, as recorded; all, where no step was planned in this turn then."""
+        step = self._record.steps[len(self.steps)] if len(self.steps) < len(self._record.steps) else None
+        if step is None:
+            return ()
+        return self._record.batched if step.is_late and self.turn < step.turn else step.held
 
     def planned(self, number: int, step: Step) -> None:
         if self.difference is not None:
@@ -252,6 +264,7 @@ def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | N
     for name, then, now in (
         ("admitted (request, slot, epoch)", recorded.admitted, found.admitted),
         ("chunks (request, slot, start, length)", recorded.chunks, found.chunks),
+        ("may sample several (request, slot, width)", recorded.verify, found.verify),
     ):
         pair = _first_pair(then, now)
         if pair is not None:

@@ -1,18 +1,21 @@
-"""Level B for speculation: whatever is guessed, requests get the bits that they get without."""
+"""Level B for speculation: whatever is guessed, requests get the bits that they get without. And its replay: guesses
+that are right and wrong where those of a record were, whoever made them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from xla_engine.drafting.drafter import Drafter
+from xla_engine.drafting.drafter import Drafter, Nobody
 from xla_engine.drafting.recorded import Recorded
 from xla_engine.drafting.suffix import SuffixDrafter
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.across_configurations import LevelResult, run_together
+from xla_engine.equivalence.across_configurations import LevelResult, compared, run_together
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.verify import VerifyReport, compare
-from xla_engine.speculative_config import SpeculativeConfig
+from xla_engine.equivalence.record import Record
+from xla_engine.scheduler import Plan, Speculation
+from xla_engine.speculative_config import ON_DEVICE, SpeculativeConfig
 
 
 def across_speculation(
@@ -33,29 +36,18 @@ def across_speculation(
     for options in _configurations(engine.config.speculation):
         config = replace(engine.config, speculative_config=options)
         with XlaBatchEngine(engine.checkpoint, engine.tokenizer, config) as other:
-            for at, (who, drafter) in enumerate(_drafters(outputs)):
+            for at, (who, drafter) in enumerate(_drafters(outputs, options.method in ON_DEVICE)):
                 other.lag = at % 3
                 other.draft_with(drafter)
                 before = other.stats()
                 found = run_together(other, cases)
                 after = other.stats()
-                report = VerifyReport()
-                for case in cases:
-                    compare(case.request_id, 0, expected[case.request_id], found[case.request_id], report)
                 drafted = after.drafted_tokens - before.drafted_tokens
                 right = after.accepted_tokens - before.accepted_tokens
                 name = f"{options.num_speculative_tokens} drafts, {who}, lag {other.lag}: {right} of {drafted} right"
-                results.append(
-                    LevelResult(
-                        level="B",
-                        name=name,
-                        requests=len(cases),
-                        tokens=report.tokens,
-                        differing_tokens=report.differing_tokens,
-                        differing_bits=report.differing_bits,
-                        notes=[f"{name}: {difference}" for difference in report.divergences[:5]],
-                    )
-                )
+                result, report = compared(name, cases, expected, found)
+                result.notes = [f"{name}: {difference}" for difference in report.divergences[:5]]
+                results.append(result)
                 if progress is not None:
                     progress(name)
     return results
@@ -67,8 +59,79 @@ def _configurations(own: SpeculativeConfig | None) -> Sequence[SpeculativeConfig
     return [SpeculativeConfig(method="suffix", num_speculative_tokens=count) for count in (1, 3, 7)]
 
 
-def _drafters(outputs: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Drafter]]:
+def _drafters(outputs: Mapping[str, Sequence[int]], on_device: bool) -> Iterator[tuple[str, Drafter]]:
+    if on_device:
+        yield "by the device", Nobody()
     yield "looked up", SuffixDrafter()
     yield "recorded", Recorded(outputs)
     yield "half right", Recorded(outputs, 0.5)
     yield "wrong", Recorded(outputs, 0.0)
+
+
+@contextlib.contextmanager
+def guessing_as_recorded(engine: XlaBatchEngine, record: Record) -> Iterator[None]:
+    """Let an engine make the plans of a record again, and guess so that its rows sample as many tokens."""
+    speculator = engine.speculator
+    if speculator is None or record.speculative_config is None:
+        yield
+        return
+    speculator.script = _AsRecorded(record, engine.snapshot().counters.steps_planned)
+    try:
+        yield
+    finally:
+        speculator.script = None
+
+
+class _AsRecorded:
+    """The `Script` of a record. What a row samples is in the record, and how many of its drafts were right."""
+
+    def __init__(self, record: Record, first_step: int) -> None:
+        self._widths = [step.width for step in record.steps]
+        self._first_step = first_step
+        self._next = 0
+        self._rows: list[
+            dict[str, tuple[int, list[int]]]
+        ] = []  # of each step: where drafts stand, and the drafts
+        cases = (*record.schedule.cases, *record.schedule.neighbours)
+        prompts = {case.request_id: len(case.prompt_token_ids) for case in cases}
+        sampled: dict[str, int] = {}
+        holder: dict[int, str] = {}
+        for step in record.steps:
+            holder.update((slot, name) for name, slot, _ in step.admitted)
+            # The last chunk of a prompt samples a token, behind those that were prefilled with it again.
+            sampled.update(
+                (name, max(start + length - prompts[name] + 1, 0)) for name, _, start, length in step.chunks
+            )
+            for slot in step.decode:
+                sampled[holder[slot]] += 1
+            rows = {}
+            for (name, *_), (tokens, drafts) in zip(step.verify, step.verified, strict=False):
+                known = record.batched[name].token_ids if name in record.batched else ()
+                rows[name] = (
+                    prompts[name] + sampled[name],
+                    _drafts(known[sampled[name] :], tokens - 1, drafts),
+                )
+                sampled[name] += tokens
+            self._rows.append(rows)
+
+    def wanted(self) -> Speculation | None:
+        return Speculation.again(self._widths[self._next]) if self._next < len(self._widths) else None
+
+    def drafts(self, plan: Plan, request_id: str) -> Sequence[int]:
+        return self._row(plan, request_id)[1]
+
+    def start(self, plan: Plan, request_id: str) -> int:
+        return self._row(plan, request_id)[0]
+
+    def planned(self, plan: Plan) -> None:
+        """A plan was made."""
+        self._next = plan.step - self._first_step + 1
+
+    def _row(self, plan: Plan, name: str) -> tuple[int, list[int]]:
+        number = plan.step - self._first_step
+        return self._rows[number].get(name, (0, [])) if number < len(self._rows) else (0, [])
+
+
+def _drafts(ahead: Sequence[int], right: int, count: int) -> list[int]:
+    """`count` drafts of which the first `right` are what comes, as far as that is known."""
+    return [token if place < right else token ^ 1 for place, token in enumerate(ahead[:count])]

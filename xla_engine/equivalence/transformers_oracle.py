@@ -15,6 +15,7 @@ from xla_engine.equivalence.reference import Reference, logit_gap
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.extras import install
 
 ORACLE_TOKENS = 48  # greedy tokens compared per prompt
 
@@ -75,7 +76,7 @@ def _ask_oracle(python: str, model: Path, prompts: list[list[int]]) -> list[list
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(
-            f"the transformers oracle failed: {last}. Install the extra (pip install 'xla-engine[oracle]') or name an "
+            f"the transformers oracle failed: {last}. Install the extra ({install('oracle')}) or name an "
             "interpreter that has torch and transformers with --oracle-python"
         )
     return json.loads(answer.stdout.splitlines()[-1])

@@ -9,8 +9,9 @@ import hashlib
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,14 @@ from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.model_loader.config_json import read_config, read_model, read_special_tokens
 from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import ModelFiles, open_model
-from xla_engine.model_loader.tensor_files import Array, TensorFiles
+from xla_engine.model_loader.tensor_files import Array, GivenTensors, TensorFiles
 from xla_engine.model_loader.weights import DTYPES, Sources, StoredWeights
 
 __all__ = ["Checkpoint", "load_checkpoint", "random_checkpoint", "random_weights", "read_config"]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _BYTES = ("U8",)  # MXFP4
+_FLOATS = (*DTYPES.values(), np.dtype(np.float16))
 # Buffers of old checkpoints, and of GGUF files: the configuration says the same.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(long|short))\.weight")
 
@@ -44,6 +46,7 @@ class Checkpoint:
     dtype: "bfloat16" or "float32".
     fingerprint: sha256 of config, special tokens, and the weight files' names, sizes, headers and contents
         (of files above 64 MiB, 256 blocks). The same wherever the directory lies.
+    sources: by leaf, the tensors of transformers that it is made of; empty where the files have others.
     """
 
     path: Path
@@ -53,6 +56,7 @@ class Checkpoint:
     bos_token_id: int | None
     dtype: str
     fingerprint: str
+    sources: Sources = field(default_factory=dict)
 
 
 def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Checkpoint:
@@ -84,6 +88,7 @@ def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> C
         bos_token_id=special.bos_token_id,
         dtype=target,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+        sources=sources if brought.path.is_dir() else {},
     )
 
 
@@ -130,6 +135,46 @@ def random_weights(
             draw += np.float32(1)
         weights[leaf] = draw.astype(target if len(shape) > 1 else np.float32, copy=False)
     return weights
+
+
+def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[StoredWeights, str]:
+    """The leaves that `tensors` make up, in the form of a checkpoint's, and a digest of them.
+
+    tensors: arrays by the names that the checkpoint's files have, of the same shapes. Raises CheckpointError.
+    """
+    if not checkpoint.sources:
+        raise CheckpointError(
+            "tensors have no names here, as the model is not from a Hugging Face directory. Load it from one"
+        )
+    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    head, embedding = "lm_head.weight", arrays.get("model.embed_tokens.weight")
+    tied = checkpoint.config.tie_word_embeddings and head in arrays
+    if tied and (embedding is None or not np.array_equal(arrays.pop(head), embedding)):
+        raise CheckpointError(f"{head} differs from the embedding, but the model ties the two. Leave it out")
+    sources, used = {}, set[str]()
+    for leaf, parts in checkpoint.sources.items():
+        names = [part.name for part in parts]
+        if arrays.keys().isdisjoint(names):
+            continue
+        if missing := [name for name in names if name not in arrays]:
+            raise CheckpointError(
+                f"{missing[0]} is missing: {' and '.join(names)} are one weight. Give all of them"
+            )
+        for part in parts:
+            array = arrays[part.name]
+            if part.scales is not None or array.dtype not in _FLOATS or array.shape != part.shape:
+                raise CheckpointError(
+                    f"{part.name} is {array.dtype}{list(array.shape)}; give {list(part.shape)} in float32, float16 or "
+                    "bfloat16, as the checkpoint has it"
+                )
+            if not np.isfinite(array).all():
+                raise CheckpointError(f"{part.name} holds NaN or infinite values. Nothing was changed")
+        sources[leaf] = parts
+        used.update(names)
+    if unknown := sorted(arrays.keys() - used):
+        raise CheckpointError(f"the checkpoint has no tensor {unknown[0]!r}. Give the names of its files")
+    given = GivenTensors(arrays)
+    return StoredWeights(given, sources, checkpoint.config, checkpoint.dtype), given.fingerprint()
 
 
 def _dtype_word(dtype: str) -> str:

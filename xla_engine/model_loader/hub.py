@@ -1,23 +1,74 @@
 """Models of the Hugging Face hub, through `huggingface_hub` (extra `hub`): its cache, its settings, its token.
 
 A complete snapshot in the cache is used as it is, without a look at the network. Only JSON, chat templates and
-safetensors are fetched, never code or pickles.
+safetensors are fetched, or one GGUF file, never code or pickles.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.gguf.file import SUFFIX
+from xla_engine.utils.extras import install
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
-_UNWANTED = ["*/*.safetensors", "*/*.json", "consolidated*"]  # copies for other programs
+_UNWANTED = [
+    "*/*.safetensors",
+    "[!1-9]*/*.json",
+    "consolidated*",
+]  # copies for other programs; 1_Pooling is none
 
 
 def snapshot(name: str) -> Path:
     """The local directory of `OWNER/NAME[@REVISION]`. Raises CheckpointError."""
+    directory = _fetch(name, _WANTED, _UNWANTED, _complete)
+    if _complete(directory):
+        return directory
+    raise CheckpointError(
+        f"{directory}: not all of {name}: either the repository has no complete safetensors weights (others are not "
+        "loaded; a GGUF file is named OWNER/NAME:Q8_0), or the hub cannot be reached or HF_HUB_OFFLINE is set. "
+        f"Download it once: hf download {_repository(name)}"
+    )
+
+
+def gguf_file(name: str) -> Path:
+    """The local file of `OWNER/NAME[@REVISION]:QUANTIZATION`, as llama.cpp names it. Raises CheckpointError."""
+    snapshot_name, _, wanted = name.rpartition(":")
+    of_kind = re.compile(rf"(.*[-._])?{re.escape(wanted)}{re.escape(SUFFIX)}", re.IGNORECASE)
+
+    def found(directory: Path) -> list[Path]:
+        files = sorted(directory.rglob(f"*{SUFFIX}"))
+        return [file for file in files if of_kind.fullmatch(file.name) and not file.name.startswith("mmproj")]
+
+    spelled = {wanted, wanted.upper(), wanted.lower()}
+    patterns = [f"*{each}{SUFFIX}" for each in sorted(spelled)]
+    directory = _fetch(snapshot_name, patterns, [], lambda there: bool(found(there)))
+    match found(directory):
+        case [file]:
+            return file
+        case []:
+            raise CheckpointError(
+                f"{name}: the repository has no file *{wanted}{SUFFIX} in one part, or the hub cannot be reached. The "
+                f"names after a colon, such as Q8_0, are at https://huggingface.co/{_repository(snapshot_name)}"
+            )
+        case files:
+            raise CheckpointError(
+                f"{name}: several files match: {', '.join(file.name for file in files)}. Download one and name its "
+                "path"
+            )
+
+
+def _repository(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def _fetch(name: str, wanted: list[str], unwanted: list[str], complete: Callable[[Path], bool]) -> Path:
+    """The directory of a repository's files, from the cache if they are `complete` there, else from the network."""
     repository, _, revision = name.partition("@")
     try:
         import huggingface_hub as hub
@@ -25,7 +76,7 @@ def snapshot(name: str) -> Path:
     except ImportError as error:
         raise CheckpointError(
             f"{name}: no such directory; as an id of the Hugging Face hub it needs the huggingface_hub package. "
-            "Install it: pip install 'xla-engine[hub]', or name a local directory"
+            f"Install it: {install('hub')}, or name a local directory"
         ) from error
 
     def fetch(**options: Any) -> Path:
@@ -33,21 +84,20 @@ def snapshot(name: str) -> Path:
             hub.snapshot_download(
                 repository,
                 revision=revision or None,
-                allow_patterns=_WANTED,
-                ignore_patterns=_UNWANTED,
+                allow_patterns=wanted,
+                ignore_patterns=unwanted,
                 **options,
             )
         )
 
     try:
         cached = fetch(local_files_only=True)
-        if _complete(cached):
+        if complete(cached):
             return cached
     except errors.LocalEntryNotFoundError:
         pass
     try:
-        if _complete(fetched := fetch()):
-            return fetched
+        return fetch()
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{name}: the repository is gated. Accept its terms at https://huggingface.co/{repository}, then log in: "
@@ -69,10 +119,6 @@ def snapshot(name: str) -> Path:
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise CheckpointError(f"{name}: cannot be downloaded ({error}). Try again later") from error
-    raise CheckpointError(
-        f"{fetched}: not all of {name}: either the repository has no complete safetensors weights (others are not "
-        f"loaded), or the hub cannot be reached or HF_HUB_OFFLINE is set. Download it once: hf download {repository}"
-    )
 
 
 def _complete(directory: Path) -> bool:

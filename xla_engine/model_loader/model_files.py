@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -14,12 +15,13 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.families import Family
 from xla_engine.model_loader.gguf.file import SUFFIX, GgufFile
-from xla_engine.model_loader.hub import snapshot
+from xla_engine.model_loader.hub import gguf_file, snapshot
 from xla_engine.model_loader.huggingface import HuggingFaceDirectory
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tensor_files import TensorFiles
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
+_POSITIONS = "max_position_embeddings"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(?P<gguf>:[\w.-]+)?", re.ASCII)
 
 
 class ModelFiles(Protocol):
@@ -49,12 +51,57 @@ class ModelFiles(Protocol):
         """The chat templates; None where there are none."""
 
 
+@dataclass(frozen=True, slots=True)
+class OverriddenFiles:
+    """The files of a model, with some fields of config.json in place of its own."""
+
+    files: ModelFiles
+    overrides: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.files.path
+
+    def config_fields(self) -> Fields:
+        return overridden(self.files.config_fields(), self.overrides)
+
+    def generation_config(self) -> Fields | None:
+        return self.files.generation_config()
+
+    def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
+        return self.files.tensors(names)
+
+    def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
+        return self.files.as_stored(config, family)
+
+    def tokenizer(self) -> tokenizers.Tokenizer | None:
+        return self.files.tokenizer()
+
+    def chat_template(self) -> ChatTemplate | None:
+        return self.files.chat_template()
+
+
+def overridden(fields: Fields, overrides: Mapping[str, Any]) -> Fields:
+    """config.json with `overrides`. An object about rotary embedding replaces all that the file says of it.
+
+    `max_model_len`, as vLLM's users write it, is the model's limit of positions.
+    """
+    values = dict(fields.values)
+    overrides = {_POSITIONS if name == "max_model_len" else name: each for name, each in overrides.items()}
+    if rope := overrides.keys() & {"rope_parameters", "rope_scaling"}:
+        for name in ("rope_parameters", "rope_scaling"):
+            values.pop(name, None)
+        if any("rope_theta" in overrides[name] for name in rope):
+            values.pop("rope_theta", None)
+    return Fields(fields.file, {**values, **overrides})
+
+
 def open_model(model: ModelFiles | Path | str) -> ModelFiles:
     """The files of the model that `model` names; files that are open already are given back.
 
     A path is a model directory or a .gguf file. "OWNER/NAME", with "@REVISION" if need be, is an id of the Hugging
-    Face hub unless there is such a path; its snapshot is taken from the local cache, or else downloaded. Raises
-    CheckpointError.
+    Face hub unless there is such a path; its snapshot is taken from the local cache, or else downloaded. With ":Q8_0"
+    or another quantisation it is the one GGUF file of that kind. Raises CheckpointError.
     """
     if not isinstance(model, Path | str):
         return model
@@ -71,9 +118,9 @@ def open_model(model: ModelFiles | Path | str) -> ModelFiles:
         raise CheckpointError(
             f"{path}: not a directory. Name the directory that holds config.json, or a .gguf file"
         )
-    if not gguf and _HUB_ID.fullmatch(str(model)):
-        return HuggingFaceDirectory(snapshot(str(model)))
+    if not gguf and (name := _HUB_ID.fullmatch(str(model))):
+        return GgufFile(gguf_file(name[0])) if name["gguf"] else HuggingFaceDirectory(snapshot(name[0]))
     raise CheckpointError(
         f"{path}: no such directory. Name a local model directory, a .gguf file, or an id of the Hugging Face hub "
-        "(OWNER/NAME)"
+        "(OWNER/NAME, or OWNER/NAME:Q8_0 for a GGUF file)"
     )

@@ -49,6 +49,16 @@ def open_weight_files(directory: Path) -> TensorFiles:
     return TensorFiles(maps, tensors)
 
 
+def open_tensor_file(file: Path) -> TensorFiles:
+    """Check and map one safetensors file of any name. Raises CheckpointError."""
+    maps: dict[Path, mmap.mmap] = {}
+    tensors: dict[str, TensorInfo] = {}
+    if not file.exists():
+        raise CheckpointError(f"{file}: no such file. Save as safetensors; pickled weights are not opened")
+    _open_file(file, maps, tensors)
+    return TensorFiles(maps, tensors)
+
+
 def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file}: no regular file. Download the checkpoint again")

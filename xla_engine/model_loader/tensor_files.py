@@ -76,6 +76,12 @@ class TensorFiles:
         for part in self._parts(self.tensors[name], tensor):
             yield tensor[part]
 
+    def rows(self, name: str, index: Array) -> Array:
+        """A copy of the rows `index` of the tensor; of the file, only the pages that hold them are read."""
+        info, taken = self.tensors[name], self.read(name)[index]
+        _forget(self._maps[info.file], info.start, info.size)
+        return taken
+
     def fingerprint(self) -> str:
         """Hex sha256 over names, sizes, headers and contents; of large files, over blocks throughout."""
         digest = hashlib.sha256()
@@ -100,6 +106,35 @@ class TensorFiles:
         for first in range(0, len(stored), rows):
             yield slice(first, first + rows)
             _forget(self._maps[info.file], info.start + first * row_bytes, rows * row_bytes)
+
+
+class GivenTensors(TensorFiles):
+    """Tensors that are in memory already, by name."""
+
+    def __init__(self, arrays: dict[str, Array]) -> None:
+        super().__init__({}, {})
+        self._arrays = arrays
+
+    @property
+    def names(self) -> str:
+        return "the given weights"
+
+    def read(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def blocks(self, name: str) -> Iterator[Array]:
+        yield self._arrays[name]
+
+    def rows(self, name: str, index: Array) -> Array:
+        return self._arrays[name][index]
+
+    def fingerprint(self) -> str:
+        """Hex sha256 over names, types, shapes and contents."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self._arrays.items()):
+            digest.update(f"{name}\0{array.dtype}{array.shape}\0".encode())
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+        return digest.hexdigest()
 
 
 def _forget(mapped: mmap.mmap, start: int, length: int) -> None:

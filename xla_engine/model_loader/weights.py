@@ -19,11 +19,10 @@ from xla_engine.model_loader.mxfp4 import from_mxfp4
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 
 Sources = Mapping[str, tuple[Source, ...]]  # by leaf
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
+DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+_PART = 4096  # rows that are read at a time, where not all are
 _ALIGNMENT = 64  # bytes; jax uses a host array so aligned as it is, and copies any other
 
 
@@ -35,10 +34,19 @@ class StoredWeights(Mapping[str, Array]):
     rotary order. Tensors with NaN or infinite values give a CheckpointWarning that names them.
     """
 
-    def __init__(self, files: TensorFiles, sources: Sources, config: ModelConfig, dtype: str) -> None:
+    def __init__(
+        self,
+        files: TensorFiles,
+        sources: Sources,
+        config: ModelConfig,
+        dtype: str,
+        *,
+        more: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """more: shapes of leaves beside those of `config`."""
         self._files = files
         self._sources = sources
-        self._shapes = parameter_shapes(config)
+        self._shapes = parameter_shapes(config) | dict(more or {})
         self._order = rotary_order(config)
         self._dtype = dtype
 
@@ -70,13 +78,49 @@ class StoredWeights(Mapping[str, Array]):
             if source.offset:
                 rows[first:row] += np.float32(source.offset)
             if not finite:
-                warnings.warn(
-                    f"{self._files.tensors[source.name].file}: tensor {source.name} holds NaN or infinite values, so "
-                    "the model will produce no usable logits. Download the file again",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
+                self._warn(source)
         return array
+
+    def rows(self, leaf: str, index: Indices) -> Array:
+        """Rows of a leaf seen as `[rows, columns]`, as `__getitem__` gives them; zeros where the index is -1.
+
+        No others are read, unless the leaf is a vector or the file has its matrices in another form.
+        """
+        sources, shape, dtype = self._sources[leaf], self._shapes[leaf], DTYPES[self._dtype]
+        if len(shape) == 1 or not all(_has_rows(source, shape[-1]) for source in sources):
+            return _taken(self[leaf], index)
+        array = _aligned((len(index), shape[-1]), dtype)
+        array[index < 0] = 0
+        first = 0
+        for source in sources:
+            stored = self._stored_rows(source)
+            here = np.flatnonzero((index >= first) & (index < first + len(stored)))
+            for part in np.array_split(here, max(1, -(-len(here) // _PART))):
+                tensor = self._files.rows(source.name, stored[index[part] - first])
+                with np.errstate(invalid="ignore", over="ignore"):
+                    taken = tensor.reshape(-1, shape[-1]).astype(dtype)
+                if not all_finite(taken):
+                    self._warn(source)
+                array[part] = taken
+            first += len(stored)
+        return array
+
+    def _stored_rows(self, source: Source) -> Indices:
+        """Which row of the tensor each row is that a source gives, in the leaf's order."""
+        stored = np.arange(source.shape[0]) if source.order is None else source.order
+        if source.rotary_heads:
+            heads = np.arange(source.rotary_heads)[:, None] * len(self._order)
+            turned = (heads + self._order).reshape(-1)
+            stored = np.concatenate([stored[turned], stored[len(turned) :]])
+        return stored
+
+    def _warn(self, source: Source) -> None:
+        warnings.warn(
+            f"{self._files.tensors[source.name].file}: tensor {source.name} holds NaN or infinite values, so "
+            "the model will produce no usable logits. Download the file again",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
     def _rows(self, source: Source, row_shape: tuple[int, ...]) -> Iterator[Array]:
         """The rows of a leaf that a source gives, in blocks."""
@@ -104,6 +148,25 @@ class StoredWeights(Mapping[str, Array]):
         """Bytes of all leaves."""
         shapes = self._shapes.values()
         return sum(prod(shape) * (DTYPES[self._dtype].itemsize if len(shape) > 1 else 4) for shape in shapes)
+
+
+def read_rows(weights: Mapping[str, Array], leaf: str, index: Indices) -> Array:
+    """Rows of a leaf seen as `[rows, columns]`, of a vector its entries; zeros where the index is -1."""
+    if isinstance(weights, StoredWeights):
+        return weights.rows(leaf, index)
+    return _taken(weights[leaf], index)
+
+
+def _has_rows(source: Source, columns: int) -> bool:
+    """Whether the leading axis of a tensor are rows of a leaf, as they stand."""
+    return source.scales is None and source.convert is None and prod(source.shape[1:]) == columns
+
+
+def _taken(whole: Array, index: Indices) -> Array:
+    rows = whole.reshape(-1, whole.shape[-1]) if whole.ndim > 1 else whole
+    taken = rows[index]
+    taken[index < 0] = 0
+    return taken
 
 
 def all_finite(array: Array) -> bool:

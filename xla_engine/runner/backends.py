@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xla_engine.config import AUTO, EngineConfig, requested_isa
+from xla_engine.config import AUTO, EngineConfig
+from xla_engine.environment import requested_isa
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.native import NativeAttention
@@ -17,8 +19,9 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.build import NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
+from xla_engine.runner.weights.adapters import lora_form
 
 _log = logging.getLogger("xla_engine")
 
@@ -95,13 +98,42 @@ def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> Mod
         )
     stored = jnp.dtype(jnp.int8) if quantized else dtype
     products = choose_products(config.linear_backend, model, stored, config.isa)
-    return ModelSpec(model, dtype, attention, products, quantized=quantized)
+    lora = lora_form(config, model, dtype, products)
+    return ModelSpec(
+        model, dtype, attention, products, quantized=quantized, devices=mesh_size(config), lora=lora
+    )
+
+
+def mesh_size(config: EngineConfig) -> int | None:
+    """Devices of the mesh that programs run on; None: they know no mesh."""
+    return None if config.tensor_parallel_size == 1 else config.tensor_parallel_size
 
 
 def isa_of(spec: ModelSpec) -> str | None:
     """The instruction set of the C++ operations of a model; None: it has none."""
     found = spec.attention if isinstance(spec.attention, NativeAttention) else spec.products
     return found.isa if isinstance(found, (NativeAttention, NativeProducts)) else None
+
+
+def library_of(spec: ModelSpec) -> str | None:
+    """Where the library of a model's C++ operations came from; None: it has none."""
+    isa = isa_of(spec)
+    return None if isa is None else origin(isa)
+
+
+def platform_words(spec: ModelSpec) -> dict[str, str]:
+    """Versions and device words that the bits of a run may depend on."""
+    words = {
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "attention": spec.attention.name,
+        "linear": "xla" if spec.products is None else "native",
+    }
+    isa = isa_of(spec)
+    # Files from before instruction sets had names were written with tiles, or with none of ours.
+    return words if isa in (None, "amx") else {**words, "isa": isa}
 
 
 def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype, isa: str = AUTO) -> Products | None:

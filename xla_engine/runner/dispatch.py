@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.row_state.packing import pack
+from xla_engine.observability.histogram import Histogram
 from xla_engine.runner.device_state import DeviceState
+from xla_engine.runner.drafting.guesser import Guesser
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
-from xla_engine.runner.prefill_inputs import make_lanes, prompt_targets
-from xla_engine.runner.programs import decode_name, prefill_name, prompt_name, verify_name
+from xla_engine.runner.pooling.pooled import Pooling
+from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
+from xla_engine.runner.programs import decode_name, prefill_name, prompt_name, read_name, verify_name
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import NO_GUESS, Guess, make_drafts
+from xla_engine.runner.verify_inputs import NO_GUESS, Guess, make_drafts, no_drafts
 from xla_engine.scheduler import Chunk, Row, VerifyRow
 
 
@@ -24,13 +28,15 @@ from xla_engine.scheduler import Chunk, Row, VerifyRow
 class _Rows:
     """What stays the same while the same rows decode.
 
-    rows: those of the plan. index: their slots, i64 `[rows]`. scheduled: bool `[B]`, on the device.
+    rows: those of the plan. index: their slots, i64 `[rows]`.
+    few: rows of the program; None: all. work: what it is given, on the device, see `decode_work`.
     wanted: most likely tokens each row wants. host_gated: slot and settings of rows whose mask changes in every step.
     """
 
     rows: tuple[Row | VerifyRow, ...]
     index: np.ndarray
-    scheduled: jax.Array
+    few: int | None
+    work: jax.Array
     wanted: tuple[int, ...]
     host_gated: tuple[tuple[int, RowSettings], ...]
 
@@ -40,8 +46,9 @@ class Dispatch:
 
     lengths: upper bounds of the rows' lengths, i64 `[B]`, advanced as calls start, so that the key bucket is chosen
         without a fetch.
+    padding: counts the share of each prefill call's positions that hold no prompt token; None does not.
 
-    Lane counts and key lengths to choose from come with each call, ascending.
+    Lane counts, key lengths and numbers of few rows to choose from come with each call, ascending.
     """
 
     def __init__(
@@ -50,19 +57,29 @@ class Dispatch:
         state: DeviceState,
         weights: list[jax.Array],
         rope: jax.Array,
-        *,
-        rows: int,
-        chunk_size: int,
+        put: Callable[..., Any],
+        config: EngineConfig,
         context_length: int,
+        *,
+        guesser: Guesser | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
-        """rows: of the decode graph. chunk_size: positions of a lane. context_length: of a request at most."""
-        self.lengths = np.zeros(rows, np.int64)
+        """put: brings host arrays to the devices. context_length: of a request at most. guesser: guesses inside verify
+        programs. pooling: of the prompts that ask for it."""
+        self.put = put
+        self._pooling = pooling
+        # Whether more than log-probabilities is made of what stands behind the last layer; the self-check does so too.
+        self.reads_all = pooling is not None or (guesser is not None and guesser.reads_prompts)
+        self._config, self._chunk_size = config, config.chunk_size
+        self._dry, self._lora = config.enable_dry, config.enable_lora
+        self.lengths = np.zeros(config.device_rows, np.int64)
+        self.padding: Histogram | None = None
         self._inventory = inventory
         self._state = state
         self._weights = weights
         self._rope = rope
-        self._chunk_size = chunk_size
         self._context_length = context_length
+        self._guesser = guesser
         self._rows: _Rows | None = None
 
     def reset(self) -> None:
@@ -70,18 +87,56 @@ class Dispatch:
         self.lengths[:] = 0
         self._rows = None
 
-    def run(self, name: str, work: Any) -> tuple[jax.Array, ...]:
-        """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them."""
+    def warm_up(self, buckets: Sequence[int], few_choices: Sequence[int]) -> None:
+        """Run every program of steps once with nothing to do. buckets: key lengths."""
+        config = self._config
+        for lanes in config.prefill_lanes:
+            for bucket in buckets:
+                idle = self.put(pack(idle_lanes(config, lanes)))
+                *_, hidden = self.run(prefill_name(lanes, bucket), idle)
+            self.read_prompts(lanes, hidden, idle)
+            self.prompt_logprobs(lanes, hidden, np.full(lanes * self._chunk_size, -1, np.int32))
+            if self._pooling is not None:
+                self._pooling.run(lanes, hidden, np.zeros(lanes, np.int32))
+        for bucket in buckets:
+            for few in (None, *few_choices):
+                idle = self.put(decode_work(np.arange(0), config.device_rows, few))
+                jax.block_until_ready(self.run(decode_name(bucket, few), idle))
+            for lanes, width in config.verify_shapes:
+                idle = self.put(pack(no_drafts(lanes, width)))
+                jax.block_until_ready(self.run_verify(verify_name(lanes, width, bucket), idle))
+
+    def run_verify(self, name: str, work: Any) -> tuple[jax.Array, ...]:
+        """`run`, for verify programs."""
+        if self._guesser is None:
+            return self.run(name, work)
+        *results, state = self.run(name, work, *self._guesser.takes)
+        self._guesser.keep(state)
+        return tuple(results)
+
+    def run(self, name: str, work: Any, *more: Any) -> tuple[Any, ...]:
+        """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them.
+
+        more: what it takes behind its own arguments.
+        """
         state = self._state
         state.refresh()
         state.cache, state.rows, *results = self._inventory(
-            name, self._weights, self._rope, state.cache, state.rows, work, state.tables
+            name, self._weights, self._rope, state.cache, state.rows, work, state.tables, *more
         )
         return tuple(results)
 
     def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: np.ndarray) -> jax.Array:
         """Score `target`, i32 `[lanes * chunk_size]` (-1: none), by the hidden states of a prefill call."""
-        return self._inventory(prompt_name(lanes), self._weights, hidden, jax.device_put(target))
+        return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
+
+    def read_prompts(self, lanes: int, hidden: jax.Array, work: jax.Array) -> None:
+        """Show the guesser what a prefill call has computed, where it wants to see that."""
+        if self._guesser is not None and self._guesser.reads_prompts:
+            state = self._inventory(
+                read_name(lanes), self._weights, self._rope, hidden, work, *self._guesser.takes
+            )
+            self._guesser.keep(state)
 
     def fill_tables(self, slot: int, row: RowSettings) -> None:
         """Give a slot what its request brings that is too wide for the row state."""
@@ -115,11 +170,20 @@ class Dispatch:
         last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
         for lane, row in last.items():
             self.fill_tables(chunks[lane].slot.index, row)
-        samples, top, hidden = self.run(
-            name, jax.device_put(pack(make_lanes(chunks, last, lanes, self._chunk_size)))
+        armed = last if self._pooling is None else self._pooling.without(last)
+        adapters = [settings[chunk.request_id].adapter for chunk in chunks] if self._lora else None
+        whole = None if self.reads_all else [bool(_asked(chunk, settings)) for chunk in chunks]
+        filled = make_lanes(
+            chunks, armed, lanes, self._chunk_size, dry=self._dry, adapters=adapters, whole=whole
         )
+        work = self.put(pack(filled))
+        samples, top, hidden = self.run(name, work)
+        self.read_prompts(lanes, hidden, work)
         for chunk, end in zip(chunks, ends, strict=True):
             self.lengths[chunk.slot.index] = end
+        if self.padding is not None:
+            tokens = sum(len(chunk.tokens) for chunk in chunks)
+            self.padding.add(1 - tokens / (lanes * self._chunk_size))
         wanted = tuple(row.top_logprobs for row in last.values())
         return FirstSamples(
             samples=samples,
@@ -127,22 +191,21 @@ class Dispatch:
             wanted=wanted,
             top=top if any(wanted) else None,
             prompt=self._prompt_logprobs(chunks, settings, lanes, hidden),
+            hidden=hidden,
+            pooled=None if self._pooling is None else self._pooling.start(chunks, settings, lanes, hidden),
         )
 
     def _prompt_logprobs(
         self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
     ) -> tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None:
         asked = []
+        target = np.full((lanes, self._chunk_size), -1, np.int32)
         for lane, chunk in enumerate(chunks):
-            row = settings[chunk.request_id]
-            if row.params.prompt_logprobs is not None and prompt_targets(chunk, row):
-                asked.append((lane, chunk, row))
+            if ahead := _asked(chunk, settings):
+                asked.append((lane, chunk, settings[chunk.request_id]))
+                target[lane, : len(ahead)] = ahead
         if not asked:
             return None
-        target = np.full((lanes, self._chunk_size), -1, np.int32)
-        for lane, chunk, row in asked:
-            ahead = prompt_targets(chunk, row)
-            target[lane, : len(ahead)] = ahead
         return self.prompt_logprobs(lanes, hidden, target.reshape(-1)), tuple(asked)
 
     def decode(
@@ -150,10 +213,11 @@ class Dispatch:
         rows: tuple[Row | VerifyRow, ...],
         settings: Mapping[str, RowSettings],
         key_choices: Sequence[int],
+        few_choices: Sequence[int],
     ) -> DecodeSamples:
         """Start one decode step of a plan's rows. The same tuple again is known to be the same rows."""
         if self._rows is None or self._rows.rows is not rows:
-            self._rows = self._joined(rows, settings)
+            self._rows = self._joined(rows, settings, few_choices)
         joined = self._rows
         for slot, row in joined.host_gated:
             assert row.mask is not None
@@ -163,7 +227,7 @@ class Dispatch:
             self.lengths[joined.index] += 1
             longest = max(self.lengths[joined.index].tolist())
             keys = _smallest(key_choices, min(longest, self._context_length))
-        samples, top = self.run(decode_name(keys), joined.scheduled)
+        samples, top = self.run(decode_name(keys, joined.few), joined.work)
         return DecodeSamples(samples=samples, wanted=joined.wanted, top=top if any(joined.wanted) else None)
 
     def verify(
@@ -186,20 +250,25 @@ class Dispatch:
             self.lengths[row.slot.index] += row.width
         longest = max(int(self.lengths[row.slot.index]) for row in rows)
         keys = _smallest(key_choices, min(longest, self._context_length))
-        drafts = jax.device_put(pack(make_drafts(rows, guesses, lanes, width)))
-        samples, top = self.run(verify_name(lanes, width, keys), drafts)
+        drafts = self.put(pack(make_drafts(rows, guesses, lanes, width)))
+        samples, top = self.run_verify(verify_name(lanes, width, keys), drafts)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
         return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None)
 
-    def _joined(self, rows: tuple[Row | VerifyRow, ...], settings: Mapping[str, RowSettings]) -> _Rows:
+    def _joined(
+        self,
+        rows: tuple[Row | VerifyRow, ...],
+        settings: Mapping[str, RowSettings],
+        few_choices: Sequence[int],
+    ) -> _Rows:
         index = np.array([row.slot.index for row in rows], np.int64)
-        scheduled = np.zeros(len(self.lengths), np.bool_)
-        scheduled[index] = True
+        few = next((count for count in few_choices if count >= len(rows)), None)
         theirs = [settings[row.request_id] for row in rows]
         return _Rows(
             rows=rows,
             index=index,
-            scheduled=jax.device_put(scheduled),
+            few=few,
+            work=self.put(decode_work(index, len(self.lengths), few)),
             wanted=tuple(row.top_logprobs for row in theirs),
             host_gated=tuple(
                 (int(at), row)
@@ -207,6 +276,23 @@ class Dispatch:
                 if row.mask is not None and row.mask.host_gated
             ),
         )
+
+
+def _asked(chunk: Chunk, settings: Mapping[str, RowSettings]) -> tuple[int, ...]:
+    """The tokens that a chunk's positions predict, where their log-probabilities are wanted."""
+    row = settings[chunk.request_id]
+    return () if row.params.prompt_logprobs is None else prompt_targets(chunk, row)
+
+
+def decode_work(slots: np.ndarray, total: int, few: int | None) -> np.ndarray:
+    """Which of `total` rows a decode program runs: bool `[total]`, or for one of few rows their slots, i32 `[few]`."""
+    if few is None:
+        work = np.zeros(total, np.bool_)
+        work[slots] = True
+    else:
+        work = np.full(few, -1, np.int32)
+        work[: len(slots)] = slots
+    return work
 
 
 def _smallest(sizes: Sequence[int], needed: int) -> int:

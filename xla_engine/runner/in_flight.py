@@ -25,6 +25,9 @@ class FirstSamples:
     samples: packed. lanes: those that completed a prompt. wanted: most likely tokens each of these wants.
     top: these tokens, None where no lane wants any.
     prompt: log-probabilities of the chunks' tokens, with lane, chunk and settings of those that asked for them.
+    hidden: f32 `[lanes * chunk size, D]`, the residual stream behind the last layer.
+    pooled: of the lanes that are pooled, with lane, chunk and settings of each. Their prompts end with a token that is
+        not sampled.
     """
 
     samples: jax.Array
@@ -32,6 +35,8 @@ class FirstSamples:
     wanted: tuple[int, ...]
     top: jax.Array | None
     prompt: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None
+    hidden: jax.Array
+    pooled: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,8 @@ def fetch_samples(step: InFlight) -> StepResult:
     for call in step.first:
         token, logprob = unpack_samples(np.asarray(call.samples))
         top = _top_logprobs(call.top, call.lanes, call.wanted)
+        if call.pooled is not None:
+            token = np.where(token == NO_TOKEN, 0, token)  # of lanes that sampled none, as they are pooled
         first.extend(
             Sample(int(token[lane]), float(logprob[lane]), most_likely)
             for lane, most_likely in zip(call.lanes, top, strict=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xla_engine.config import SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.kv_cache.footprint import block_bytes, cache_bytes, rows_bytes, tree_bytes
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
@@ -26,7 +27,7 @@ _GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the par
 
 
 def weights_bytes(spec: ModelSpec) -> int:
-    """All leaves as the graphs hold them."""
+    """All leaves as the graphs hold them, on each device."""
     return tree_bytes(list(spec.leaves))
 
 
@@ -92,11 +93,27 @@ def available_bytes(device: Any) -> int | None:
     return min(found, default=None)
 
 
+class Beside(NamedTuple):
+    """What runs beside the model and takes memory too: in all, and for each slot."""
+
+    weights: int = 0
+    slot: int = 0
+
+
+NOTHING = Beside()
+
+
+def available_to_each(device: Any, devices: int) -> int | None:
+    """The same for each of so many devices like `device`: on the host all of them share its memory."""
+    available = available_bytes(device)
+    return available if available is None or device.platform != "cpu" else available // devices
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What an engine takes.
+    """What an engine takes of a device.
 
-    weights: of the model.
+    weights: of the model, and of a draft model.
     blocks: number of blocks, where slots borrow them.
     block: of one block.
     slot: state of one slot.
@@ -153,20 +170,22 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None
+    spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None, beside: Beside = NOTHING
 ) -> MemoryPlan:
     """The account of an engine with these options on a device with `available` bytes."""
     blocks, block = config.num_blocks or 0, 0
     if blocks:
+        if config.shadow_rate:  # the shadow probe's own
+            blocks += whole_spans(max_model_len) // config.block_size
         slot = borrowing_slot_bytes(spec, max_model_len, config.block_size)
         block = block_bytes(spec, config.block_size)
     else:
         slot = slot_bytes(spec, max_model_len)
     return MemoryPlan(
-        weights=weights_bytes(spec),
+        weights=weights_bytes(spec) + beside.weights,
         blocks=blocks,
         block=block,
-        slot=slot,
+        slot=slot + beside.slot,
         scratch=scratch_bytes(spec),
         slots=config.device_rows,
         workspace=workspace_bytes(spec, config),

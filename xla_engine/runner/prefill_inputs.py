@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from xla_engine.config import EngineConfig
 from xla_engine.graphs.steps.prefill import Lanes
 from xla_engine.runner.row_settings import RowSettings, sampling_rows
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
@@ -14,14 +15,29 @@ from xla_engine.scheduler import Chunk
 
 
 def make_lanes(
-    chunks: Sequence[Chunk], last: Mapping[int, RowSettings], lanes: int, chunk_size: int
+    chunks: Sequence[Chunk],
+    last: Mapping[int, RowSettings],
+    lanes: int,
+    chunk_size: int,
+    *,
+    dry: bool = False,
+    adapters: Sequence[int] | None = None,
+    whole: Sequence[bool] | None = None,
 ) -> Lanes:
-    """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt."""
+    """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt. dry: as for `Rows`.
+    adapters: of the chunks, as in `Rows`; None in an engine without. whole: of the chunks, as in `Lanes`; None: all.
+    """
     # Any: the records are declared for the arrays a graph sees.
     tokens: Any = np.zeros((lanes, chunk_size), np.int32)
     slot, start, count, prompt_length, max_tokens, min_tokens = cast("Any", np.zeros((6, lanes), np.int32))
     is_last: Any = np.zeros(lanes, np.bool_)
     stop_ids: Any = np.full((lanes, MAX_STOP_TOKEN_IDS), -1, np.int32)
+    adapter: Any = None if adapters is None else np.zeros(lanes, np.int32)
+    if adapters is not None:
+        adapter[: len(adapters)] = adapters
+    is_whole: Any = np.ones(lanes, np.bool_)
+    if whole is not None:
+        is_whole[: len(whole)] = whole
     for lane, chunk in enumerate(chunks):
         tokens[lane, : len(chunk.tokens)] = chunk.tokens
         slot[lane], start[lane], count[lane] = chunk.slot.index, chunk.start, len(chunk.tokens)
@@ -40,10 +56,20 @@ def make_lanes(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop_ids=stop_ids,
-        sampling=sampling_rows(lanes, last),
+        sampling=sampling_rows(lanes, last, dry=dry),
+        whole=is_whole,
+        adapter=adapter,
     )
 
 
+def idle_lanes(config: EngineConfig, lanes: int) -> Lanes:
+    """A call of an engine with these options that does nothing."""
+    adapters = () if config.enable_lora else None
+    return make_lanes([], {}, lanes, config.chunk_size, dry=config.enable_dry, adapters=adapters)
+
+
 def prompt_targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:
-    """The prompt tokens that the positions of a chunk predict."""
+    """The prompt tokens that the positions of a chunk predict; none where scores are wanted only of later ones."""
+    if chunk.start + len(chunk.tokens) < row.params.logprobs_start:
+        return ()
     return row.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]

@@ -16,15 +16,20 @@ from xla_engine.graphs.kv_cache.slot_io import copy_span, read_span, write_span
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.packing import pack, unpack
-from xla_engine.graphs.row_state.rows import Rows, RowState, Tables, pack_rows, unpack_rows
+from xla_engine.graphs.row_state.rows import Rows, RowState, Tables, pack_rows, unpack_rows, with_remaining
 from xla_engine.graphs.steps.decode import decode_step
+from xla_engine.graphs.steps.few_rows import decode_few_rows
+from xla_engine.graphs.steps.pooling import pool_chunk
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.graphs.steps.prompt_logprobs import prompt_logprobs
 from xla_engine.graphs.steps.verify import verify_step
-from xla_engine.runner.prefill_inputs import make_lanes
+from xla_engine.runner.drafting.guesser import Guesser
+from xla_engine.runner.prefill_inputs import idle_lanes
 from xla_engine.runner.verify_inputs import no_drafts
+from xla_engine.runner.weights.adapters import writing
 
 COPY, READ, WRITE = "copy_block", "read_block", "write_block"
+CONTINUE = "continue_row"
 COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_pages", "read_pages", "write_pages"
 
 
@@ -32,14 +37,22 @@ def make_programs(
     spec: ModelSpec,
     config: EngineConfig,
     buckets: Sequence[int],
+    few: Sequence[int] = (),
     *,
-    weights: list[jax.Array],
+    weights: list[Any],
     rope: jax.Array,
     cache: KVCache,
     rows: Rows,
     tables: Tables,
+    guesser: Guesser | None = None,
+    pooling: str | None = None,
 ) -> list[Program]:
-    """All programs of one engine. `buckets` are the key lengths; of the arrays only the shapes matter.
+    """All programs of one engine; of the arrays only the shapes matter.
+
+    buckets: the key lengths. few: numbers of rows that get decode programs of their own.
+
+    guesser: guesses inside the verify programs, which then take and give back its state.
+    pooling: one of `graphs.steps.pooling.POOLING_TYPES`; None: prompts are not pooled.
 
     Row state and lanes are packed (`graphs.row_state.packing`) outside of the programs.
     """
@@ -48,48 +61,37 @@ def make_programs(
     scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
     wide = _abstract(tables)
     processed = config.logprobs_mode == "processed_logprobs"
-    programs = []
+    guesses = () if guesser is None else _abstract(guesser.takes)
+    programs: list[Program] = []
+
+    def add(name: str, function: Callable[..., Any], work: Any, idle: Any = None) -> None:
+        """A step. idle: the lanes of a call with nothing to do, where its work is lanes."""
+        run, given = _on_packed(function, rows, idle), (*state, work, wide)
+        programs.append(Program(name=name, function=run, arguments=given, donate=(2, 3)))
+
     for bucket in buckets:
-        programs.append(
-            Program(
-                name=decode_name(bucket),
-                function=_on_packed(
-                    functools.partial(decode_step, spec, bucket, processed_logprobs=processed), rows
-                ),
-                arguments=(*state, scheduled, wide),
-                donate=(2, 3),
-            )
+        decode = functools.partial(decode_step, spec, bucket, processed_logprobs=processed)
+        add(decode_name(bucket), decode, scheduled)
+        prefill = functools.partial(
+            prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
         )
-        programs.extend(
-            Program(
-                name=prefill_name(lanes, bucket),
-                function=_on_packed(
-                    functools.partial(
-                        prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
-                    ),
-                    rows,
-                    idle,
-                ),
-                arguments=(*state, _abstract(pack(idle)), wide),
-                donate=(2, 3),
+        for lanes in config.prefill_lanes:
+            idle = idle_lanes(config, lanes)
+            add(prefill_name(lanes, bucket), prefill, _abstract(pack(idle)), idle)
+        for lanes, width in config.verify_shapes:
+            none = no_drafts(lanes, width)
+            verify = _on_packed(_verifying(guesser, spec, bucket, width, processed=processed), rows, none)
+            programs.append(
+                Program(
+                    name=verify_name(lanes, width, bucket),
+                    function=verify,
+                    arguments=(*state, _abstract(pack(none)), wide, *guesses),
+                    donate=(2, 3, 5 + len(guesses)) if guesses else (2, 3),
+                )
             )
-            for lanes in config.prefill_lanes
-            for idle in [make_lanes([], {}, lanes, config.chunk_size)]
-        )
-        programs.extend(
-            Program(
-                name=verify_name(lanes, width, bucket),
-                function=_on_packed(
-                    functools.partial(verify_step, spec, bucket, width, processed_logprobs=processed),
-                    rows,
-                    idle,
-                ),
-                arguments=(*state, _abstract(pack(idle)), wide),
-                donate=(2, 3),
-            )
-            for lanes, width in config.verify_shapes
-            for idle in [no_drafts(lanes, width)]
-        )
+        few_rows = functools.partial(decode_few_rows, spec, bucket, processed_logprobs=processed)
+        for width in few:
+            add(decode_name(bucket, width), few_rows, jax.ShapeDtypeStruct((width,), jnp.int32))
     for lanes in config.prefill_lanes:
         tokens = lanes * config.chunk_size
         hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
@@ -100,7 +102,45 @@ def make_programs(
                 arguments=(state[0], hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
             )
         )
-    return [*programs, *_moves(spec, config, state[2:])]
+        if pooling is not None:
+            programs.append(
+                Program(
+                    name=pool_name(lanes),
+                    function=functools.partial(pool_chunk, spec, pooling, config.chunk_size),
+                    arguments=(state[0], hidden, jax.ShapeDtypeStruct((lanes,), jnp.int32)),
+                )
+            )
+        if guesser is not None and guesser.reads_prompts:
+            idle = idle_lanes(config, lanes)
+            programs.append(
+                Program(
+                    name=read_name(lanes),
+                    function=guesser.read(spec, buckets[-1], idle, rows),
+                    arguments=(*state[:2], hidden, _abstract(pack(idle)), *guesses),
+                    donate=(3 + len(guesses),),
+                )
+            )
+    if config.keep_finished:
+        programs.append(_continue(rows, state[3]))
+    return [*programs, *_moves(spec, config, state[2:]), *writing(spec)]
+
+
+def _continue(rows: Rows, held: RowState) -> Program:
+    """Give a row that was done more tokens to sample."""
+
+    def run(state: RowState, slot: jax.Array, remaining: jax.Array) -> RowState:
+        return pack_rows(with_remaining(unpack_rows(state, rows), slot, remaining))
+
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    return Program(name=CONTINUE, function=run, arguments=(held, scalar, scalar), donate=(0,))
+
+
+def _verifying(
+    guesser: Guesser | None, spec: ModelSpec, key_length: int, width: int, *, processed: bool
+) -> Callable[..., Any]:
+    if guesser is not None:
+        return guesser.step(spec, key_length, width, processed=processed)
+    return functools.partial(verify_step, spec, key_length, width, processed_logprobs=processed)
 
 
 def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list[Program]:
@@ -127,10 +167,16 @@ def _on_packed(function: Callable[..., Any], rows: Rows, lanes: Any = None) -> C
     """`function(weights, rope, cache, rows, work, tables)` with its rows packed, and its work if it is lanes."""
 
     def run(
-        weights: list[jax.Array], rope: jax.Array, cache: KVCache, state: RowState, work: Any, tables: Tables
+        weights: list[jax.Array],
+        rope: jax.Array,
+        cache: KVCache,
+        state: RowState,
+        work: Any,
+        tables: Tables,
+        *more: Any,
     ) -> tuple[Any, ...]:
         work = work if lanes is None else unpack(work, lanes)
-        cache, after, *results = function(weights, rope, cache, unpack_rows(state, rows), work, tables)
+        cache, after, *results = function(weights, rope, cache, unpack_rows(state, rows), work, tables, *more)
         return cache, pack_rows(after), *results
 
     return run
@@ -146,8 +192,9 @@ def _move(
     return Program(name=name, function=functools.partial(function, spec), arguments=arguments, donate=donate)
 
 
-def decode_name(key_length: int) -> str:
-    return f"decode[keys={key_length}]"
+def decode_name(key_length: int, rows: int | None = None) -> str:
+    """rows: of the program; None: all there are."""
+    return f"decode[keys={key_length}]" if rows is None else f"decode[rows={rows},keys={key_length}]"
 
 
 def prefill_name(lanes: int, key_length: int) -> str:
@@ -158,8 +205,16 @@ def verify_name(lanes: int, width: int, key_length: int) -> str:
     return f"verify[lanes={lanes},width={width},keys={key_length}]"
 
 
+def read_name(lanes: int) -> str:
+    return f"read_prompts[lanes={lanes}]"
+
+
 def prompt_name(lanes: int) -> str:
     return f"prompt_logprobs[lanes={lanes}]"
+
+
+def pool_name(lanes: int) -> str:
+    return f"pool[lanes={lanes}]"
 
 
 def _abstract(tree: Any) -> Any:

@@ -17,7 +17,9 @@ from xla_engine.text.token_mask import TokenMask
 class RowSettings:
     """What the device is told about one sequence when its prompt is complete.
 
+    dry_breakers: tokens that break a sequence for DRY.
     seed: 64-bit unsigned. mask: None where every token may be sampled. prompt_token_ids: read for prompt_logprobs.
+    adapter: which of the loaded ones, from 1; 0 is none.
     """
 
     max_tokens: int
@@ -26,6 +28,8 @@ class RowSettings:
     seed: int
     mask: TokenMask | None = None
     prompt_token_ids: tuple[int, ...] = ()
+    dry_breakers: tuple[int, ...] = ()
+    adapter: int = 0
 
     @property
     def min_tokens(self) -> int:
@@ -38,9 +42,11 @@ class RowSettings:
         return self.params.logprobs or 0
 
 
-def sampling_rows(count: int, rows: Mapping[int, RowSettings]) -> SamplingRows:
-    """Host arrays of `count` lanes, of which `rows` complete a prompt."""
-    sampling: Any = make_sampling_rows(count)  # Any: the record is declared for the arrays a graph sees
+def sampling_rows(count: int, rows: Mapping[int, RowSettings], *, dry: bool = False) -> SamplingRows:
+    """Host arrays of `count` lanes, of which `rows` complete a prompt. dry: with the parameters of DRY."""
+    sampling: Any = make_sampling_rows(
+        count, dry=dry
+    )  # Any: the record is declared for the arrays a graph sees
     for lane, row in rows.items():
         params = row.params
         for name in (
@@ -57,6 +63,11 @@ def sampling_rows(count: int, rows: Mapping[int, RowSettings]) -> SamplingRows:
         sampling.has_mask[lane] = row.mask is not None
         sampling.seed[lane] = row.seed >> 32, row.seed & 0xFFFFFFFF
         sampling.num_logprobs[lane] = -1 if params.logprobs is None else params.logprobs
+        if dry:
+            own = sampling.repetition
+            own.multiplier[lane], own.base[lane] = params.dry_multiplier, params.dry_base
+            own.allowed_length[lane], own.last_n[lane] = params.dry_allowed_length, params.penalty_last_n
+            own.breakers[lane, : len(row.dry_breakers)] = row.dry_breakers
     return sampling
 
 

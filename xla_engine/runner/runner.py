@@ -6,29 +6,34 @@ is free, and steps execute in the order they were started.
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.config import EngineConfig, compile_cache_directory
+from xla_engine.config import EngineConfig
 from xla_engine.drafting.width import StepCosts
+from xla_engine.environment import compile_cache_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.inventory import GraphReport, Inventory
+from xla_engine.graphs.inventory import GraphReport, Inventory, Program
 from xla_engine.graphs.kv_cache.footprint import keeps_every_position
 from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.graphs.row_state.packing import pack
 from xla_engine.graphs.row_state.rows import Pool
+from xla_engine.observability.histogram import Histogram
 from xla_engine.runner import memory
-from xla_engine.runner.backends import isa_of, make_spec
+from xla_engine.runner.backends import isa_of, library_of, make_spec, platform_words
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
+from xla_engine.runner.devices import Devices
 from xla_engine.runner.dispatch import Dispatch
+from xla_engine.runner.drafting.guesser import Guesser
 from xla_engine.runner.in_flight import (
     DecodeSamples,
     FirstSamples,
@@ -37,17 +42,19 @@ from xla_engine.runner.in_flight import (
     fetch_prompt_scores,
     fetch_samples,
 )
-from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves
-from xla_engine.runner.prefill_inputs import make_lanes
-from xla_engine.runner.programs import decode_name, make_programs, prefill_name, verify_name
+from xla_engine.runner.kv_moves import BlockMoves, Parked, Puts, SlotMoves
+from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
+from xla_engine.runner.programs import CONTINUE, make_programs
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.sizing import resolve_sizes
+from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
 from xla_engine.runner.step_costs import measure
-from xla_engine.runner.verify_inputs import Guess, no_drafts
+from xla_engine.runner.verify_inputs import Guess
+from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
+from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 
-class Runner:
+class Runner(HeldWeights):
     """Device side of an engine for one model and one configuration."""
 
     def __init__(
@@ -57,73 +64,95 @@ class Runner:
         dtype: str,
         config: EngineConfig,
         *,
-        progress: Callable[[str], None] | None = None,
-        load_progress: Callable[[int, int], None] | None = None,
+        guesser: Callable[[EngineConfig, ModelConfig, int], Guesser] | None = None,
+        pooling: str | None = None,
+        progress: StartupProgress = silent,
     ) -> None:
+        """guesser: makes, of options, model and context length, what guesses inside verify steps. pooling: one of
+        `graphs.steps.pooling.POOLING_TYPES`; None: prompts are not pooled."""
         if config.compile_cache:
             use_compile_cache(compile_cache_directory())
         self.compiles = CompileCounter()
+        device = jax.devices()[0]
+        progress(StartupStep("C++ operations for this CPU (some 15 s where they are compiled)"))
+        config = resolve_length(config, model, dtype, device)
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
         model = model.within(self.context_length)
         self._spec = make_spec(config, model, jnp.dtype(dtype))
+        self._devices = devices = Devices(self._spec.sharding.devices)
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if self._spec.attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
-        self.config = config = resolve_sizes(config, self._spec, self.context_length, jax.devices()[0])
+        self._guesser: Guesser | None = None
+        if guesser is not None:  # adapters are the model's own
+            self._guesser = guesser(replace(config, enable_lora=False), model, self.context_length)
+        beside = memory.NOTHING if self._guesser is None else self._guesser.beside
+        self.config = config = resolve_sizes(config, self._spec, self.context_length, device, beside)
+        self.few_choices = few_rows(config) if self.has_one_row_code else ()
         pool = None
         if config.num_blocks is not None:
-            pool = Pool(config.num_blocks, config.block_size, self.buckets[-1] // config.block_size)
+            own = self.blocks_of_a_slot if config.shadow_rate else 0
+            pool = Pool(config.num_blocks + own, config.block_size, self.blocks_of_a_slot)
             if model.delta is not None:
                 raise ConfigError(
                     "num_blocks is for keys and values; this model has recurrent layers: leave it out"
                 )
         began = time.perf_counter()
-        self._weights = self._place(weights, load_progress)
-        self._rope = jax.device_put(rope_tables(model, self.context_length))
+        self._weights = devices.load(self._spec, weights, progress)
+        self._rope = devices.put(rope_tables(model, self.context_length))
         self._state = state = DeviceState(
             self._spec,
             config.device_rows,
             self.buckets[-1],
             self.context_length,
             pool,
+            devices,
             drafts=max((width for _, width in config.verify_shapes), default=1) - 1,
+            dry=config.enable_dry,
+            lora=config.enable_lora,
         )
+        if self._guesser is not None:
+            on_device = dict(zip(self._spec.names, self._weights, strict=True))
+            self._guesser.load(on_device, config.device_rows, self.buckets[-1])
         jax.block_until_ready((self._weights, state.held))
         self.load_seconds = time.perf_counter() - began
         self._copies_ahead = jax.default_backend() != "cpu"  # where the host's memory is not the device's
         self._inventory = Inventory()
+        self._pooling = None
+        if pooling is not None:
+            self._pooling = Pooling(pooling, self._inventory, self._weights, devices.put)
         self._dispatch = Dispatch(
             self._inventory,
             state,
             self._weights,
             self._rope,
-            rows=config.device_rows,
-            chunk_size=config.chunk_size,
-            context_length=self.context_length,
+            devices.put,
+            config,
+            self.context_length,
+            guesser=self._guesser,
+            pooling=self._pooling,
         )
+        began = time.perf_counter()
+        programs, put = self._programs()
         self._parked = Parked()
         self._slot_moves = SlotMoves(
             self._inventory,
             self._parked,
             num_spans(self.buckets[-1]),
+            put,
             stale_is_harmless=self._spec.attention.bounded_by_length,
         )
-        self._block_moves = BlockMoves(self._inventory, self._parked, config.block_size)
-        began = time.perf_counter()
-        programs = make_programs(
-            self._spec,
-            config,
-            self.buckets,
-            weights=self._weights,
-            rope=self._rope,
-            cache=state.cache,
-            rows=jax.eval_shape(state.make_rows),
-            tables=state.tables,
+        self._block_moves = BlockMoves(self._inventory, self._parked, config.block_size, put)
+        compiled = itertools.count(1)
+        progress(StartupStep(f"compiling {len(programs)} programs"))
+        self._inventory.compile(
+            programs,
+            progress=lambda name: progress(StartupStep(f"compiling {name}", next(compiled), len(programs))),
         )
-        self._inventory.compile(programs, progress=progress)
+        progress(StartupStep("first calls"))
         self._warm_up()
         self.compile_seconds = time.perf_counter() - began
         self.compiles.mark_warm()
@@ -147,7 +176,7 @@ class Runner:
             shapes = self.config.verify_shapes
             decode = self._dispatch.verify(plan.verify, settings, guesses or {}, plan.width, shapes, keys)
         elif rows := plan.decode_rows:
-            decode = self._dispatch.decode(rows, settings, keys)
+            decode = self._dispatch.decode(rows, settings, keys, self.few_choices)
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
         for part in parts if self._copies_ahead else ():
             part.samples.copy_to_host_async()
@@ -161,13 +190,23 @@ class Runner:
             self._parked.settle(swap.request_id)
         return fetch_samples(step)
 
+    def count_padding(self, histogram: Histogram) -> None:
+        """Let a histogram see how much of each prefill call is padding, as a share of its positions."""
+        self._dispatch.padding = histogram
+
+    @property
+    def parked_bytes(self) -> int:
+        """What the host keeps of requests that lost their slots."""
+        return self._parked.num_bytes
+
     def discard(self, request_id: str) -> None:
         """Forget the parked state of a request that is over."""
         self._parked.discard(request_id)
 
-    def prompt_scores(self, step: InFlight) -> list[PromptScores]:
-        """Fetch the log-probabilities of prompt tokens that a started step computed."""
-        return fetch_prompt_scores(step, self.config.chunk_size)
+    def prompt_scores(self, step: InFlight) -> list[PromptScores | PooledChunk]:
+        """Fetch what a started step computed of prompts: log-probabilities of their tokens, and what was pooled."""
+        scores = fetch_prompt_scores(step, self.config.chunk_size)
+        return [*scores, *(fetch_pooled(step) if self._pooling is not None else ())]
 
     def reset(self) -> None:
         """Make every row inactive and every count zero, as at start-up; the cache keeps what it holds."""
@@ -188,9 +227,9 @@ class Runner:
         return list(self._inventory)
 
     @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights on the device."""
-        return sum(leaf.nbytes for leaf in self._weights)
+    def blocks_of_a_slot(self) -> int:
+        """Blocks that the longest request takes."""
+        return self.buckets[-1] // self.config.block_size
 
     @property
     def keeps_every_position(self) -> bool:
@@ -203,17 +242,16 @@ class Runner:
 
         Elsewhere, bits that a probe found equal may differ in one sample of a hundred.
         """
-        return self._spec.products is not None and self._spec.attention.name == "native"
-
-    @property
-    def keeps_no_state(self) -> bool:
-        """Whether a row's length alone undoes what it has written: it has keys and values, and no recurrent state."""
-        return self._spec.config.delta is None
+        spec = self._spec
+        state = spec.config.delta is None or spec.native_state is not None
+        return spec.products is not None and spec.attention.name == "native" and state
 
     def step_costs(self) -> StepCosts:
         """What decode and verify steps cost, measured now. The runner must be idle, and is blank afterwards."""
         config, keys = self.config, self.bucket_choices[0]
-        found = measure(self._dispatch, self._state, config.num_slots, config.verify_shapes, keys)
+        slots, guesses = config.num_slots, self._guesser is not None
+        shapes = self.few_choices, config.verify_shapes
+        found = measure(self._dispatch, self._state, slots, *shapes, keys, guesses=guesses)
         self.blank()
         return found
 
@@ -230,26 +268,24 @@ class Runner:
     @property
     def platform(self) -> dict[str, str]:
         """Versions and device words that the bits of a run may depend on."""
-        words = {
-            "jax": jax.__version__,
-            "jaxlib": importlib.metadata.version("jaxlib"),
-            "backend": jax.default_backend(),
-            "device": jax.devices()[0].device_kind,
-            "attention": self._spec.attention.name,
-            "linear": "xla" if self._spec.products is None else "native",
-        }
-        # Files from before instruction sets had names were written with tiles, or with none of ours.
-        return words if self.isa in (None, "amx") else {**words, "isa": self.isa}
+        return platform_words(self._spec)
 
     @property
     def isa(self) -> str | None:
         """The instruction set of the C++ operations in use; None: there are none."""
         return isa_of(self._spec)
 
+    @property
+    def library(self) -> str | None:
+        """Where the library of the C++ operations came from; None: there are none."""
+        return library_of(self._spec)
+
     def blank(self) -> None:
         """`reset`, and a cache of zeros as well: what runs next repeats to the bit. Nothing may be in flight."""
         self.reset()
         self._state.blank_cache()
+        if self._guesser is not None:
+            self._guesser.blank()
 
     def close(self) -> None:
         """Free device memory and executables."""
@@ -257,47 +293,39 @@ class Runner:
             leaf.delete()
         self._weights.clear()
         self._state.delete()
+        if self._guesser is not None:
+            self._guesser.delete()
         self._dispatch.reset()
         self._parked.clear()
         self._inventory.clear()
 
     def _warm_up(self) -> None:
         """Run every program once with nothing to do: nothing is live, so no state changes."""
-        for lanes in self.config.prefill_lanes:
-            for bucket in self.buckets:
-                *_, hidden = self._dispatch.run(
-                    prefill_name(lanes, bucket),
-                    jax.device_put(pack(make_lanes([], {}, lanes, self.config.chunk_size))),
-                )
-            self._dispatch.prompt_logprobs(
-                lanes, hidden, np.full(lanes * self.config.chunk_size, -1, np.int32)
-            )
-        for bucket in self.buckets:
-            no_row = jax.device_put(np.zeros(self.config.device_rows, np.bool_))
-            jax.block_until_ready(self._dispatch.run(decode_name(bucket), no_row))
-            for lanes, width in self.config.verify_shapes:
-                idle = jax.device_put(pack(no_drafts(lanes, width)))
-                jax.block_until_ready(self._dispatch.run(verify_name(lanes, width, bucket), idle))
+        self._dispatch.warm_up(self.buckets, self.few_choices)
         state, swaps = self._state, self.config.parks
+        if self._spec.lora is not None:
+            self.write_adapter(1, None)
+        if self.config.keep_finished:
+            state.rows = self._inventory(
+                CONTINUE, state.rows, *(self._devices.put(np.int32(0)) for _ in range(2))
+            )
         if self.config.num_blocks is None:
             state.held = self._slot_moves.warm_up(state.held, copies=self.config.reuses_slots, swaps=swaps)
         else:
             state.held = self._block_moves.warm_up(state.held, swaps=swaps)
 
-    def _place(
-        self, weights: Mapping[str, np.ndarray], progress: Callable[[int, int], None] | None
-    ) -> list[jax.Array]:
-        """Bring the leaves to the device one by one, so that the host holds one at a time."""
-        placed: dict[str, jax.Array] = {}
-        self._spec.check_names(weights)
-        total, done = memory.weights_bytes(self._spec), 0
-        for name in self._spec.sources:
-            for part, array in self._spec.stored(name, weights[name]).items():
-                placed[part] = jax.block_until_ready(jax.device_put(array))
-                done += placed[part].nbytes
-            if progress is not None:
-                progress(done, total)
-        return [placed[name] for name in self._spec.names]
+    def _programs(self) -> tuple[list[Program], Puts]:
+        """What is to be compiled, and how its arguments get to the devices."""
+        state, devices, put = self._state, self._devices, self._devices.put
+        same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
+        same["guesser"] = self._guesser
+        same["pooling"] = None if self._pooling is None else self._pooling.kind
+        make = functools.partial(make_programs, self._spec, self.config, self.buckets, self.few_choices)
+        whole = make(weights=self._weights, cache=state.cache, **same)
+        if devices.is_one:
+            return whole, Puts(whole=put, pieces=put)
+        local = make(weights=list(self._spec.leaves), cache=state.local_cache(), **same)
+        return list(devices.programs(local, whole)), Puts(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
         state, paged = self._state, self.config.num_blocks is not None
@@ -309,5 +337,10 @@ class Runner:
             state.held = moves.resume(state.held, swap)
             self._dispatch.lengths[swap.slot.index] = swap.length
             self._dispatch.fill_tables(swap.slot.index, settings[swap.request_id])
+        for part in plan.continues:
+            slot, remaining = self._devices.put([np.int32(part.slot.index), np.int32(part.remaining)])
+            state.rows = self._inventory(CONTINUE, state.rows, slot, remaining)
+            self._dispatch.lengths[part.slot.index] = part.length
+            self._dispatch.fill_tables(part.slot.index, settings[part.request_id])
         for reuse in () if paged else plan.reuses:
             state.held = self._slot_moves.reuse(state.held, reuse)

@@ -6,19 +6,72 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
-from xla_engine.config import AUTO, SMALLEST_BATCH, EngineConfig
+import jax.numpy as jnp
+
+from xla_engine.config import AUTO, DEFAULT_MAX_MODEL_LEN, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.footprint import block_bytes
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.runner import memory
+from xla_engine.runner.backends import make_spec
 
 # More rows than these give hardly more tokens per second and each waits longer; `xla-engine sweep` shows where.
 MOST_ROWS = {"cpu": 64}
 MOST_ROWS_ELSEWHERE = 256
+FEW_ROWS = (1, 4)
+DEFAULT_SHARE = (
+    0.25  # of the available memory may be taken for a longer `max_model_len` that was not asked for
+)
+USUAL_SLOTS = 16  # for which that length must fit where the number of slots is "auto"
 
 
-def resolve_sizes(config: EngineConfig, spec: ModelSpec, max_model_len: int, device: Any) -> EngineConfig:
-    """Return the options with sizes that fit on `device` (a jax device).
+def resolve_length(config: EngineConfig, model: ModelConfig, dtype: str, device: Any) -> EngineConfig:
+    """Return the options with a `max_model_len`, where it is None and the model allows more than the default.
+
+    It becomes the model's own limit if the engine then takes at most `DEFAULT_SHARE` of what `device` has available,
+    else the largest half, quarter and so on of it with which it does, at least `DEFAULT_MAX_MODEL_LEN`. A model whose
+    rotary frequencies depend on the longest request keeps that default: the memory that is free must not decide a
+    bit.
+    """
+    limit = model.max_position_embeddings
+    by_length = any(rope is not None and rope.follows_context for rope in model.ropes)
+    if config.max_model_len is not None or limit <= DEFAULT_MAX_MODEL_LEN or by_length:
+        return config
+    length = limit
+    while length > DEFAULT_MAX_MODEL_LEN and not _fits(config, model, dtype, length, device):
+        length //= 2
+    return replace(config, max_model_len=max(length, DEFAULT_MAX_MODEL_LEN))
+
+
+def _fits(config: EngineConfig, model: ModelConfig, dtype: str, length: int, device: Any) -> bool:
+    """Whether an engine with the slots that are asked for, or `USUAL_SLOTS`, of `length` tokens takes no more than
+    `DEFAULT_SHARE`."""
+    config = replace(config, memory_utilization=min(config.memory_utilization, DEFAULT_SHARE))
+    if config.num_blocks is not None and config.num_blocks * config.block_size < length:
+        return False
+    if config.max_num_seqs == AUTO:
+        config = replace(config, max_num_seqs=USUAL_SLOTS)
+    try:
+        resolve_sizes(config, make_spec(config, model.within(length), jnp.dtype(dtype)), length, device)
+    except ConfigError:
+        return False
+    return True
+
+
+def few_rows(config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of rows that have a decode program of their own, ascending: a quarter of all at most (findings/041)."""
+    return tuple(rows for rows in FEW_ROWS if rows * 4 <= config.device_rows)
+
+
+def resolve_sizes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    max_model_len: int,
+    device: Any,
+    beside: memory.Beside = memory.NOTHING,
+) -> EngineConfig:
+    """Return the options with sizes that fit on `device` (a jax device), `beside` what else is to run there.
 
     max_num_seqs becomes a number. "auto" is the largest multiple of 8 whose weights, slots and workspace stay within
     `memory_utilization` of what the device has available, at most `MOST_ROWS`; where the system does not say, 8.
@@ -28,13 +81,13 @@ def resolve_sizes(config: EngineConfig, spec: ModelSpec, max_model_len: int, dev
     Raises ConfigError, with the arithmetic, where nothing fits, where a number was asked for that does not fit, and
     where the blocks would not hold one request of `max_model_len`.
     """
-    available = memory.available_bytes(device)
+    available = memory.available_to_each(device, config.tensor_parallel_size)
     budget = None if available is None else int(available * config.memory_utilization)
     fills_memory = config.kv_cache_memory_bytes == AUTO
     config = _with_blocks(config, spec, max_model_len)
 
     def plan(slots: int) -> memory.MemoryPlan:
-        return memory.plan_memory(spec, replace(config, max_num_seqs=slots), max_model_len, budget)
+        return memory.plan_memory(spec, replace(config, max_num_seqs=slots), max_model_len, budget, beside)
 
     slots = SMALLEST_BATCH if config.max_num_seqs == AUTO else config.max_num_seqs
     try:

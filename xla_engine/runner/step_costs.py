@@ -14,7 +14,7 @@ from xla_engine.drafting.width import StepCosts
 from xla_engine.graphs.row_state.packing import pack
 from xla_engine.graphs.row_state.rows import pack_rows
 from xla_engine.runner.device_state import DeviceState
-from xla_engine.runner.dispatch import Dispatch
+from xla_engine.runner.dispatch import Dispatch, decode_work
 from xla_engine.runner.programs import decode_name, verify_name
 from xla_engine.runner.verify_inputs import no_drafts
 
@@ -23,9 +23,18 @@ _RUNS = 5
 
 
 def measure(
-    dispatch: Dispatch, state: DeviceState, slots: int, shapes: Sequence[tuple[int, int]], keys: int
+    dispatch: Dispatch,
+    state: DeviceState,
+    slots: int,
+    few_choices: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    keys: int,
+    *,
+    guesses: bool,
 ) -> StepCosts:
-    """Time the programs of a runner whose rows are idle; `keys`: the key length they are of.
+    """Time the programs of a runner whose rows are idle: decode steps of all `slots` or of few, verify steps of
+    `shapes`. `keys`: the key length they are of. guesses: verify steps guess for themselves, which
+    counts.
 
     Afterwards rows and cache hold anything: blank them.
     """
@@ -38,20 +47,27 @@ def measure(
         block_tables=None if host.block_tables is None else _own_blocks(host),
     )
 
+    def begin(run: int) -> None:
+        # One token further from run to run, as in use, where what verify steps keep depends on it.
+        length = rows.length + (run if guesses else 0)
+        state.rows = dispatch.put(pack_rows(replace(rows, length=length)))
+
     def seconds(name: str, work: Any) -> float:
-        return _fastest(
-            lambda: dispatch.run(name, work),
-            lambda: setattr(state, "rows", jax.device_put(pack_rows(rows))),
-        )
+        run = dispatch.run_verify if name.startswith("verify") else dispatch.run
+        return _fastest(lambda: run(name, work), begin)
 
     decode, verify = {}, {}
     for number in sorted({min(number, slots) for number in (1, 2, 4, 8, 16, 32, 64, slots)}):
-        decode[number] = seconds(decode_name(keys), jax.device_put(np.arange(count) < number))
+        few = next((size for size in few_choices if size >= number), None)
+        work = decode_work(np.arange(number), count, few)
+        decode[number] = seconds(decode_name(keys, few), dispatch.put(work))
     for lanes, width in shapes:
         drafts: Any = no_drafts(lanes, width)
         drafts.slot[:], drafts.most[:], drafts.tokens[:] = np.arange(lanes), width - 1, 0
         drafts.start[:] = rows.length[:lanes] + 1
-        verify[lanes, width] = seconds(verify_name(lanes, width, keys), jax.device_put(pack(drafts)))
+        if guesses:
+            drafts.tokens[:], drafts.lookup[:] = -1, True
+        verify[lanes, width] = seconds(verify_name(lanes, width, keys), dispatch.put(pack(drafts)))
     return StepCosts(decode, verify)
 
 
@@ -61,10 +77,10 @@ def _own_blocks(rows: Any) -> np.ndarray:
     return np.repeat(own[:, None], rows.block_tables.shape[1], axis=1)
 
 
-def _fastest(run: Callable[[], Any], prepare: Callable[[], None]) -> float:
+def _fastest(run: Callable[[], Any], prepare: Callable[[int], None]) -> float:
     found = []
-    for _ in range(_RUNS):
-        prepare()
+    for number in range(_RUNS):
+        prepare(number)
         began = time.perf_counter()
         jax.block_until_ready(run())
         found.append(time.perf_counter() - began)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from xla_engine.batch.requests import CHAT_URL, COMPLETIONS_URL
+from xla_engine.batch.envelope import URLS
 from xla_engine.server.batches.routes import BatchRoutes
 from xla_engine.server.batches.store import Store
 from xla_engine.server.batches.worker import Batches
@@ -49,7 +49,10 @@ def make_app(service: Service) -> Starlette:
 
     origins = list(service.settings.allowed_origins)
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
-    routes = [*_routes(service), *([] if batches is None else BatchRoutes(service, batches).routes())]
+    routes = [
+        *_routes(service),
+        *(_NO_BATCHES if batches is None else BatchRoutes(service, batches).routes()),
+    ]
     paths = frozenset(route.path for route in routes if "{" not in route.path)
     return Starlette(
         routes=routes,
@@ -64,7 +67,7 @@ def make_app(service: Service) -> Starlette:
 
 
 def _routes(service: Service) -> list[Route]:
-    info = Info(service)
+    info, responses = Info(service), Responses(service)
     return [
         Route("/", info.page),
         Route("/health", info.health),
@@ -78,10 +81,24 @@ def _routes(service: Service) -> list[Route]:
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),
-        Route(COMPLETIONS_URL, Generation(service, COMPLETIONS_URL), methods=["POST"]),
-        Route("/v1/responses", Responses(service), methods=["POST"]),
-        Route(CHAT_URL, Generation(service, CHAT_URL), methods=["POST"]),
+        *(Route(url, Generation(service, url), methods=["POST"]) for url in URLS),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.read, methods=["GET"]),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
     ]
+
+
+async def _no_batches(_: Request) -> Response:
+    """The server keeps nothing where it was given no place for it."""
+    raise ApiError(
+        404, "this server has no files and batches; start it with --batch-dir DIR", code="no_batch_dir"
+    )
+
+
+_NO_BATCHES = [
+    Route(path, _no_batches, methods=["GET", "POST", "DELETE"])
+    for path in ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
+]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -17,9 +17,9 @@ from xla_engine.batch.results import (
     with_prompt,
 )
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.server.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
-from xla_engine.server.tools import new_call_id
 from xla_engine.server.wire import Call
+from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
+from xla_engine.text.parsers.tools import new_call_id
 
 if TYPE_CHECKING:
     from xla_engine.text.tokenizer import IncrementalDetokenizer
@@ -39,7 +39,6 @@ class _Choice:
 
     tokens: int = 0
     characters: int = 0
-    begun: bool = False
     ended: bool = False
     echoed: bool = False
     spelled: IncrementalDetokenizer | None = None  # for the offsets of its tokens
@@ -76,19 +75,19 @@ class ChunkWriter:
             output = asked_for(self._call.request, output)
         per_prompt = self._call.request.params.n
         new = sum(len(completion.token_ids) for completion in output.outputs)
-        self._usage[index] = (len(output.prompt_token_ids), output.num_cached_tokens, new)
+        prompt = (len(output.prompt_token_ids), output.num_cached_tokens)
+        begun = self._usage.setdefault(index, (*prompt, 0))
         for completion in output.outputs:
             number = index * per_prompt + completion.index
             state = self._choices.get(number)
             if state is None:
                 state = self._choices[number] = _Choice(parser=self._call.parser(thinking=self._thinking))
-            if not state.begun:
-                state.begun = True
-                if self._is_chat:
-                    delta = {"role": "assistant", "content": ""}
-                    yield self._event(
-                        {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}, output
-                    )
+                if self._is_chat:  # before its first token
+                    self._usage[index] = begun
+                    role = {"role": "assistant", "content": ""}
+                    beginning = {"index": number, "delta": role, "logprobs": None, "finish_reason": None}
+                    yield self._event(beginning, output)
+            self._usage[index] = (*prompt, new)
             for choice in self._news(number, state, output, completion):
                 yield self._event(choice, output)
 

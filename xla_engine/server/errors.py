@@ -17,7 +17,7 @@ from xla_engine.scheduler import QueueFullError
 _CODES = {"token_limit_exceeded": "context_length_exceeded", "invalid_json_line": "invalid_json"}
 _FIELDS = frozenset(
     {entry.name for entry in fields(SamplingParams)}
-    | {"prompt", "messages", "priority", "deadline_s", "queue_timeout_s", "cache_salt"}
+    | {"prompt", "messages", "priority", "quantum", "deadline_s", "queue_timeout_s", "cache_salt"}
 )
 _STATUS_OF_END = {"deadline": 408, "queue_timeout": 503, "aborted": 499}
 

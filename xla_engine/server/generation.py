@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`, streamed and whole."""
+"""`/v1/completions` and `/v1/chat/completions`, streamed and whole; and what models answer that pool."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from xla_engine.batch.results import asked_for, output_error, result_body
+from xla_engine.batch.results import answer_prefix, asked_for, output_error, result_body
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.bodies import read_body
 from xla_engine.server.chunks import DONE, ChunkWriter, event
 from xla_engine.server.errors import ApiError, ClientGone, api_error, ended
-from xla_engine.server.parsers.scan import Parser, message_of
 from xla_engine.server.service import Service, Submission
-from xla_engine.server.tools import call_values, new_call_id
-from xla_engine.server.wire import Call, is_chat_url, parse_call, read_json
+from xla_engine.server.wire import Call, parse_call, read_json
 
 LARGE_BODY = 128 << 10  # bytes; a larger one is parsed beside the event loop
 TIMEOUT_HEADER = b"x-request-timeout-ms"
@@ -31,28 +29,28 @@ SSE_HEADERS = [
 
 
 class Generation:
-    """The endpoint of one of the two paths, as an ASGI application.
+    """The endpoint of one path of `xla_engine.batch.envelope.URLS`, as an ASGI application.
 
     A client that hangs up is noticed while its request waits, runs or is sent, and the request is aborted at once: its
     slot is free for the next step that is planned. A client that reads slowly gets what has come meanwhile in one
     piece; the engine waits for none.
     """
 
-    prefix = ""  # of the ids of answers
+    prefix = ""  # of the ids of answers; empty: what fits the request
 
     def __init__(self, service: Service, url: str) -> None:
         self._service = service
         self._url = url
-        self._chat = is_chat_url(url)
-        self.prefix = self.prefix or ("chatcmpl-" if self._chat else "cmpl-")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         raw = await read_body(scope, receive, service.settings, service.bodies)
         call = await (
-            asyncio.to_thread(self._parse, raw) if len(raw) > LARGE_BODY else _now(self._parse(raw))
+            asyncio.to_thread(self._parse, raw, scope)
+            if len(raw) > LARGE_BODY
+            else _now(self._parse(raw, scope))
         )
-        name = f"{self.prefix}{uuid.uuid4().hex}"
+        name = f"{self.prefix or answer_prefix(call.request)}{uuid.uuid4().hex}"
         with service.admit(call.sequences):
             try:
                 async with _watching(receive) as gone:
@@ -70,10 +68,9 @@ class Generation:
                 if abort is not None:
                     abort()
 
-    def _parse(self, raw: bytes) -> Call:
-        settings = self._service.settings
-        defaults = settings.defaults()
-        return parse_call(read_json(raw), self._url, defaults, settings.model_names, self._service.dialect)
+    def _parse(self, raw: bytes, scope: Scope) -> Call:
+        service = self._service
+        return parse_call(read_json(raw), self._url, service.defaults(), service.settings.model_names)
 
     async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
         try:
@@ -100,13 +97,13 @@ class Generation:
                 outputs[index] = asked_for(call.request, output)
         whole = [output for output in outputs if output is not None]
         body = result_body(call.request, whole, name, self._service.header())
+        if call.request.pooling is not None:
+            await send_json(send, 200, msgspec.json.encode(body))
+            return
         cached = sum(output.num_cached_tokens for output in whole)
         body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
-        for choice in body["choices"]:
-            if (parser := call.parser(thinking=submission.thinking)) is not None:
-                _parse_message(choice, parser)
         if call.return_token_ids:
-            _add_token_ids(body["choices"], whole)
+            _add_token_ids(body, whole)
         await send_json(send, 200, msgspec.json.encode(body))
 
     async def _stream(
@@ -183,24 +180,15 @@ def _deadline(scope: Scope, longest: float | None) -> float | None:
     return min(int(asked) / 1000, longest or float("inf"))
 
 
-def _parse_message(choice: dict[str, Any], parser: Parser) -> None:
-    """Part a choice's text into content, reasoning and calls."""
-    found = message_of(parser, choice["message"]["content"])
-    choice["message"]["content"] = found.content or (None if found.calls else "")
-    if found.reasoning:
-        choice["message"] |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
-    if found.calls:
-        choice["message"]["tool_calls"] = call_values(found.calls, [new_call_id() for _ in found.calls])
-        if choice["finish_reason"] == "stop":
-            choice["finish_reason"] = "tool_calls"
-
-
-def _add_token_ids(choices: list[dict[str, object]], outputs: list[RequestOutput]) -> None:
+def _add_token_ids(body: dict[str, Any], outputs: list[RequestOutput]) -> None:
+    """The ids of each choice, and where vLLM has them those of the prompt: its first choice, or the body of a chat."""
+    choices = body["choices"]
     completions = [completion for output in outputs for completion in output.outputs]
     for choice, completion in zip(choices, completions, strict=True):
         choice["token_ids"] = completion.token_ids
-    for output, choice in zip(outputs, choices[:: len(outputs[0].outputs)], strict=True):
-        choice["prompt_token_ids"] = output.prompt_token_ids
+    places = [body] if body["object"] == "chat.completion" else choices[:: len(outputs[0].outputs)]
+    for output, place in zip(outputs, places, strict=True):
+        place["prompt_token_ids"] = output.prompt_token_ids
 
 
 async def _now(call: Call) -> Call:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.scheduler import Events, Plan
-from xla_engine.server.metrics import kv_usage
-
-if TYPE_CHECKING:
-    from xla_engine.server.service import Service
 
 SECONDS = 300  # that are kept
 RESOLUTION_S = 0.02  # between looks at a plan
@@ -43,17 +40,17 @@ class Segment(NamedTuple):
 class History:
     """Looks at the engine's plans, at most every `RESOLUTION_S`, and at its counters once a second."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, engine: XlaBatchEngine) -> None:
         self.samples: deque[Sample] = deque(maxlen=SECONDS)
-        self._service = service
+        self._engine = engine
         self._segments: deque[Segment] = deque(maxlen=MOST_SEGMENTS)
         self._open: dict[int, Segment] = {}
         self._looked = 0.0
 
     def watch(self) -> None:
         """See plans from now on, unless a record does."""
-        if self._service.engine.on_step is None:
-            self._service.engine.on_step = self.on_step
+        if self._engine.on_step is None:
+            self._engine.on_step = self.on_step
 
     def on_step(self, plan: Plan, events: Events | None) -> None:
         """Note what the slots do in a plan that is started."""
@@ -77,7 +74,7 @@ class History:
 
     async def sample(self) -> None:
         """Take a sample every second, for ever."""
-        engine = self._service.engine
+        engine = self._engine
         before, at = engine.stats(), time.monotonic()
         while True:
             await asyncio.sleep(1)
@@ -88,28 +85,28 @@ class History:
                     time=time.time(),
                     generated=(stats.generation_tokens - before.generation_tokens) / seconds,
                     prefilled=(stats.prompt_tokens - before.prompt_tokens) / seconds,
-                    running=engine.num_running,
-                    waiting=engine.num_waiting,
-                    kv=kv_usage(engine),
+                    running=stats.running,
+                    waiting=stats.waiting,
+                    kv=stats.kv_usage,
                 )
             )
             before, at = stats, now
 
     def since(self, moment: float) -> dict[str, Any]:
         """What was seen after a moment in Unix seconds, as JSON values; latencies are of the whole life."""
-        times = self._service.times
+        spread = self._engine.stats().distributions
         segments = [segment for segment in (*self._segments, *self._open.values()) if segment.end > moment]
         histograms = {
-            "first_token": times.first_token,
-            "inter_token": times.inter_token,
-            "whole": times.whole,
+            "first_token": spread.first_token_seconds,
+            "inter_token": spread.inter_token_seconds,
+            "whole": spread.request_seconds,
         }
         return {
             "now": time.time(),
             "samples": [sample for sample in self.samples if sample.time > moment],
             "segments": segments,
             "latencies": {
-                name: {"p50": each.quantile(0.5), "p99": each.quantile(0.99), "count": sum(each.counts)}
+                name: {"p50": each.quantile(0.5), "p99": each.quantile(0.99), "count": each.count}
                 for name, each in histograms.items()
             },
         }

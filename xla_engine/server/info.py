@@ -9,18 +9,19 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from xla_engine import __version__
-from xla_engine.batch.requests import Chat
 from xla_engine.errors import XlaEngineError
+from xla_engine.observability.prometheus import CONTENT_TYPE
+from xla_engine.prompts import TextPair
 from xla_engine.server.bodies import read_body
 from xla_engine.server.errors import ApiError, api_error
-from xla_engine.server.metrics import EngineCollector, kv_usage
+from xla_engine.server.metrics import metrics_text
 from xla_engine.server.service import Service
 from xla_engine.server.wire import check_model
+from xla_engine.text.parsers.chats import Chat
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -66,8 +67,6 @@ class Info:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCollector(service))
         self._page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
 
     async def health(self, _: Request) -> Response:
@@ -83,7 +82,7 @@ class Info:
         return JsonResponse({"version": __version__, "system_fingerprint": self._service.fingerprint})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics_text(self._service), media_type=CONTENT_TYPE)
 
     async def models(self, _: Request) -> Response:
         data = [self._model(name) for name in self._service.settings.model_names]
@@ -125,6 +124,7 @@ class Info:
                     "chat_template": self._service.settings.sampling_defaults.get("chat_template"),
                 }
                 ready = await self._service.ready_prompt(Chat(messages=tuple(body.messages), options=options))
+                assert not isinstance(ready.value, TextPair), "a chat is one text"
                 text, special = ready.value, bool(special)
             else:
                 text, special = body.prompt or "", special is None or special
@@ -166,7 +166,7 @@ class Info:
             raise _no_tokenizer()
         template = engine.chat_template
         names = template.special_tokens if template is not None else {}
-        eos = engine.checkpoint.eos_token_ids
+        eos = engine.validator.eos_token_ids
         spelled = engine.tokenizer.decode(list(eos[:1]), skip_special_tokens=False) if eos else None
         return JsonResponse(
             {
@@ -202,7 +202,7 @@ class Info:
                 "waiting": snapshot.waiting[:SHOWN_WAITING],
                 "draining": snapshot.draining,
                 "counters": snapshot.counters,
-                "kv_usage": kv_usage(engine),
+                "kv_usage": stats.kv_usage,
                 "finished": stats.finished,
                 "server": {
                     "live": service.live,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import ssl
 import time
 from types import FrameType
 from typing import Any
@@ -28,6 +29,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, **options: Any) -> None:
         settings = service.settings
+        if options.get("ssl_ca_certs"):
+            options["ssl_cert_reqs"] = ssl.CERT_REQUIRED  # uvicorn would take clients without one, too
         config = uvicorn.Config(
             make_app(service),
             http=limited_protocol(settings.max_header_bytes, settings.header_timeout_s),

@@ -19,7 +19,7 @@ from xla_engine.server.metrics import RequestTimes
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key is asked for
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/")  # paths with a name in them
+_FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/", "/v1/responses/")  # paths with a name in them
 
 access_log = logging.getLogger("xla_engine.server.access")
 

@@ -9,22 +9,25 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from xla_engine.async_llm import AsyncLLM
-from xla_engine.batch.requests import Chat, LineRequest, Prompt
+from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.batch.results import ResultHeader
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError
+from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import TextPair
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 from xla_engine.server.bodies import BODIES, BodyBudget
 from xla_engine.server.errors import ApiError
 from xla_engine.server.history import History
 from xla_engine.server.metrics import RequestTimes
-from xla_engine.server.parsers.choose import Dialect
 from xla_engine.server.settings import ServerSettings
+from xla_engine.text.parsers.chats import Chat
+from xla_engine.text.parsers.choose import Dialect
 
 LONG_TEXT = 8192  # characters; a longer prompt is tokenised beside the event loop
 _NORMALISER_SLACK = 4  # as in the engine's own check of characters
@@ -34,10 +37,11 @@ _NORMALISER_SLACK = 4  # as in the engine's own check of characters
 class ReadyPrompt:
     """A prompt as the engine takes it.
 
-    value: text or token ids. add_special_tokens: of text. thinking: it ends in the opening tag of a reasoning.
+    value: text or token ids, or two texts. add_special_tokens: of text.
+    thinking: it ends in the opening tag of a reasoning.
     """
 
-    value: str | tuple[int, ...]
+    value: str | tuple[int, ...] | TextPair
     add_special_tokens: bool
     thinking: bool = False
 
@@ -62,7 +66,7 @@ class Service:
         self.settings = settings
         self.fingerprint = llm.engine.identity().digest()
         self.times = RequestTimes()
-        self.history = History(self)
+        self.history = History(self.engine)
         self.bodies = BodyBudget(BODIES * settings.max_body_bytes)
         self.batches: Background | None = None
         self.draining = self.refusing = False
@@ -71,6 +75,10 @@ class Service:
         self._compiling = threading.Lock()
         self._live = 0
         self._submissions: set[Submission] = set()
+
+    def defaults(self) -> dict[str, Any]:
+        """What `parse_line` is given for the bodies of POSTs and the lines of batches."""
+        return self.settings.defaults() | self.dialect.as_defaults()
 
     def _template(self) -> str:
         """The text of the chat templates that requests may be rendered by."""
@@ -137,7 +145,7 @@ class Service:
 
         as_text: leave text to the engine, as the answer repeats it.
         """
-        text: str | tuple[int, ...]
+        text: str | tuple[int, ...] | TextPair
         if isinstance(prompt, Chat):
             text = await asyncio.to_thread(self.engine.render_chat, prompt.messages, **prompt.options)
             thinking = text[-32:].rstrip().endswith("<think>")
@@ -151,6 +159,10 @@ class Service:
                 ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
                 return ReadyPrompt(tuple(ids), special, thinking)
         return ReadyPrompt(text, special, thinking)
+
+    def adapter_named(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a client means by its `model`; None: one of the model's own names."""
+        return None if name in self.settings.base_names else self.engine.adapter_named(name)
 
     def compile(self, params: SamplingParams) -> None:
         """Compile what a request's text must match, which may take a second: in another thread than the loop's.
@@ -174,6 +186,8 @@ class Service:
         if request.params.structured_outputs is not None:
             await asyncio.to_thread(self.compile, request.params)
         options = dict(request.options)
+        if (adapter := self.adapter_named(request.model)) is not None:
+            options["lora_request"] = adapter
         if salt:
             options["cache_salt"] = f"{salt}/{options.get('cache_salt', '')}"
         asked = options.get("deadline_s")

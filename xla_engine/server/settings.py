@@ -15,6 +15,7 @@ class ServerSettings:
     """Names, keys, defaults and limits of one server.
 
     model_names: what clients may call the model; answers to requests that name none bear the first.
+    adapter_names: those of `model_names` that are adapters.
     api_keys: any of them opens every path but the probes; empty where the server asks for none.
     sampling_defaults: sampling fields, and `chat_template`, for requests that do not say otherwise.
     max_tokens: of requests without one; None is 16 for completions and the rest of the context for chats.
@@ -34,6 +35,7 @@ class ServerSettings:
     """
 
     model_names: tuple[str, ...] = ("embedded",)
+    adapter_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
@@ -56,6 +58,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ConfigError("the model needs at least one name, and no empty one")
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """Names of the model itself."""
+        return tuple(name for name in self.model_names if name not in self.adapter_names)
 
     def defaults(self) -> dict[str, Any]:
         """Fields for a request that does not say otherwise."""

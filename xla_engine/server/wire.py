@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from xla_engine.batch.requests import CHAT_URL, Chat, LineError, LineRequest, parse_record
+from xla_engine.batch.pooling import POOLING_URLS
+from xla_engine.batch.requests import LineError, LineRequest, parse_record
 from xla_engine.server.errors import ApiError, refused
-from xla_engine.server.parsers.choose import Dialect, forced
-from xla_engine.server.parsers.scan import Parser
-from xla_engine.server.tools import Tools, take_tools
+from xla_engine.text.parsers.scan import Parser
 from xla_engine.utils.json_line import load_object
 
-NO_TOOLS, NO_DIALECT = Tools(), Dialect()
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
@@ -24,7 +22,6 @@ class Call:
     request: what a batch line with this body would ask for.
     stream: answer piece by piece. include_usage: a last piece tells the tokens used; continuous_usage: each does.
     return_token_ids: answers tell the ids of prompt and completion.
-    tools: what a chat may call. dialect: how the model writes that.
     """
 
     request: LineRequest
@@ -32,19 +29,11 @@ class Call:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
-    tools: Tools = NO_TOOLS
-    dialect: Dialect = NO_DIALECT
 
     def parser(self, *, thinking: bool) -> Parser | None:
-        """A parser for one choice of a chat; None where its whole text is content.
-
-        thinking: the prompt ended in the opening tag of the reasoning.
-        """
-        if not self.request.is_chat:
-            return None
-        if self.tools.is_forced:
-            return forced(self.tools.name)
-        return self.dialect.parser(tools=self.tools.choice == "auto", thinking=thinking)
+        """A parser for one choice of a chat; None where its whole text is content."""
+        reading = self.request.reading
+        return None if reading is None else reading.parser(thinking=thinking)
 
     @property
     def sequences(self) -> int:
@@ -62,18 +51,16 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 
 def parse_call(
-    body: Mapping[str, Any],
-    url: str,
-    defaults: Mapping[str, Any],
-    model_names: Sequence[str],
-    dialect: Dialect,
+    body: Mapping[str, Any], url: str, defaults: Mapping[str, Any], model_names: Sequence[str]
 ) -> Call:
-    """Read the body of a completions or chat completions request. Raises ApiError, naming the field and the remedy.
+    """Read the body of a request for text, or for vectors or scores. Raises ApiError, naming the field and the remedy.
 
-    defaults: sampling fields, and `chat_template`, where the body does not say otherwise.
+    defaults: as `parse_line` has them.
     """
     rest = dict(body)
     check_model(rest.get("model"), model_names)
+    if url in POOLING_URLS:
+        return Call(request=_parsed(rest, url, defaults))
     stream = _flag(rest, "stream")
     token_ids = _flag(rest, "return_token_ids")
     options = rest.pop("stream_options", None)
@@ -81,12 +68,7 @@ def parse_call(
         options = _stream_options(options, stream)
     if "best_of" in rest and rest["best_of"] == (rest.get("n") or 1):
         del rest["best_of"]
-    tools = _chat_fields(rest, dialect) if url == CHAT_URL else NO_TOOLS
-    record = {"method": "POST", "url": url, "body": rest}
-    request = parse_record(record, 1, defaults)
-    if isinstance(request, LineError):
-        raise refused(request, body)
-    request = _with_tools(request, tools, dialect)
+    request = _parsed(rest, url, defaults)
     options = options or {}
     return Call(
         request=request,
@@ -94,50 +76,14 @@ def parse_call(
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         return_token_ids=token_ids,
-        tools=tools,
-        dialect=dialect,
     )
 
 
-def _chat_fields(body: dict[str, Any], dialect: Dialect) -> Tools:
-    """Take out of a chat's body what a batch line has not got: tools, and the effort of reasoning."""
-    tools = take_tools(body)
-    if tools.choice == "auto" and dialect.tools is None:
-        message = (
-            "no format of tool calls is known of this model's chat template; start the server with --tool-parser, or "
-            'give tool_choice "required", "none" or a function'
-        )
-        raise ApiError(400, message, code="invalid_request", param="tools")
-    if (constraint := tools.constraint()) is not None:
-        if body.get("structured_outputs") or body.get("response_format", {"type": "text"}) != {
-            "type": "text"
-        }:
-            message = "a forced tool call and response_format exclude each other; keep one"
-            raise ApiError(400, message, code="invalid_request", param="tool_choice")
-        body["structured_outputs"] = constraint
-    if (effort := body.pop("reasoning_effort", None)) is not None:
-        given = body.get("chat_template_kwargs") or {}
-        body["chat_template_kwargs"] = (
-            {"reasoning_effort": effort, **given} if isinstance(given, dict) else given
-        )
-    return tools
-
-
-def _with_tools(request: LineRequest, tools: Tools, dialect: Dialect) -> LineRequest:
-    """The request whose prompt tells of the tools, and whose text shows the tags that parsers look for."""
-    (prompt, *others) = request.prompts
-    if not isinstance(prompt, Chat):
-        return request
-    params = request.params
-    if dialect.needs_special_tokens and not tools.is_forced:
-        params = replace(params, skip_special_tokens=False)
-    if tools.tools:
-        prompt = Chat(messages=prompt.messages, options={**prompt.options, "tools": list(tools.tools)})
-    return replace(request, prompts=(prompt, *others), params=params)
-
-
-def is_chat_url(url: str) -> bool:
-    return url == CHAT_URL
+def _parsed(body: Mapping[str, Any], url: str, defaults: Mapping[str, Any]) -> LineRequest:
+    request = parse_record({"method": "POST", "url": url, "body": body}, 1, defaults)
+    if isinstance(request, LineError):
+        raise refused(request, body)
+    return request
 
 
 def check_model(name: object, names: Sequence[str]) -> None:
@@ -174,4 +120,5 @@ def _stream_options(options: object, stream: bool) -> dict[str, bool]:
         if key not in STREAM_OPTIONS or not isinstance(value, bool | None):
             message = f"{name} may hold {' and '.join(STREAM_OPTIONS)}, true or false; not {key!r}: {value!r}"
             raise ApiError(400, message, code="invalid_request", param=name)
-    return {key: bool(options.get(key)) for key in STREAM_OPTIONS}
+    wanted = bool(options.get("include_usage"))  # without it there is no usage, and none that continues
+    return {key: wanted and bool(options.get(key)) for key in STREAM_OPTIONS}

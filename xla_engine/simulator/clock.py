@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import cycle
 
 from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork
@@ -33,8 +34,12 @@ class Clock:
 
     def start(self, host: HostWork, device: DeviceWork) -> None:
         """Let the host prepare a step and start it."""
+        self.run(host, self.cost.device(device))
+
+    def run(self, host: HostWork, seconds: float) -> None:
+        """Let the host prepare a step and start it, which takes so long on the device."""
         self._work(self.cost.host(host))
-        self._run(self.cost.device(device))
+        self._run(seconds)
 
     def read(self) -> float:
         """Let the host wait for the oldest step that it has not read; returns when that is over."""
@@ -42,19 +47,18 @@ class Clock:
         return self.now
 
     def steady(
-        self, steps: int, until: float, *, first_host: float, host: float, device: float, growth: float
+        self, steps: int, until: float, *, first_host: float, host: float, device: Iterator[float]
     ) -> list[float]:
-        """Run steps that only decode the same rows; returns the times at which they are read.
+        """Run steps that are read one by one; returns the times at which they are.
 
         steps: at most so many. until: no step starts at this time or later.
         first_host, host: seconds the host takes before the first step, and before each later one.
-        device, growth: seconds the first step takes on the device, and by how much each later one takes longer.
+        device: seconds that each step takes on the device.
         """
         reads: list[float] = []
         while len(reads) < steps and self.now < until:
             self._work(host if reads else first_host)
-            self._run(device)
-            device += growth
+            self._run(next(device))
             reads.append(self.read())
         return reads
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xla_engine.observability.step_log import StepLog
 from xla_engine.scheduler import Plan, SchedulerConfig
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, machine_of
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import of_step_log
-from xla_engine.tracing.step_log import StepLog
 
 
 class RecordedClock(Clock):
@@ -84,7 +84,14 @@ def compare(log: StepLog, cost: CostModel) -> Comparison:
     reports = []
     difference: int | None = None
     for clock in (RecordedClock(cost, log), Clock(cost)):
-        simulation = Simulation(config, machine_of(log), clock, lag=int(log.engine["lag"]))
+        simulation = Simulation(
+            config,
+            machine_of(log),
+            clock,
+            lag=int(log.engine["lag"]),
+            speculated=log.speculated,
+            recorded=log,
+        )
         simulation.plans = []
         reports.append(simulation.run(of_step_log(log, by_time=False)))
         difference = first_difference(log, simulation.plans, simulation.reads)
@@ -96,8 +103,9 @@ def compare(log: StepLog, cost: CostModel) -> Comparison:
 def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int | None:
     """The first step that differs from the log; None if there is none.
 
-    Compared are the admitted requests, the chunks and their slots, the slots that decoded, what was parked, resumed or
-    reused, the number of copied blocks, and after how many steps each step was read.
+    Compared are the admitted requests, the chunks and their slots, the slots that decoded, the rows that may sample
+    several tokens, what was parked, resumed or reused, the number of copied blocks, and after how many steps each step
+    was read.
     """
     names = [request.name for request in log.requests]
     for number, step in enumerate(log.steps):
@@ -111,6 +119,7 @@ def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int |
                 for chunk in plan.chunks
             ),
             tuple(row.slot.index for row in plan.decode),
+            tuple((row.request_id, row.slot.index, row.width) for row in plan.verify),
             tuple((swap.request_id, swap.slot.index, swap.length) for swap in (*plan.parks, *plan.resumes)),
             tuple((reuse.request_id, reuse.slot.index, reuse.source, reuse.length) for reuse in plan.reuses),
             len(plan.copies),
@@ -120,6 +129,7 @@ def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int |
             tuple(names[index] for index in step.admitted),
             tuple((names[index], *rest) for index, *rest in step.chunks),
             step.decode,
+            tuple((names[index], *rest) for index, *rest in step.verify),
             tuple((names[index], *rest) for index, *rest in (*step.parks, *step.resumes)),
             tuple((names[index], *rest) for index, *rest in step.reuses),
             len(step.copies),

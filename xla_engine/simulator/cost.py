@@ -23,12 +23,17 @@ has.
 
 from __future__ import annotations
 
+import json
 import math
+import random
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from xla_engine.tracing.step_log import StepLog
+from xla_engine.errors import RecordError
+from xla_engine.observability.step_log import StepLog
 
 
 class DeviceWork(NamedTuple):
@@ -40,6 +45,7 @@ class DeviceWork(NamedTuple):
     keys: keys that these read, see `Machine.decode_keys`.
     moved: KV entries that are parked or resumed.
     prompt_tokens: of all calls.
+    checked: tokens that rows may sample beyond one each.
     """
 
     calls: tuple[int, ...] = ()
@@ -48,6 +54,7 @@ class DeviceWork(NamedTuple):
     keys: int = 0
     moved: int = 0
     prompt_tokens: int = 0
+    checked: int = 0
 
 
 class HostWork(NamedTuple):
@@ -79,7 +86,7 @@ class Machine:
         """Lanes of the calls that run so many chunks: the largest program as often as it is full, then one that
         holds the rest."""
         full, rest = divmod(chunks, self.lanes[-1])
-        last = () if not rest else (next(lanes for lanes in self.lanes if lanes >= rest),)
+        last = (self.lanes[bisect_left(self.lanes, rest)],) if rest else ()
         return (self.lanes[-1],) * full + last
 
     def prefill_keys(self, ends: Sequence[int]) -> int:
@@ -103,10 +110,35 @@ class Machine:
         return self._bucket(longest) - longest
 
     def _bucket(self, longest: int) -> int:
-        return next((size for size in self.key_buckets if size >= longest), self.key_buckets[-1])
+        return self.key_buckets[min(bisect_left(self.key_buckets, longest), len(self.key_buckets) - 1)]
 
 
-def machine_of(log: StepLog) -> Machine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedMachine:
+    """What a step log says of its engine, and what its steps cost, from a file that people may have edited."""
+
+    scheduler: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    cost: CostModel
+
+
+def read_stated(path: Path | str) -> StatedMachine:
+    """Read what `simulate --json` wrote. Raises RecordError and OSError."""
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+        cost = dict(found["cost"])
+        cost["call"] = {int(lanes): float(seconds) for lanes, seconds in cost["call"].items()}
+        noise = cost.get("noise") or [0.0]  # written in order of size, which is no order to be met in
+        cost["noise"] = tuple(random.Random(0).sample(noise, len(noise)))
+        machine = found["machine"]
+        return StatedMachine(scheduler=machine["scheduler"], engine=machine["engine"], cost=CostModel(**cost))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{path} is neither a step log nor a file of `simulate --json`: {type(error).__name__}: {error}"
+        ) from error
+
+
+def machine_of(log: StepLog | StatedMachine) -> Machine:
     """The programs of the engine that wrote a step log."""
     return Machine(
         lanes=tuple(log.engine["prefill_lanes"]),
@@ -126,6 +158,7 @@ class CostModel:
     row: each row that decodes.
     key: each key that these read.
     move: each KV entry that is parked or resumed.
+    check: each token that a row may sample beyond one.
     turn: the host, for a turn in which nothing is read.
     token: the host, for each token read.
     end: the host, for each request that ended.
@@ -147,6 +180,7 @@ class CostModel:
     row: float
     key: float
     move: float = 0.0
+    check: float = 0.0
     turn: float
     token: float
     end: float
@@ -163,6 +197,7 @@ class CostModel:
         """Seconds that a step takes on the device."""
         seconds = self.prefill_key * work.prefill_keys + self.row * work.rows + self.key * work.keys
         seconds += self.move * work.moved + self.prompt_token * work.prompt_tokens
+        seconds += self.check * work.checked
         if work.rows:
             seconds += self.decode
         for lanes in work.calls:

@@ -10,8 +10,8 @@ from operator import mul
 from typing import NamedTuple
 
 from xla_engine.errors import RecordError
+from xla_engine.observability.step_log import LoggedStep, StepLog
 from xla_engine.simulator.cost import CostModel, DeviceWork, HostWork, least_squares, machine_of
-from xla_engine.tracing.step_log import StepLog
 
 NOISES = 1021  # a prime, so that a schedule that repeats does not meet the same ones each time
 FEWEST = 20  # samples that a fit needs
@@ -34,6 +34,9 @@ def works_of(log: StepLog) -> list[DeviceWork]:
         for request, slot, length in step.resumes:
             holder[slot], base[request] = request, length + 1 - number
         held = [base[holder[slot]] + number for slot in step.decode]
+        held += [base[request] + number for request, *_ in step.verify]
+        for (request, *_), (tokens, _) in zip(step.verify, step.verified, strict=False):
+            base[request] += max(tokens - 1, 0)
         found.append(
             DeviceWork(
                 calls=machine.calls(len(ends)),
@@ -42,6 +45,7 @@ def works_of(log: StepLog) -> list[DeviceWork]:
                 keys=machine.decode_keys(sum(held), max(held)) if held else 0,
                 moved=sum(length for _, _, length in (*step.parks, *step.resumes)),
                 prompt_tokens=sum(length for _, _, _, length, _ in step.chunks),
+                checked=sum(width - 1 for *_, width in step.verify),
             )
         )
     return found
@@ -90,6 +94,7 @@ def fit(log: StepLog) -> CostModel:
             work.rows,
             work.keys,
             work.moved,
+            work.checked,
             min(sum(map(mul, of_host, meanwhile)), seconds),
         ]
         for work, seconds, meanwhile in steps
@@ -97,7 +102,7 @@ def fit(log: StepLog) -> CostModel:
     seconds = [step.seconds for step in steps]
     found, residual = least_squares(rows, seconds)
     calls = _fill(lanes, dict(zip(lanes, found, strict=False)))
-    prompt_token, prefill_key, decode, row, key, move, overlap = found[len(lanes) :]
+    prompt_token, prefill_key, decode, row, key, move, check, overlap = found[len(lanes) :]
     turn, token, end, start_call, wake, submit = of_host
     return CostModel(
         call=calls,
@@ -107,6 +112,7 @@ def fit(log: StepLog) -> CostModel:
         row=row,
         key=key,
         move=move,
+        check=check,
         overlap=overlap,
         turn=turn,
         token=token,
@@ -140,7 +146,7 @@ def _timed(log: StepLog) -> tuple[list[_Turn], list[_Step]]:
         read = reads[number]
         live += submitted[number] - left[number]
         work = HostWork(
-            tokens=sum(works[at].rows for at in read),
+            tokens=sum(works[at].rows + _more(log.steps[at]) for at in read),
             ended=sum(ended[log.steps[at].read] for at in read),
             calls=len(works[number].calls),
         )
@@ -159,6 +165,11 @@ def _timed(log: StepLog) -> tuple[list[_Turn], list[_Step]]:
             live -= ended[done]
             last_read = done
     return turns, steps
+
+
+def _more(step: LoggedStep) -> int:
+    """Tokens that the rows of a step sampled beyond one each."""
+    return sum(max(tokens - 1, 0) for tokens, _ in step.verified)
 
 
 def _bursts(log: StepLog) -> list[float]:

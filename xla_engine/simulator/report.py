@@ -10,6 +10,7 @@ from typing import Any
 
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import SchedulerConfig
+from xla_engine.utils.extras import install
 from xla_engine.utils.quantiles import Quantiles
 from xla_engine.utils.tables import aligned
 
@@ -140,7 +141,7 @@ def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'xla-engine[plot]'") from error
+        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from xla_engine.errors import RecordError
-from xla_engine.tracing.step_log import Moment, StepLog
+from xla_engine.observability.step_log import Moment, StepLog
 
 SPREAD = 1 << 24  # token ids of one prompt
 
@@ -34,7 +34,7 @@ class Arrival:
     prompt_tokens: length of its prompt.
     new_tokens: how many tokens it gets.
     max_tokens: how many it asks for, at least `new_tokens`.
-    priority, host_gated, reads_prefix_cache: as in `Request`.
+    priority, host_gated, max_cached_tokens: as in `Request`.
     moment: when it comes, in steps of the loop, in place of the time; None in traces that do not say.
     gives_up: when its caller, its time or its text ends it, and the reason; None where a token does.
     fails: whether the device cannot choose its last token.
@@ -50,7 +50,7 @@ class Arrival:
     max_tokens: int
     priority: int = 0
     host_gated: bool = False
-    reads_prefix_cache: bool = True
+    max_cached_tokens: int | None = None
     moment: Moment | None = None
     gives_up: tuple[Moment, str] | None = None
     fails: bool = False
@@ -85,7 +85,7 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             max_tokens=each.max_tokens,
             priority=each.priority,
             host_gated=each.host_gated,
-            reads_prefix_cache=each.reads_prefix_cache,
+            max_cached_tokens=each.max_cached_tokens,
             moment=None if by_time else each.came,
             gives_up=gives_up,
             fails=each.end == "error" and gives_up is None,
@@ -183,7 +183,23 @@ def uniform(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
         time += draw.expovariate(rate)
 
 
+def azure_like(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
+    """Poisson arrivals, `rate` a second, of log-normal lengths with the medians and means of the public Azure
+    conversation trace: 1020 and 1155 tokens in, 129 and 211 out (Patel et al., "Splitwise", 2024, section 3).
+
+    Cut off at 1..14050 in and 1..1000 out.
+    """
+    draw = random.Random(f"azure-like/{seed}")
+    time = 0.0
+    for index in range(requests):
+        prompt = min(max(round(draw.lognormvariate(math.log(1020), 0.5)), 1), 14_050)
+        new = min(max(round(draw.lognormvariate(math.log(129), 1.0)), 1), 1000)
+        yield Arrival(name=str(index), time=time, prompt_tokens=prompt, new_tokens=new, max_tokens=new)
+        time += draw.expovariate(rate)
+
+
 SYNTHETIC: dict[str, Callable[[int, float, int], Iterator[Arrival]]] = {
     "heavy-tailed": heavy_tailed,
     "uniform": uniform,
+    "azure-like": azure_like,
 }

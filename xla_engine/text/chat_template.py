@@ -163,13 +163,7 @@ def _up_to_mark(text: str, final: str) -> str:
 
 def _render(source: str, context: dict[str, Any], cpu_limit_s: float, max_characters: int) -> str:
     try:
-        request = json.dumps(
-            {
-                "template": source,
-                "context": context,
-                "max_characters": max_characters,
-            }
-        )
+        request = json.dumps({"template": source, "context": context, "max_characters": max_characters})
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"messages and tools must be plain JSON values ({error})") from error
     if len(request) > MAX_CONVERSATION:

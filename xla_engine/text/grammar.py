@@ -7,17 +7,21 @@ whose masks take too long ends.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
+from xla_engine.text.gbnf import as_lark
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.text.trials import ConstraintTrials
+from xla_engine.utils.extras import install
 from xla_engine.utils.shown import shown
 
 # Processor time that the masks of one sequence may take: so much, and so much more for each of its tokens.
@@ -26,14 +30,24 @@ MASK_BUDGET_S = 0.02
 MAX_DEPTH = 100  # of a schema
 _LARGEST_INTEGER = 2**64  # of a schema
 _KEPT = 32  # compiled constraints kept for requests that bring the same
-_LIMITS: dict[str, Any] = {"verbose_errors": False}  # of llguidance.LLParserLimits
+# Of llguidance.LLParserLimits. A mask that needs more items ends its row: 10,000 take less than 0.1 s, schemas of
+# hundreds of properties need less than 2,000, and the number is a function of the text alone.
+_LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 10_000}
+
+
+@dataclass(slots=True)
+class Pace:
+    """The longest that a token or a mask has taken of one constraint, in processor seconds, over all its rows."""
+
+    slowest: float = 0.0
 
 
 class Matcher:
-    """Follows one sequence through its constraint."""
+    """Follows one sequence through its constraint. pace: that of the constraint."""
 
-    def __init__(self, state: Any, words: int, name: str) -> None:
+    def __init__(self, state: Any, words: int, name: str, pace: Pace | None = None) -> None:
         """name: what messages call the constraint."""
+        self.pace = pace or Pace()
         self._state = state  # an llguidance.LLMatcher; it raises nothing, but may stand in error
         self._words = words
         self._name = name
@@ -44,8 +58,7 @@ class Matcher:
         """What may come next, u32 `[ceil(V / 32)]`; an eos id where the text may end. Raises InvalidRequestError."""
         start = time.thread_time()
         words = np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._words]
-        self._left -= time.thread_time() - start
-        self._check()
+        self._spend(time.thread_time() - start)
         return words
 
     def push(self, token_id: int) -> None:
@@ -53,8 +66,8 @@ class Matcher:
         start = time.thread_time()
         self._state.consume_token(token_id)
         self._tokens += 1
-        self._left += MASK_BUDGET_S - (time.thread_time() - start)
-        self._check()
+        self._left += MASK_BUDGET_S
+        self._spend(time.thread_time() - start)
 
     def forced(self) -> list[int]:
         """Tokens of the text that must come next, in the likeliest spelling; none where there is a choice."""
@@ -68,7 +81,12 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """One that goes on from here by itself."""
-        return Matcher(self._state.deep_copy(), self._words, self._name)
+        return Matcher(self._state.deep_copy(), self._words, self._name, self.pace)
+
+    def _spend(self, seconds: float) -> None:
+        self._left -= seconds
+        self.pace.slowest = max(self.pace.slowest, seconds)
+        self._check()
 
     def _check(self) -> None:
         if self._state.is_error():
@@ -81,7 +99,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles constraints for one model."""
+    """Compiles constraints for one model; any thread may ask."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises InvalidRequestError where llguidance is not installed or the model has no eos id to end a text."""
@@ -89,7 +107,7 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise InvalidRequestError(
-                "structured output needs llguidance: pip install 'xla-engine[structured]'"
+                f"structured output needs llguidance: {install('structured')}"
             ) from error
         if not eos_token_ids:
             raise InvalidRequestError("the model names no eos id, so a constrained text could not end")
@@ -99,7 +117,17 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._trials = ConstraintTrials(text, vocab_size, eos_token_ids, _LIMITS)
         self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+
+    def knows(self, params: StructuredOutputsParams) -> bool:
+        """Whether `matcher` answers at once. Raises InvalidRequestError for a constraint that is none."""
+        grammar = self._grammar(params)
+        return (
+            grammar in self._compiled
+            or len(grammar) > MAX_CONSTRAINT_CHARACTERS
+            or self._trials.knows(grammar)
+        )
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A matcher at its beginning. Raises InvalidRequestError for a constraint that is none or is too large."""
@@ -108,25 +136,32 @@ class Grammars:
             raise InvalidRequestError(
                 f"structured_outputs: {len(grammar)} characters; at most {MAX_CONSTRAINT_CHARACTERS}"
             )
-        if grammar not in self._compiled:
-            name = f"{params.kind} {shown(getattr(params, params.kind))}"
-            if (why := self._trials.why_not(grammar)) is not None:
-                raise InvalidRequestError(f"structured_outputs: {name}: {_first_line(why)}")
-            state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-            compiled = Matcher(state, self._words, name)
-            compiled.words()
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar, f"{params.kind} {shown(getattr(params, params.kind))}")
+        with self._lock:
             self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return self._compiled[grammar].copy()
+            return compiled.copy()
+
+    def _compile(self, grammar: str, name: str) -> Matcher:
+        if (why := self._trials.why_not(grammar)) is not None:
+            raise InvalidRequestError(f"structured_outputs: {name}: {_first_line(why)}")
+        state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        compiled = Matcher(state, self._words, name)
+        compiled.words()
+        compiled.pace = Pace()  # the first mask of all makes tables that the others use
+        return compiled
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         build = self._library.LLMatcher
         if params.regex is not None:
             return build.grammar_from_regex(params.regex)
         if params.grammar is not None:
-            return build.grammar_from_lark(params.grammar)
+            return build.grammar_from_lark(as_lark(params.grammar))
         if params.choice is not None:
             return build.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
         schema: Any = {"type": "object"} if params.json_object else params.json

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.text.grammar import Matcher
 
+TURN_S = 0.01  # of a turn in which all rows wait while masks are made; a mask that takes longer is slow
+
+
+class _Made(NamedTuple):
+    """Words for the first `length` of `tokens`."""
+
+    tokens: list[int]
+    length: int
+    words: np.ndarray
+
 
 class TokenMask:
     """The allowed tokens of one sequence: `allowed_token_ids` and what a constraint lets come, less bad words' ends.
 
-    words: u32 `[ceil(V / 32)]`, as in `graphs.row_state.rows.Tables`; replaced, never written to, when a token is
-    pushed.
+    Tokens are noted as they come, and `make` brings the words up to them: in any thread, also while `take` and `reset`
+    are called in another.
+
     host_gated: whether the words depend on the tokens so far, so that each step needs the token before.
+    seconds: processor time that the latest words took.
     """
 
     def __init__(
@@ -41,81 +56,127 @@ class TokenMask:
         self._stops = pack_bits(stop_ids, vocab_size)
         self._min_tokens = min_tokens
         self._vocab_size = vocab_size
-        self._tokens: list[int] = []
         self._matcher = matcher
         self.host_gated = bool(self._sequences) or matcher is not None
-        first = self._next()
+        self.seconds = 0.0
+        self._tokens: list[int] = []  # another list after `reset`
+        self._matched = self._tokens  # what the matcher has taken the first `_count` of
+        self._count = 0
+        self._lock = threading.Lock()  # held while the matcher works
+        first = self._next(0)
         # Where rows are not host-gated, the device forbids the stop ids itself, for as long as it should.
-        self.words = first if self.host_gated else self._constant
+        self._first = first if self.host_gated else self._constant
+        self._made = _Made(self._tokens, 0, self._first)
         if not first.any():
             raise InvalidRequestError(
                 "allowed_token_ids, bad_words, structured_outputs and min_tokens together leave no token to sample; "
                 "allow more"
             )
 
+    @property
+    def words(self) -> np.ndarray:
+        """What may come behind the tokens that words were made for, u32 `[ceil(V / 32)]`, as in
+        `graphs.row_state.rows.Tables`; never written to."""
+        made = self._made
+        return made.words if made.tokens is self._tokens else self._first
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the words are not yet those behind the last token."""
+        made = self._made
+        return len(self._tokens) > (made.length if made.tokens is self._tokens else 0)
+
+    @property
+    def may_be_slow(self) -> bool:
+        """Whether a mask of the same constraint, in any row, has taken long."""
+        return self._matcher is not None and self._matcher.pace.slowest > TURN_S
+
     def copy(self) -> TokenMask:
-        """A mask at the same place that goes on by itself; what never changes is shared."""
-        other = copy.copy(self)
-        other._tokens = list(self._tokens)
-        other._matcher = None if self._matcher is None else self._matcher.copy()
+        """A mask at the same place that goes on by itself; what never changes is shared. Waits while words are
+        made."""
+        with self._lock:
+            other = copy.copy(self)
+            other._lock = threading.Lock()
+            other._tokens = list(self._tokens)
+            if self._matched is self._tokens:
+                other._matched = other._tokens
+            if self._made.tokens is self._tokens:
+                other._made = self._made._replace(tokens=other._tokens)
+            other._matcher = None if self._matcher is None else self._matcher.copy()
         return other
 
+    def take(self, token_id: int) -> None:
+        """Note the sampled token."""
+        if self.host_gated:
+            self._tokens.append(token_id)
+
+    def make(self) -> None:
+        """Make the words behind the last token. Raises InvalidRequestError where none may follow it."""
+        with self._lock:
+            start = time.thread_time()
+            tokens = self._tokens
+            if self._matched is not tokens:
+                self._matched, self._count = tokens, 0
+                if self._matcher is not None:
+                    self._matcher.reset()
+            for token_id in tokens[self._count :]:
+                if self._matcher is not None:
+                    self._matcher.push(token_id)
+                self._count += 1
+            words = self._next(self._count)
+            if not words.any():
+                raise InvalidRequestError(
+                    f"after {self._count} tokens, allowed_token_ids, bad_words, structured_outputs and min_tokens "
+                    "together leave none to sample; allow more"
+                )
+            self._made = _Made(tokens, self._count, words)
+            self.seconds = time.thread_time() - start
+
     def push(self, token_id: int) -> None:
-        """Take the sampled token. Raises InvalidRequestError where none may follow it."""
-        if not self.host_gated:
-            return
-        self._tokens.append(token_id)
-        if self._matcher is not None:
-            self._matcher.push(token_id)
-        self.words = self._next()
-        if not self.words.any():
-            raise InvalidRequestError(
-                f"after {len(self._tokens)} tokens, allowed_token_ids, bad_words, structured_outputs and min_tokens "
-                "together leave none to sample; allow more"
-            )
+        """Take a token and make the words behind it. Raises InvalidRequestError where none may follow it."""
+        self.take(token_id)
+        if self.host_gated:
+            self.make()
 
     def reset(self) -> None:
-        """Forget the tokens pushed."""
-        if self.host_gated:
-            self._tokens.clear()
-            if self._matcher is not None:
-                self._matcher.reset()
-            self.words = self._next()
+        """Forget the tokens."""
+        if self._tokens:
+            self._tokens = []
 
     def forced(self) -> list[int]:
         """Tokens of the text that a constraint lets come next, in the likeliest spelling, if it lets only one come."""
-        return [] if self._matcher is None else self._matcher.forced()
+        if self._matcher is None or self.is_behind or self.may_be_slow:
+            return []
+        return self._matcher.forced()
 
     def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """The words behind each of `tokens` if they came next, as far as they may. Nothing is pushed."""
-        here, matcher, count = self.words, self._matcher, len(self._tokens)
-        self._matcher = None if matcher is None else matcher.copy()
-        found = []
-        try:
-            for token_id in tokens:
-                if _has(self._stops, token_id) or not _has(self.words, token_id):
-                    break
-                self.push(token_id)
-                found.append(self.words)
-        except InvalidRequestError:
-            pass  # nothing may follow: if it is sampled, `push` says so
-        finally:
-            self.words, self._matcher = here, matcher
-            del self._tokens[count:]
+        """The words behind each of `tokens` if they came next, as far as they may."""
+        other, found = self.copy(), []
+        for token_id in tokens:
+            if _has(self._stops, token_id) or not _has(other.words, token_id):
+                break
+            try:
+                other.push(token_id)
+            except InvalidRequestError:
+                break  # nothing may follow: if it is sampled, `make` says so
+            found.append(other.words)
         return found
 
-    def _next(self) -> np.ndarray:
+    def _next(self, count: int) -> np.ndarray:
+        """The words behind the first `count` tokens that the matcher has taken."""
         words = self._constant if self._matcher is None else self._constant & self._matcher.words()
-        completing = [word[-1] for word in self._sequences if self._ends_with(word[:-1])]
+        tokens = self._matched[:count]
+        completing = [word[-1] for word in self._sequences if _ends_with(tokens, word[:-1])]
         if completing:
             words = words & ~pack_bits(completing, self._vocab_size)
-        if len(self._tokens) < self._min_tokens:
+        if count < self._min_tokens:
             held = words & ~self._stops
             words = words if self._matcher is not None and not held.any() else held
         return words
 
-    def _ends_with(self, prefix: tuple[int, ...]) -> bool:
-        return tuple(self._tokens[-len(prefix) :]) == prefix
+
+def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
+    return tuple(tokens[-len(end) :]) == end
 
 
 def _has(words: np.ndarray, token_id: int) -> bool:

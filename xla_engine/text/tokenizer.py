@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import tokenizers
 
@@ -40,7 +41,7 @@ class Tokenizer:
         }  # by whether special tokens are skipped
 
     @classmethod
-    def of_model(cls, files: ModelFiles) -> Tokenizer | None:
+    def of_model(cls, files: ModelFiles) -> Self | None:
         """The tokenizer of a model, None where it has none. Raises CheckpointError for a broken one, and for
         metadata of a GGUF file that do not make an exact tokenizer."""
         _try(files)
@@ -48,8 +49,12 @@ class Tokenizer:
         with raising(CheckpointError, f"{files.path}: not a usable tokenizer. Download its files again"):
             return None if backend is None else cls(backend)
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Whether both know the same tokens by the same ids."""
+        return self._backend.get_vocab(True) == other._backend.get_vocab(True)
+
     @classmethod
-    def from_pretrained(cls, model: Path | str) -> Tokenizer:
+    def from_pretrained(cls, model: Path | str) -> Self:
         """The tokenizer of the model that `model` names (`open_model`); CheckpointError where it has none."""
         files = open_model(model)
         found = cls.of_model(files)
@@ -61,15 +66,16 @@ class Tokenizer:
             )
         return found
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the begin and end tokens that tokenizer.json adds if `add_special_tokens`.
+    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the begin and end tokens that tokenizer.json adds if `add_special_tokens`; with
+        `pair`, of both texts, joined as tokenizer.json says.
 
         Raises InvalidRequestError for text that is not valid Unicode and for whatever the tokenizer fails at.
         """
         with raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
             if isinstance(text, str):
                 text.encode()  # a lone surrogate is reported with its position
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids that no token has give nothing. Raises InvalidRequestError for what is no id."""

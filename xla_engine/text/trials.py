@@ -60,9 +60,14 @@ class ConstraintTrials:
         self._limits = limits
         self._verdicts = Verdicts()
 
+    def knows(self, grammar: str) -> bool:
+        """Whether `why_not` answers at once, since it refused this grammar before."""
+        key = _key(grammar)
+        return key in self._verdicts and self._verdicts[key] is not None
+
     def why_not(self, grammar: str) -> str | None:
         """Why a grammar, as llguidance takes it, must not be compiled here; None where it may."""
-        key = hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        key = _key(grammar)
         if key not in self._verdicts:
             try:
                 answer = self._ask(grammar)
@@ -89,6 +94,10 @@ def why_not_load(tokenizer: Path) -> str | None:
         return _verdict(_PROCESS.ask(TOKENIZER_CPU_S, json.dumps(request)), TOKENIZER_CPU_S)
     except WorkerEndedError as error:
         return f"trying it {error}"
+
+
+def _key(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
 
 
 def _verdict(answer: dict[str, Any], seconds: float) -> str | None:

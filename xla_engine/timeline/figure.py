@@ -6,6 +6,7 @@ from pathlib import Path
 
 from xla_engine.errors import ConfigError
 from xla_engine.timeline.model import KINDS, Timeline
+from xla_engine.utils.extras import install
 
 COLOURS = {
     "prefill": "#e8833a",
@@ -13,9 +14,12 @@ COLOURS = {
     "held": "#e6c94f",
     "cached": "#55a868",
     "parked": "#a58bc4",
+    "verify": "#7aa6d6",
 }
+DRAFTS = {"accepted": "#2f8f4e", "rejected": "#c25555"}  # drawn upon "verify"
+MOST_DRAFTS = 16  # that fill the height of a lane
 IDLE = "#f4f4f2"
-LONG = ("decode", "parked")  # what takes many steps
+LONG = ("decode", "parked", "verify")  # what takes many steps
 NARROWEST = 0.001  # share of the figure's width that one step is drawn with at least
 LOWEST = 0.1  # inches a lane needs for labels
 ROOM = 0.011  # share of the figure's width that a letter of a label takes
@@ -26,9 +30,7 @@ def draw(timeline: Timeline, path: Path | str) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError(
-            "pictures need matplotlib: pip install 'xla-engine[plot]', or write a .html page"
-        ) from error
+        raise ConfigError(f"pictures need matplotlib: {install('plot')}, or write a .html page") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.collections import PolyCollection
@@ -63,6 +65,9 @@ def draw(timeline: Timeline, path: Path | str) -> None:
                     boxes[kind], facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, label=kind
                 )
             )
+    for kind, bars in _drafts(timeline).items():
+        if bars:
+            axes.add_collection(PolyCollection(bars, facecolor=DRAFTS[kind], edgecolor="none", label=kind))
     axes.add_patch(Rectangle((0, -1), 0, 0, facecolor=IDLE, edgecolor="#bbbbb5", linewidth=0.5, label="idle"))
     axes.set(xlim=(0, steps), ylim=(deep - 0.5, -0.5), ylabel="slot")
     axes.set_yticks(range(0, timeline.slots, max(1, round(deep / 16))))
@@ -88,3 +93,16 @@ def draw(timeline: Timeline, path: Path | str) -> None:
     below.legend(fontsize=8, loc="upper right", ncols=2)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _drafts(timeline: Timeline) -> dict[str, list[list[tuple[float, float]]]]:
+    """In each step, from the lower edge of a slot up, drafts that were right, and above them those that were not."""
+    found: dict[str, list[list[tuple[float, float]]]] = {kind: [] for kind in DRAFTS}
+    for lane, step, *counts in timeline.drafts:
+        edge = lane + 0.42
+        for kind, count in zip(DRAFTS, counts, strict=True):
+            top = edge - 0.84 * count / MOST_DRAFTS
+            if count:
+                found[kind].append([(step, edge), (step + 0.9, edge), (step + 0.9, top), (step, top)])
+            edge = top
+    return found

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from xla_engine.tracing.step_log import LoggedRequest, StepLog, is_step_log, read_step_log
+from xla_engine.observability.step_log import LoggedRequest, StepLog, is_step_log, read_step_log
 
 if TYPE_CHECKING:
     from xla_engine.equivalence.record import Record
 
-KINDS = ("prefill", "decode", "held", "cached", "parked")  # idle is where there is no segment
+WITH_DRAFTS = ("verify", "prefill")  # a step may end a prompt and check drafts of its row
+KINDS = ("prefill", "decode", "held", "cached", "parked", "verify")  # idle is where there is no segment
 
 
 class Segment(NamedTuple):
@@ -23,7 +24,8 @@ class Segment(NamedTuple):
     lane: the slot; from `Timeline.slots` on, places of parked requests.
     first, last: steps.
     kind: one of `KINDS`. "held": the request did not run, for want of token budget or because its last token was not
-        read yet. "cached": the step in which a prompt began with what a slot held of it.
+        read yet. "cached": the step in which a prompt began with what a slot held of it. "verify": it decoded and
+        might sample several tokens in each step.
     request: index into `Timeline.requests`.
     """
 
@@ -32,6 +34,15 @@ class Segment(NamedTuple):
     last: int
     kind: str
     request: int
+
+
+class Drafts(NamedTuple):
+    """Guesses of what a row would sample, checked in one step: how many were right, and how many were not."""
+
+    lane: int
+    step: int
+    accepted: int
+    rejected: int
 
 
 class Label(NamedTuple):
@@ -54,6 +65,9 @@ class Timeline:
     segments: sorted.
     times: (begin, end) of each step in seconds; None where they were not recorded.
     waiting: requests without a slot in each step.
+    phases: of each step, nanoseconds of the host's time in the order of `PHASES`; None where it was not measured, and
+        empty where none was.
+    drafts: sorted.
     """
 
     title: str
@@ -63,6 +77,8 @@ class Timeline:
     segments: tuple[Segment, ...]
     times: tuple[tuple[float, float], ...] | None
     waiting: tuple[int, ...]
+    phases: tuple[tuple[int, ...] | None, ...] = ()
+    drafts: tuple[Drafts, ...] = ()
 
     @property
     def lanes(self) -> int:
@@ -87,6 +103,7 @@ class _Step(NamedTuple):
     parks: Sequence[tuple[int, int]] = ()  # as chunks
     resumes: Sequence[tuple[int, int]] = ()
     reuses: Sequence[tuple[int, int]] = ()
+    verify: Sequence[tuple[int, int]] = ()
 
 
 class _Lanes:
@@ -99,7 +116,7 @@ class _Lanes:
         self._open: dict[int, tuple[int, str, int]] = {}  # slot -> (request, kind, first step)
         self._holder: dict[int, int] = {}  # slot -> request
         self._since: dict[int, int] = {}  # request -> step from which nothing was drawn for it
-        self._decode: Sequence[int] = ()
+        self._rows: tuple[Sequence[int], Sequence[tuple[int, int]]] = (), ()
         self._prefilled = False
 
     def add(self, number: int, step: _Step) -> None:
@@ -111,11 +128,12 @@ class _Lanes:
         for request, slot in step.resumes:
             self.fetch(request, number)
             self._holder[slot] = request
-        if not (step.chunks or self._prefilled) and step.decode == self._decode:
+        if not (step.chunks or self._prefilled) and (step.decode, step.verify) == self._rows:
             return
-        self._decode, self._prefilled = step.decode, bool(step.chunks)
+        self._rows, self._prefilled = (step.decode, step.verify), bool(step.chunks)
         self._holder.update((slot, request) for request, slot in step.chunks)
         now = {slot: (self._holder[slot], "decode") for slot in step.decode}
+        now |= {slot: (request, "verify") for request, slot in step.verify}
         now |= {slot: (request, "prefill") for request, slot in step.chunks}
         now |= {slot: (request, "cached") for request, slot in step.reuses}
         for slot, (request, kind, _) in list(self._open.items()):
@@ -175,7 +193,7 @@ def of_step_log(log: StepLog) -> Timeline:
             step.admitted,
             [part[:2] for part in step.chunks],
             step.decode,
-            *([part[:2] for part in parts] for parts in (step.parks, step.resumes, step.reuses)),
+            *([part[:2] for part in parts] for parts in (step.parks, step.resumes, step.reuses, step.verify)),
         )
         for step in log.steps
     ]
@@ -198,7 +216,22 @@ def of_step_log(log: StepLog) -> Timeline:
         segments=_build(steps, int(log.scheduler["max_num_seqs"]), over),
         times=tuple(times),
         waiting=_waiting(steps, [each.came.started for each in log.requests], over),
+        phases=tuple(step.phases for step in log.steps) if any(step.phases for step in log.steps) else (),
+        drafts=_drafts((step.verify, step.verified) for step in log.steps),
     )
+
+
+def _drafts(
+    steps: Iterable[tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int]]]],
+) -> tuple[Drafts, ...]:
+    """Of each step the rows (request, slot, width), and of each row how many tokens it sampled and drafts it had."""
+    found = []
+    for number, (rows, verified) in enumerate(steps):
+        for (_, slot, _), (tokens, drafted) in zip(rows, verified, strict=False):
+            accepted = min(max(tokens - 1, 0), drafted)
+            if drafted:
+                found.append(Drafts(slot, number, accepted, drafted - accepted))
+    return tuple(sorted(found))
 
 
 def _name(request: LoggedRequest) -> str:
@@ -223,6 +256,7 @@ def of_record(record: Record) -> Timeline:
             step.decode,
             parks=[(number[name], slot) for name, slot in parks.get(at, ())],
             resumes=[(number[name], slot) for name, slot, *_ in step.admitted],
+            verify=[(number[name], slot) for name, slot, _ in step.verify],
         )
         for at, step in enumerate(record.steps)
     ]
@@ -244,6 +278,10 @@ def of_record(record: Record) -> Timeline:
         segments=_build(steps, slots, aborts),
         times=None,
         waiting=_waiting(steps, [turns["submit"][name] for name in number], aborts),
+        drafts=_drafts(
+            ([(number[name], slot, width) for name, slot, width in step.verify], step.verified)
+            for step in record.steps
+        ),
     )
 
 

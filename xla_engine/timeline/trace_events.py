@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xla_engine.timeline.model import Timeline
+from xla_engine.observability.phases import PHASES
+from xla_engine.timeline.model import WITH_DRAFTS, Timeline
 
 PROCESS = 1  # numbers of processes and threads begin at 1: 0 is the idle one where such traces come from
 NOMINAL_STEP = 1e-3  # seconds a step is drawn with where the record has no times
@@ -29,13 +30,27 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
             args["new tokens"] = request.tokens
         if request.end is not None:
             args["end"] = request.end
+        if kind in WITH_DRAFTS:
+            inside = [part for part in timeline.drafts if part.lane == lane and first <= part.step <= last]
+            args["accepted drafts"] = sum(part.accepted for part in inside)
+            args["rejected drafts"] = sum(part.rejected for part in inside)
         events.append(_span(request.name, kind, lane, times[first][0], times[last][1], args))
     for step, (begin, end) in enumerate(times):
-        events.append(_span(f"step {step}", "step", lanes, begin, end, {"busy slots": busy[step]}))
+        events.append(
+            _span(f"step {step}", "step", lanes, begin, end, _about_step(timeline, step, busy[step]))
+        )
         counters = {"busy slots": busy[step], "waiting": timeline.waiting[step]}
         for name, value in counters.items():
             events.append({"name": name, "ph": "C", "pid": PROCESS, "ts": _us(begin), "args": {name: value}})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _about_step(timeline: Timeline, step: int, busy: int) -> dict[str, Any]:
+    """What is told of a step: busy slots, and microseconds of the host's time where they were measured."""
+    spent = timeline.phases[step] if timeline.phases else None
+    return {"busy slots": busy} | {
+        f"{name}, us": each / 1000 for name, each in zip(PHASES, spent or (), strict=False)
+    }
 
 
 def _span(name: str, kind: str, lane: int, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.errors import ConfigError
+from xla_engine.observability.phases import PHASES
 from xla_engine.timeline.model import KINDS, Timeline
 from xla_engine.timeline.trace_events import trace_events
 
@@ -52,4 +53,7 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
         "times": timeline.times,
         "busy": timeline.busy,
         "waiting": timeline.waiting,
+        "phase_names": PHASES,
+        "phases": timeline.phases,
+        "drafts": timeline.drafts,
     }

@@ -36,7 +36,7 @@ class Progress:
         self._start = self._last = clock()
         self._bar: Any = None
         if stream is not None and stream.isatty():
-            self._bar = _bar(stream, total, BAR_FORMAT if total else BAR_FORMAT_OPEN_END)
+            self._bar = new_bar(stream, total, BAR_FORMAT if total else BAR_FORMAT_OPEN_END)
 
     @property
     def due(self) -> bool:
@@ -75,7 +75,7 @@ def counting(verb: str, stream: TextIO, total: int | None = None) -> Iterator[Ca
         return
     of_total = "" if total is None else "/{total_fmt}"
     bar_format = f"{verb}: {{n_fmt}}{of_total} [{{elapsed}}{{postfix}}]"
-    with _bar(stream, total, bar_format, leave=False, position=0, mininterval=BAR_SECONDS) as bar:
+    with new_bar(stream, total, bar_format, leave=False, position=0, mininterval=BAR_SECONDS) as bar:
 
         def count(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
@@ -84,35 +84,9 @@ def counting(verb: str, stream: TextIO, total: int | None = None) -> Iterator[Ca
         yield count
 
 
-@contextlib.contextmanager
-def loading(stream: TextIO) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback that shows bytes loaded of all, on a terminal and gone afterwards; None elsewhere."""
-    if not stream.isatty():
-        yield None
-        return
-    bar_format = "loading: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
-    with _bar(
-        stream,
-        None,
-        bar_format,
-        leave=False,
-        position=0,
-        mininterval=BAR_SECONDS,
-        unit="B",
-        unit_scale=True,
-    ) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-            if done == total:
-                bar.close()
-
-        yield show
-
-
-def _bar(stream: TextIO, total: int | None, bar_format: str, **options: Any) -> Any:
-    from tqdm import tqdm  # imported where used: a run without a terminal needs none
+def new_bar(stream: TextIO, total: int | None, bar_format: str, **options: Any) -> Any:
+    """A tqdm bar on a terminal of any kind, or in a notebook."""
+    from tqdm.auto import tqdm  # imported where used: a run without a terminal needs none
 
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
@@ -120,3 +94,10 @@ def _bar(stream: TextIO, total: int | None, bar_format: str, **options: Any) -> 
         columns = 0
     size = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}  # some terminals have none
     return tqdm(total=total, file=stream, bar_format=bar_format, **{"mininterval": 0, **size, **options})
+
+
+def prompts_bar(total: int, *, enabled: bool) -> Any:
+    """tqdm's bar, as vLLM draws it, on a terminal and in a notebook."""
+    from tqdm.auto import tqdm  # imported where used: the engine core runs without it
+
+    return tqdm(total=total, unit="req", desc="Processed prompts", disable=not enabled)

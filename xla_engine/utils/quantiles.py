@@ -28,6 +28,14 @@ class Quantiles:
         bucket = int(math.log(value) * _SCALE // 1) if value > _FLOOR else -1 << 30
         self._buckets[bucket] = self._buckets.get(bucket, 0) + times
 
+    def merge(self, other: Quantiles) -> None:
+        """Count all values of another."""
+        self.count += other.count
+        self.total += other.total
+        self.largest = max(self.largest, other.largest)
+        for bucket, times in other._buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+
     @property
     def mean(self) -> float:
         """Zero without values."""

@@ -23,6 +23,7 @@ class Plain:
     """OpenVINO's side of the protocol in `worker.py`; keys and values in the precision of the model."""
 
     cache_precision = ""
+    weight_format = ""  # as stored
     widening = 1  # requests at once, for each slot
 
     def __init__(self, threads: int) -> None:
@@ -31,9 +32,10 @@ class Plain:
     def load(
         self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
-        directory = Path(cache) / "openvino" / Path(model).resolve().name
+        name = "-".join(filter(None, (Path(model).resolve().name, self.weight_format)))
+        directory = Path(cache) / "openvino" / name
         if not directory.exists():
-            convert(model, directory)
+            convert(model, directory, self.weight_format)
         short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
         options = openvino_genai.SchedulerConfig()
         options.max_num_seqs = self._slots = self.widening * max_num_seqs
@@ -48,9 +50,10 @@ class Plain:
         }
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(directory), options, "CPU", properties)
         self._requests = 0
+        weights = self.weight_format or "as stored"
         return {
             "versions": f"openvino-genai {openvino_genai.__version__}",
-            "notes": f"cache {kept}, {PROMPT_TOKENS} prompt tokens a step",
+            "notes": f"weights {weights}, cache {kept}, {PROMPT_TOKENS} prompt tokens a step",
             "arrivals": True,
         }
 
@@ -105,6 +108,12 @@ class U8Cache(Plain):
     cache_precision = "u8"
 
 
+class Int8(U8Cache):
+    """Weights in eight bits too, a scale for each channel."""
+
+    weight_format = "int8"
+
+
 def cache_gib(model: str, positions: int) -> int:
     """Whole GiB that hold keys and values of `positions` in float32, and some to spare."""
     config = json.loads((Path(model) / "config.json").read_text())
@@ -112,9 +121,12 @@ def cache_gib(model: str, positions: int) -> int:
     return math.ceil(1.1 * 4 * width * positions / 2**30)
 
 
-def convert(model: str, directory: Path) -> None:
-    """Write OpenVINO's form of a Hugging Face directory, weights in the type they are stored in."""
+def convert(model: str, directory: Path, weight_format: str) -> None:
+    """Write OpenVINO's form of a Hugging Face directory, weights in the type they are stored in, or in "int8"."""
     from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
+
+    wanted = OVConfig(quantization_config=OVWeightQuantizationConfig(bits=8)) if weight_format else None
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
@@ -125,6 +137,7 @@ def convert(model: str, directory: Path) -> None:
             library_name="transformers",
             stateful=True,
             convert_tokenizer=False,
+            ov_config=wanted,
             local_files_only=True,
         )
         os.replace(f"{folder}/ir", directory)

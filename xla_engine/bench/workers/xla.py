@@ -72,6 +72,7 @@ class Engine:
             "versions": f"xla-engine {__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}",
             "notes": "" if self._engine.self_check is None else self._engine.self_check.promise,
             "arrivals": True,
+            "isa": self._engine.runner.isa or "none",
             "compile_seconds": stats.compile_seconds,
             "programs": len(self._engine.inventory_report()),
         }
@@ -86,11 +87,7 @@ class Engine:
         return self._engine
 
     def run(
-        self,
-        prompts: Ids,
-        max_tokens: list[int],
-        arrivals: list[float],
-        stop_token_ids: Ids | None = None,
+        self, prompts: Ids, max_tokens: list[int], arrivals: list[float], stop_token_ids: Ids | None = None
     ) -> dict[str, Any]:
         """The protocol's `run`. Prompts end early at `stop_token_ids`, one list per request."""
         engine, stats = self.engine, self.engine.stats()

@@ -9,27 +9,30 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from xla_engine.batch.lines import count_lines, read_lines
+from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.cli import _common
-from xla_engine.cli._run.files import open_input, silence_stdout
+from xla_engine.cli._run.files import silence_stdout
+from xla_engine.cli._run.shards import ShardOutput
 from xla_engine.cli._run.signals import interrupts
+from xla_engine.cli._run.tables import TableOptions, TableOutput, open_lines
+from xla_engine.cli._run.watched import LiveFiles, Watched
 from xla_engine.errors import OutputError, XlaEngineError
-from xla_engine.tracing.status_file import StatusFile
-from xla_engine.tracing.step_log_writer import logging_steps
 from xla_engine.utils.progress import Progress
 
 if TYPE_CHECKING:
+    from xla_engine.distributed.shards.shard import Shard
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
 _imported_at = time.monotonic()
@@ -37,13 +40,12 @@ _imported_at = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Paths that `run` reads and writes; errors, status and step_log are None where not asked for."""
+    """Paths that `run` reads and writes; errors is None where not asked for."""
 
     source: str
     output: str
     errors: str | None
-    status: str | None
-    step_log: str | None
+    watched: Watched
     mode: Mode
 
 
@@ -58,6 +60,8 @@ class Settings:
     fingerprint: bool
     progress: bool
     drain_timeout_s: float | None
+    tables: TableOptions
+    shard: Shard | None
 
 
 def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -> None:
@@ -81,34 +85,59 @@ def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -
 def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tuple[RunTotals, list[str]]:
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
-            source = stack.enter_context(open_input(files.source))
-            total = count_lines(source, settings.max_line_bytes) if settings.progress else None
-            lines = read_lines(source, settings.max_line_bytes)
-            first = next(lines, None)
+            table = TableOutput.wanted(files.output, settings.tables)
+            if table is None and (settings.tables.keep_columns, settings.tables.journal) != (None, None):
+                raise OutputError("--keep-columns and --journal are for a table, or a URL, as OUTPUT")
+            if table is not None:
+                if files.errors is not None:
+                    raise OutputError(f"{files.output} has a column for errors; leave out --errors")
+                if not table.check(files.source, files.mode):
+                    return RunTotals(), [f"{files.output} is whole; nothing is left to do"]
+                files = replace(files, output=str(table.journal))
+            source = stack.enter_context(
+                open_lines(
+                    files.source,
+                    settings.tables,
+                    settings.max_line_bytes,
+                    count=settings.progress and settings.shard is None,
+                    keep=table is not None,
+                )
+            )
+            first = next(source.lines, None)
             if first is None:
                 raise _common.NotStarted(f"empty_file: {files.source} holds no request")
+            lines: Iterator[Line] = itertools.chain([first], source.lines)
             done = FinishedLines()
+            shard = ShardOutput(settings.shard, files.output, files.errors, files.mode)
             outputs = [
                 stack.enter_context(OutputFile(path, files.mode))
                 for path in (files.output, files.errors)
                 if path is not None
             ]
-            _check_distinct([source, *(output.file for output in outputs)], files)
+            _check_distinct([source.file, *(output.file for output in outputs)], files)
             for output in outputs:
                 output.claim(done)
+            lines = shard.begin(lines, settings.defaults)
+            if (first := next(lines, None)) is None and not len(done):
+                for output in outputs:
+                    output.begin()
+                    output.close()
+                shard.finish(done, RunTotals(), None)
+                if table is not None:
+                    table.journal.touch()
+                    table.finish(source, failed=False)
+                return RunTotals(), [f"shard {settings.shard} has none of the input's lines"]
+            lines = itertools.chain([] if first is None else [first], lines)
             engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
             header = _header(engine, settings, done, engine_options["model"])
-            if files.step_log is not None:
-                stack.enter_context(
-                    logging_steps(engine, files.step_log, names=lambda name: batch.custom_id(name))
-                )
+            stack.enter_context(files.watched.logging(engine, lambda name: batch.custom_id(name)))
             sinks = [output.begin() for output in outputs]
         began = time.monotonic()
         screen = sys.stderr if settings.progress else None
-        progress = Progress(total, slots=engine.max_num_seqs, stream=screen)
+        progress = Progress(source.total, slots=engine.max_num_seqs, stream=screen)
         batch = BatchRun(
             engine,
-            itertools.chain([first], lines),
+            lines,
             sinks[0],
             errors=sinks[-1],
             header=header,
@@ -117,16 +146,23 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             done=done,
             on_turn=lambda: show(),
         )
-        status = _status_file(files, engine, batch)
-        show = functools.partial(_show, progress, engine, batch.totals, status)
+        live = files.watched.begin(
+            engine, batch.custom_id, lambda: {"draining": batch.draining, **run_state(batch.totals)}
+        )
+        show = functools.partial(_show, progress, engine, batch.totals, live)
         doing = "finishing the requests under way"
         with progress, interrupts(batch.interrupt, doing, settings.drain_timeout_s):
             totals = batch.run()
-        show(last=True)
-        if status is not None and status.failure is not None:
-            click.echo(f"the status file could not be written: {status.failure}", err=True)
+            show(last=True)
+        live.report_failures()
         ended = time.monotonic()
         stats = engine.stats()
+        if totals.failure is None and not totals.interrupted:
+            for output in outputs:
+                output.close()
+            shard.finish(done, totals, header.system_fingerprint)
+            if table is not None:
+                table.finish(source, failed=bool(done.errors or totals.failed))
     cold_start = None if totals.first_token_at is None else totals.first_token_at - _process_start()
     return totals, summary_lines(totals, stats, wall=ended - began, cold_start=cold_start)
 
@@ -134,7 +170,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
 def _check_distinct(opened: list[Any], files: Files) -> None:
     names = [files.source, files.output, files.errors]
     for (first, one), (second, other) in itertools.combinations(zip(names, opened, strict=False), 2):
-        if same_file(one, other):
+        if one is not None and same_file(one, other):
             raise OutputError(f"{first} and {second} are the same file; results need one of their own")
 
 
@@ -158,19 +194,6 @@ def _header(
     )
 
 
-def _status_file(files: Files, engine: XlaBatchEngine, batch: BatchRun) -> StatusFile | None:
-    if files.status is None:
-        return None
-
-    def run() -> dict[str, Any]:
-        return {"draining": batch.draining, **run_state(batch.totals)}
-
-    status = StatusFile(files.status, engine, names=batch.custom_id, run=run)
-    with _common.startup_errors():
-        status.write()
-    return status
-
-
 def run_state(totals: RunTotals) -> dict[str, Any]:
     """The totals of a run as JSON values, for its status file."""
     state = {name: getattr(totals, name) for name in ("ok", "resumed", "prompt_tokens", "generated_tokens")}
@@ -178,18 +201,12 @@ def run_state(totals: RunTotals) -> dict[str, Any]:
 
 
 def _show(
-    progress: Progress,
-    engine: XlaBatchEngine,
-    totals: RunTotals,
-    status: StatusFile | None,
-    *,
-    last: bool = False,
+    progress: Progress, engine: XlaBatchEngine, totals: RunTotals, live: LiveFiles, *, last: bool = False
 ) -> None:
     if last or progress.due:
         done = totals.done + totals.resumed
         progress.show(done=done, tokens=engine.stats().generation_tokens, busy=engine.num_running)
-    if status is not None:
-        status.update(force=last)
+    live.update(force=last)
 
 
 def _explain(totals: RunTotals, files: Files) -> None:

@@ -7,22 +7,24 @@ from typing import Any
 
 import click
 
-from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineError
 from xla_engine.cli import _common
-from xla_engine.cli._run.files import open_input
+from xla_engine.cli._run.tables import TableOptions, open_lines
 
 
-def dry_run(source: str, defaults: dict[str, Any], max_line_bytes: int, options: dict[str, Any]) -> None:
+def dry_run(
+    source: str, tables: TableOptions, defaults: dict[str, Any], max_line_bytes: int, options: dict[str, Any]
+) -> None:
     """Print line-numbered codes and a token estimate; exit with the command's status."""
     with _common.startup_errors():
         from xla_engine.batch.dry_run import DryRun
-        from xla_engine.config import EngineConfig, embedded_model_directory
+        from xla_engine.config import EngineConfig
+        from xla_engine.environment import embedded_model_directory
 
-        fields = {name: value for name, value in options.items() if name != "model"}
+        fields = _common.config_fields(options)
         checks = DryRun(options["model"] or embedded_model_directory(), EngineConfig(**fields))
-        with open_input(source) as file:
-            report = checks.run(read_lines(file, max_line_bytes), defaults=defaults, on_error=_print)
+        with open_lines(source, tables, max_line_bytes) as opened:
+            report = checks.run(opened.lines, defaults=defaults, on_error=_print)
     for text in report.lines():
         click.echo(text)
     if not report.ok and not report.failed:

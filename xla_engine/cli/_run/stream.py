@@ -9,13 +9,12 @@ from typing import Any, BinaryIO
 
 import click
 
-from xla_engine.batch.event_stream import EventStream
+from xla_engine.batch.stream.event_stream import EventStream
 from xla_engine.cli import _common
 from xla_engine.cli._run.batch import explain_failure, run_state
 from xla_engine.cli._run.files import open_input, silence_stdout
 from xla_engine.cli._run.signals import interrupts
-from xla_engine.tracing.status_file import StatusFile
-from xla_engine.tracing.step_log_writer import logging_steps
+from xla_engine.cli._run.watched import Watched
 
 
 def _own_stdin() -> BinaryIO:
@@ -28,8 +27,7 @@ def _own_stdin() -> BinaryIO:
 
 def run_stream(
     source: str,
-    status_path: str | None,
-    step_log_path: str | None,
+    watched: Watched,
     defaults: dict[str, Any],
     max_line_bytes: int,
     drain_timeout_s: float | None,
@@ -40,29 +38,21 @@ def run_stream(
         with _common.startup_errors():
             file = _own_stdin() if source == "-" else stack.enter_context(open_input(source))
             engine = stack.enter_context(_common.load_engine(options, show=True))
-            if step_log_path is not None:
-                stack.enter_context(
-                    logging_steps(engine, step_log_path, names=lambda name: stream.custom_id(name))
-                )
+            stack.enter_context(watched.logging(engine, lambda name: stream.custom_id(name)))
         stream = EventStream(
             engine,
             file,
             sys.stdout.buffer,
             defaults=defaults,
             max_line_bytes=max_line_bytes,
-            on_turn=lambda: None if status is None else status.update(),
+            keep_finished=options.get("keep_finished", 0),
+            on_turn=lambda: live.update(),
         )
-        status = None
-        if status_path is not None:
-            status = StatusFile(
-                status_path, engine, names=stream.custom_id, run=lambda: run_state(stream.totals)
-            )
-            with _common.startup_errors():
-                status.write()
+        live = watched.begin(engine, stream.custom_id, lambda: run_state(stream.totals))
         with interrupts(stream.interrupt, "finishing the requests under way", drain_timeout_s):
             totals = stream.run()
-        if status is not None:
-            status.update(force=True)
+        live.update(force=True)
+        live.report_failures()
     if isinstance(totals.failure, BrokenPipeError):
         silence_stdout()
         click.echo(f"the reader is gone; {totals.unwritten} requests were aborted", err=True)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.requests.kept import KeptRequests
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.pooled import PooledSequence
 from xla_engine.engine.requests.seeds import sequence_ids, sequence_seed
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.requests.sequence_group import SequenceGroup
 from xla_engine.engine.requests.token_buffer import TokenBuffer
+from xla_engine.engine.weights.adapters import NO_ADAPTER, LoadedAdapter
 from xla_engine.errors import InvalidRequestError
+from xla_engine.pooling.params import PoolingParams
+from xla_engine.pooling.pooler import Pooler
+from xla_engine.runner.in_flight import PromptScores
+from xla_engine.runner.pooling.pooled import PooledChunk
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import FinishReason, Request
@@ -23,14 +31,20 @@ class RequestTable:
     """Sequences by id, which is the request's own id where n is 1. Each is opened once and ended once.
 
     settings: by sequence, for the runner. token_buffer: where sequences take their tokens from.
+    kept: requests that have ended and may go on; None where none may.
     submitted: requests since the start. finished: sequences since the start, by reason.
+    reserved: requests that are not opened yet, by id, with how many sequences each will have.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, keep: int = 0, pooler: Pooler | None = None) -> None:
+        """keep: requests to keep when they have ended. pooler: how requests pool; None where they generate."""
+        self._pooler = pooler
+        self.kept = KeptRequests(keep) if keep else None
         self.settings: dict[str, RowSettings] = {}
         self.token_buffer: TokenBuffer[LiveSequence] = TokenBuffer()
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
+        self.reserved: dict[str, int] = {}
         self._tokenizer = tokenizer
         self._live: dict[str, LiveSequence] = {}
         self._groups: dict[str, SequenceGroup] = {}  # the requests that are more than one sequence
@@ -54,6 +68,20 @@ class RequestTable:
         group = self._groups.get(request_id)
         return [request_id] if group is None else [part.request_id for part in group.parts]
 
+    def parts(self, request_id: str) -> list[tuple[LiveSequence, RowSettings]]:
+        """The sequences of a live request, in order.
+
+        Raises InvalidRequestError where one has ended and is not kept.
+        """
+        group = self._groups.get(request_id)
+        parts = (self._live[request_id],) if group is None else group.parts
+        if self.kept is None and any(part.finished for part in parts):
+            raise InvalidRequestError(
+                f"sequences of request {request_id!r} have ended and are not kept: set keep_finished"
+            )
+        ended = {} if self.kept is None else self.kept.settings
+        return [(part, (ended if part.finished else self.settings)[part.request_id]) for part in parts]
+
     def free_id(self, n: int) -> str:
         """An id that a request of n sequences can have: its number, with a suffix where a caller has given that."""
         name, count = str(self.submitted), 0
@@ -65,7 +93,15 @@ class RequestTable:
     def _taken(self, request_id: str, n: int) -> list[str]:
         """Those names of a request that are in use."""
         names = (request_id, *sequence_ids(request_id, n))
-        return [name for name in names if name in self._live or name in self._groups]
+        taken = [name for name in names if name in self._live or name in self._groups]
+        if self.reserved:
+            held = {name for one, n in self.reserved.items() for name in (one, *sequence_ids(one, n))}
+            taken += [name for name in names if name in held]
+        return taken
+
+    def taken(self, request_id: str) -> bool:
+        """Whether a live request has this id."""
+        return bool(self._taken(request_id, 1))
 
     def check_free(self, request_id: str, n: int) -> None:
         """Raise InvalidRequestError unless a request of n sequences can have this id."""
@@ -82,6 +118,8 @@ class RequestTable:
         params: SamplingParams,
         *,
         mask: TokenMask | None,
+        dry_breakers: tuple[int, ...] = (),
+        adapter: LoadedAdapter = NO_ADAPTER,
         stop_ids: tuple[int, ...],
         eos_ids: tuple[int, ...],
         seed: int,
@@ -97,7 +135,9 @@ class RequestTable:
         parts = []
         masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
         for index, (name, own) in enumerate(zip(names, masks, strict=True)):
-            part = replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+            part = replace(params, n=1)
+            if index > 0:
+                part = replace(part, prompt_logprobs=None, logprobs_start=0)
             self.settings[name] = RowSettings(
                 max_tokens=params.token_limit,
                 stop_token_ids=stop_ids[:MAX_STOP_TOKEN_IDS],
@@ -105,8 +145,10 @@ class RequestTable:
                 seed=sequence_seed(seed, index),
                 mask=own,
                 prompt_token_ids=token_ids,
+                dry_breakers=dry_breakers,
+                adapter=adapter.slot,
             )
-            self._live[name] = LiveSequence(
+            self._live[name] = self._make(part)(
                 name,
                 prompt,
                 token_ids,
@@ -133,18 +175,45 @@ class RequestTable:
                 stop_token_ids=frozenset(stop_ids[:MAX_STOP_TOKEN_IDS]),
                 host_gated=part.host_gated,
                 cache_salt=options.get("cache_salt", ""),
-                reads_prefix_cache=self.settings[part.request_id].params.prompt_logprobs is None,
+                max_cached_tokens=self.settings[part.request_id].params.max_cached_tokens,
                 priority=options.get("priority", 0),
                 deadline=None if deadline is None else now + deadline,
                 queue_deadline=None if queue_timeout is None else now + queue_timeout,
+                quantum=options.get("quantum"),
+                adapter=adapter.key,
             )
             for part in parts
         ]
 
+    def _make(self, params: SamplingParams) -> Callable[..., LiveSequence]:
+        if self._pooler is None or not isinstance(params, PoolingParams):
+            return LiveSequence
+        return partial(PooledSequence, pooler=self._pooler, pooling=params)
+
+    def add_of_prompt(self, part: PromptScores | PooledChunk) -> None:
+        """Give a request what was computed of its prompt, if it is the one that asked."""
+        if self.settings.get(part.request_id) is not part.settings:
+            return
+        request = self._live[part.request_id]
+        if isinstance(part, PromptScores):
+            request.add_prompt_logprobs(part.start, part.scores)
+        elif isinstance(request, PooledSequence):
+            request.add_chunk(part)
+
+    def open_again(self, request_id: str, parts: Sequence[tuple[LiveSequence, RowSettings]]) -> None:
+        """Take the sequences of a request that goes on, in order, with those that do not. The id must be free."""
+        for part, settings in parts:
+            if not part.finished:
+                self._live[part.request_id], self.settings[part.request_id] = part, settings
+        if len(parts) > 1:
+            self._groups[request_id] = SequenceGroup(request_id, tuple(part for part, _ in parts))
+        self.submitted += 1
+
     def take_back(self, request_id: str) -> None:
         """Undo `open`, without a word to the request's reader."""
         for name in self.sequences(request_id):
-            del self._live[name], self.settings[name]
+            self._live.pop(name, None)
+            self.settings.pop(name, None)
         self._groups.pop(request_id, None)
         self.submitted -= 1
 
@@ -154,10 +223,12 @@ class RequestTable:
         Returns the reason that stands: "error" where its text cannot be made.
         """
         request = self._live.pop(name)
-        del self.settings[name]
+        settings = self.settings.pop(name)
         reason = request.finish(reason, now, error)
         request.collector.put(request.reader)
         self.finished[reason] += 1
         if isinstance(request.reader, SequenceGroup) and request.reader.finished:
             del self._groups[request.reader.request_id]
+        if self.kept is not None:
+            self.kept.add(request, settings)
         return reason

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 
+from xla_engine.sampling_params import SamplingParams
+
 
 def sequence_ids(request_id: str, n: int) -> list[str]:
     """The ids under which the scheduler knows the sequences of a request."""
     return [request_id] if n == 1 else [f"{request_id}[{index}]" for index in range(n)]
 
 
-def request_seed(seed: int, request_id: str) -> int:
-    """The noise key of a request without a seed of its own, 64-bit unsigned, from the engine's seed and its id."""
-    digest = hashlib.sha256(f"{seed}\0{request_id}".encode(errors="surrogatepass")).digest()
+def noise_key(engine_seed: int, request_id: str, params: SamplingParams) -> int:
+    """A request's noise key, 64-bit unsigned: its own seed, else one made from the engine's seed and its id."""
+    if params.seed is not None:
+        return params.seed % 2**64
+    digest = hashlib.sha256(f"{engine_seed}\0{request_id}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 

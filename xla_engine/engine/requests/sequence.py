@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import suppress
 
-import numpy as np
-
+from xla_engine.engine.requests.logprobs import by_id
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.engine.requests.token_buffer import Taken, TokenBuffer
 from xla_engine.errors import ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import FinishReason, Sample
+from xla_engine.scheduler import FinishReason, Sample, Times
 from xla_engine.text.stop_strings import GeneratedText
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ class LiveSequence:
     collector: takes its news. reader: what is put there, the sequence itself or the group it is part of.
     host_stop_ids: those of the stop ids that the device does not know.
     faults: failed steps it was in. acquittals: times it got past such a step apart from others.
+    preemptions: times it lost its slot to another.
     """
 
     def __init__(
@@ -46,22 +47,17 @@ class LiveSequence:
         self.request_id = request_id
         self.collector = collector
         self.reader: Readable = self
-        self.faults = self.acquittals = 0
+        self.faults = self.acquittals = self.preemptions = 0
         self._token_buffer = token_buffer
+        self._histograms = token_buffer.histograms
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None
         self._prompt = prompt
-        self._prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids = prompt_token_ids
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
         self._mask = mask
-        self._text: GeneratedText | None = None
-        if self._tokenizer is not None:
-            self._text = GeneratedText(
-                self._tokenizer.incremental(params.skip_special_tokens),
-                tuple(params.stop),
-                include_stop=params.include_stop_str_in_output,
-            )
+        self._text = self._no_text()
         self._stop_ids = stop_ids
         self._host_stop_ids = host_stop_ids
         self._eos_ids = eos_ids
@@ -72,16 +68,49 @@ class LiveSequence:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, Logprob]] = []
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None] * max(params.logprobs_start, 1)
         self._token_times: list[float] = []
         self._stop_string: str | None = None
         self._failure: Exception | None = None  # why its text cannot be made any more
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
 
+    def successor(
+        self, request_id: str, params: SamplingParams, mask: TokenMask | None, collector: OutputCollector
+    ) -> LiveSequence:
+        """A live sequence that goes on where this one ended, with all that it has; this one stays as it is."""
+        other = copy.copy(self)
+        other.request_id, other.collector, other.reader = request_id, collector, other
+        other._params, other._mask = params, mask
+        other.faults = other.acquittals = 0
+        other._finish_reason = other._finished_time = other._error = None
+        for name in ("_token_ids", "_logprobs", "_top_logprobs", "_prompt_logprobs", "_token_times"):
+            setattr(other, name, list(getattr(self, name)))
+        other._text = text = other._no_text()  # what was held back is not final any more
+        if text is not None and params.stop:
+            for count, token_id in enumerate(self._token_ids, 1):
+                text.push(token_id, may_stop=count >= params.min_tokens)
+        elif text is not None:
+            text.extend(self._token_ids)
+        return other
+
+    def _no_text(self) -> GeneratedText | None:
+        if self._tokenizer is None:
+            return None
+        return GeneratedText(
+            self._tokenizer.incremental(self._params.skip_special_tokens),
+            tuple(self._params.stop),
+            include_stop=self._params.include_stop_str_in_output,
+        )
+
     @property
     def finished(self) -> bool:
         return self._finish_reason is not None
+
+    @property
+    def received(self) -> Sequence[int]:
+        """The tokens that it was given since it was last started: all that it has, unless it runs again."""
+        return self._token_ids[: self._received]
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -91,6 +120,11 @@ class LiveSequence:
     def num_tokens(self) -> int:
         """Tokens it was given or has taken."""
         return len(self._token_ids)
+
+    @property
+    def last_token_time(self) -> float | None:
+        """When the latest token that it was given or has taken was read; None without any."""
+        return self._token_times[-1] if self._token_times else None
 
     @property
     def is_repeating(self) -> bool:
@@ -108,9 +142,20 @@ class LiveSequence:
         looks_for_stops = bool(self._host_stop_ids) or (self._text is not None and bool(self._params.stop))
         return self.host_gated or self.is_repeating or looks_for_stops
 
+    def times(self, now: float) -> Times:
+        """Its life so far."""
+        came, admitted = self._arrival_time, self._admitted_time
+        return Times(
+            age=now - came,
+            queued=(now if admitted is None else admitted) - came,
+            first_token=self._token_times[0] - came if self._token_times else None,
+        )
+
     def admit(self, now: float) -> None:
         """It got a slot, for the first time or again."""
-        self._admitted_time = self._admitted_time or now
+        if self._admitted_time is None:
+            self._admitted_time = now
+            self._histograms.queue_seconds.add(now - self._arrival_time)
 
     def reuse(self, tokens: int) -> None:
         """So many tokens were found in the prefix cache; not counted where it goes on after a preemption."""
@@ -134,7 +179,7 @@ class LiveSequence:
         taken = self._token_buffer.take(self)
         if taken is None:
             return False
-        if self.eager:
+        if taken.eager:
             pairs = zip(taken.steps, taken.times, strict=True)
             return any(self.add(step.sample(taken.slot), now) for step, now in pairs)
         try:
@@ -152,7 +197,7 @@ class LiveSequence:
     @property
     def next_position(self) -> int:
         """Where the next token that is not read yet stands in the sequence."""
-        return len(self._prompt_token_ids) + self._received
+        return len(self.prompt_token_ids) + self._received
 
     def tokens_from(self, place: int) -> list[int]:
         """The generated tokens from `place` on, as far as they were read."""
@@ -161,13 +206,10 @@ class LiveSequence:
                 self.take()
         return self._token_ids[place:]
 
-    def forced_tokens(self) -> list[int]:
-        """Tokens that a constraint lets come next, if it lets only one text come."""
-        return [] if self._mask is None else self._mask.forced()
-
-    def masks_behind(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """The masks behind each of `tokens` if they came next, as far as they may."""
-        return [] if self._mask is None else self._mask.ahead(tokens)
+    @property
+    def mask(self) -> TokenMask | None:
+        """What its next token may be; None: anything."""
+        return self._mask
 
     def known_tokens(self, most: int) -> list[int]:
         """Of a sequence that runs again, up to `most` tokens that come next."""
@@ -180,7 +222,7 @@ class LiveSequence:
 
     def _add_all(self, taken: Taken) -> None:
         """Take many tokens, of which only the last can be a stop token."""
-        slot, steps, times = taken
+        slot, steps, times, _ = taken
         tokens = [step.tokens[slot] for step in steps]
         self._received += len(tokens)
         self._token_buffer.added += len(tokens)
@@ -198,17 +240,20 @@ class LiveSequence:
     def add(self, sample: Sample, now: float) -> bool:
         """Take one sampled token; true if it completes a stop string or is a stop token that the device does not know.
 
-        A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError, and
-        InvalidRequestError where no token may follow.
+        A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError.
         """
         if self._mask is not None and sample.token_id not in self._stop_ids:
-            self._mask.push(sample.token_id)
+            self._mask.take(sample.token_id)
         if self.is_repeating:
             self._repeat(sample)
             return False
         self._received += 1
         self._token_buffer.added += 1
         self._token_ids.append(sample.token_id)
+        if self._token_times:
+            self._histograms.inter_token_seconds.add(now - self._token_times[-1])
+        else:
+            self._histograms.first_token_seconds.add(now - self._arrival_time)
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
             self._logprobs.append(sample.logprob)
@@ -225,7 +270,7 @@ class LiveSequence:
 
     def _add_top(self, sample: Sample) -> None:
         if sample.logprob is not None and isinstance(sample.extra, TopLogprobs):
-            self._top_logprobs.append(self._by_id(sample.token_id, sample.logprob, sample.extra))
+            self._top_logprobs.append(by_id(sample.token_id, sample.logprob, sample.extra, self._tokenizer))
 
     def _repeat(self, sample: Sample) -> None:
         known = self._token_ids[self._received]
@@ -238,22 +283,10 @@ class LiveSequence:
 
     def add_prompt_logprobs(self, start: int, scores: Sequence[tuple[float, TopLogprobs]]) -> None:
         """Take the log-probabilities of the prompt tokens from position `start` on, in order, perhaps again."""
-        if start < len(self._prompt_logprobs):
-            return
-        for token_id, (logprob, top) in zip(self._prompt_token_ids[start:], scores, strict=False):
-            self._prompt_logprobs.append(self._by_id(token_id, logprob, top))
-
-    def _by_id(self, token_id: int, logprob: float, top: TopLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the most likely ones."""
-        found = {token_id: Logprob(logprob, top.rank, self._decode(token_id))}
-        for rank, (other, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1):
-            found.setdefault(other, Logprob(value, rank, self._decode(other)))
-        return found
-
-    def _decode(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        for position, (logprob, top) in enumerate(scores, start):
+            if position == len(self._prompt_logprobs):
+                token_id = self.prompt_token_ids[position]
+                self._prompt_logprobs.append(by_id(token_id, logprob, top, self._tokenizer))
 
     def finish(self, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
         """End the request with the tokens it has so far; text held back for an incomplete character is flushed.
@@ -270,6 +303,7 @@ class LiveSequence:
         self._finish_reason = reason
         self._finished_time = now
         self._error = error
+        self._histograms.count_end(now - self._arrival_time, self._token_times, self.preemptions, self.faults)
         return reason
 
     def output(self) -> RequestOutput:
@@ -284,7 +318,7 @@ class LiveSequence:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=(
                 CompletionOutput(
                     index=0,

@@ -22,7 +22,7 @@ class SequenceGroup:
         return all(part.finished for part in self.parts)
 
     def output(self) -> RequestOutput:
-        """All sequences as they stand. Times are of the first to begin and the last to end; token times, of all."""
+        """All sequences as they stand. Times are of the first to begin and the last to end; token times of all."""
         outputs = [part.output() for part in self.parts]
         metrics = [output.metrics for output in outputs if output.metrics is not None]
         admitted = [each.admitted_time for each in metrics if each.admitted_time is not None]
@@ -38,6 +38,7 @@ class SequenceGroup:
                 first_token_time=token_times[0] if token_times else None,
                 finished_time=max(each.finished_time or 0.0 for each in metrics) if self.finished else None,
                 token_times=tuple(token_times),
+                sequence_token_times=tuple(each.token_times for each in metrics),
             ),
             error=next((output.error for output in outputs if output.error is not None), None),
         )

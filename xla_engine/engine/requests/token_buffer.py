@@ -8,6 +8,8 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.token_gaps import TokenGaps
+from xla_engine.observability.distributions import Histograms
 from xla_engine.scheduler import Decoded
 
 FLUSH_STEPS = 192  # steps in which every lazy request has taken its tokens once
@@ -17,32 +19,43 @@ class Taker(Protocol):
     """A request that takes its tokens from the buffer.
 
     eager: it has to look at each token as it comes. collector: where its reader finds its news.
+    last_token_time: of the tokens that it has taken; None without any.
     """
 
     @property
     def eager(self) -> bool: ...
     @property
     def collector(self) -> OutputCollector: ...
+    @property
+    def last_token_time(self) -> float | None: ...
 
 
 T = TypeVar("T", bound=Taker)
 
 
 class Taken(NamedTuple):
-    """Steps in which a request decoded in `slot`, and the times at which they were read."""
+    """Steps in which a request decoded in `slot`, and the times at which they were read.
+
+    eager: it is to look at each token.
+    """
 
     slot: int
     steps: Sequence[Decoded]
     times: Sequence[float]
+    eager: bool
 
 
 @dataclass(slots=True)
 class _Occupancy:
-    """A request decodes in `slot` from `step` on, the first step it has not taken, until before `until`."""
+    """A request decodes in `slot` from `step` on, the first step it has not taken, until before `until`.
+
+    began: its first step, or the first since it is lazy.
+    """
 
     slot: int
     step: int
     until: int | None
+    began: int
 
     def waiting(self, next_step: int) -> int:
         """Tokens that the steps before `next_step` hold for the request."""
@@ -60,10 +73,13 @@ class TokenBuffer(Generic[T]):
     forgotten: however long a request is, about two times `FLUSH_STEPS` are kept.
 
     added: tokens that requests were given, and have taken from here.
+    histograms: where times of requests are counted; those between tokens of lazy ones here, once a step.
     """
 
     def __init__(self) -> None:
         self.added = 0
+        self.histograms = Histograms()
+        self._gaps: TokenGaps[T] = TokenGaps(self.histograms.inter_token_seconds)
         self._first = 0  # the step of the oldest column
         self._columns: list[Decoded] = []
         self._times: list[float] = []
@@ -85,6 +101,7 @@ class TokenBuffer(Generic[T]):
         assert step == self.next_step, f"step {step} was read when {self.next_step} was due"
         self._columns.append(decoded)
         self._times.append(now)
+        self._gaps.read(step, now)
         if len(self._columns) % FLUSH_STEPS == 0:
             oldest = min(occupancy.step for occupancy in self._occupancies.values())
             stale = oldest - self._first
@@ -95,31 +112,41 @@ class TokenBuffer(Generic[T]):
         """Forget all tokens that were not taken; the next step may have any number."""
         for part in (self._columns, self._times, self._occupancies, self._eager, self._lazy):
             part.clear()
+        self._gaps.clear()
         self._first = 0
 
     def begin(self, request: T, slot: int, step: int, until: int | None = None) -> None:
         """Note that a request decodes in a slot from `step` on; its tokens of another slot it has taken."""
         self.end(request)
-        self._occupancies[request] = occupancy = _Occupancy(slot, step, until)
+        self._occupancies[request] = occupancy = _Occupancy(slot, step, until, step)
         if request.eager:
             self._eager[request] = None
         else:
-            self._lazy.setdefault(request.collector, {})[request] = occupancy
+            self._add_lazy(request, occupancy)
+
+    def _add_lazy(self, request: T, occupancy: _Occupancy) -> None:
+        self._lazy.setdefault(request.collector, {})[request] = occupancy
+        self._gaps.join(request, occupancy.began, occupancy.until)
 
     def bound(self, request: T, step: int) -> None:
         """Note that a request does not decode from `step` on."""
-        if (occupancy := self._occupancies.get(request)) is not None:
-            occupancy.until = step if occupancy.until is None else min(occupancy.until, step)
-            if occupancy.step >= occupancy.until:
-                self.end(request)
+        if (occupancy := self._occupancies.get(request)) is None:
+            return
+        if occupancy.until is None or step < occupancy.until:
+            if request not in self._eager:
+                self._gaps.bound(occupancy.until, step)
+            occupancy.until = step
+        if occupancy.step >= occupancy.until:
+            self.end(request)
 
     def end(self, request: T) -> None:
         """Forget a request, whose tokens left here are not wanted."""
-        if self._occupancies.pop(request, None) is None:
+        if (occupancy := self._occupancies.pop(request, None)) is None:
             return
         if request in self._eager:
             del self._eager[request]
         else:
+            self._gaps.leave(request, occupancy.began, occupancy.until, self.next_step)
             lazy = self._lazy[request.collector]
             del lazy[request]
             if not lazy:
@@ -138,7 +165,7 @@ class TokenBuffer(Generic[T]):
             return None
         assert begin >= 0, "a step was forgotten before it was taken"
         there = slice(begin, begin + count)
-        taken = Taken(occupancy.slot, self._columns[there], self._times[there])
+        taken = Taken(occupancy.slot, self._columns[there], self._times[there], request in self._eager)
         occupancy.step += count
         if occupancy.step == occupancy.until:
             self.end(request)
@@ -152,7 +179,9 @@ class TokenBuffer(Generic[T]):
         """Let an eager request take its tokens many at a time from now on."""
         if request in self._eager:
             del self._eager[request]
-            self._lazy.setdefault(request.collector, {})[request] = self._occupancies[request]
+            occupancy = self._occupancies[request]
+            occupancy.began = max(occupancy.began, self.next_step)
+            self._add_lazy(request, occupancy)
 
     def next_to_flush(self) -> list[T]:
         """Return the few requests whose turn it is in this step to take what has gathered."""

@@ -8,8 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from xla_engine.errors import InvalidRequestError, TokenLimitError
+from xla_engine.engine.protocol import RequestOptions
+from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.pooling.params import PoolingParams
+from xla_engine.pooling.pooler import Pooler
+from xla_engine.prompts import Prompt, TextPair, prompt_parts
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import PRIORITIES, QueueFullError
 from xla_engine.text.grammar import Grammars
@@ -18,6 +24,24 @@ from xla_engine.text.tokenizer import Tokenizer
 
 LONGEST_PATIENCE_S = 10**9
 _NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this
+
+
+class CheckedRequest(NamedTuple):
+    """A request that keeps every limit. text: what its output shows of the prompt. params: with `max_tokens` as a
+    number. stop_ids: every id that ends it."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+
+
+def check_takes(closed: str | None, *, draining: bool) -> None:
+    """Raise EngineClosedError for an engine that is closed, for the cause given, or that takes no more requests."""
+    if closed is not None:
+        raise EngineClosedError(f"the engine is closed ({closed}); make a new one")
+    if draining:
+        raise EngineClosedError("the engine finishes what it has and takes no more requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +53,9 @@ class RequestValidator:
     tokenizer: None where prompts can only be token ids.
     max_waiting: sequences that may wait at most, beyond those that free slots take; None is unbounded.
     max_num_seqs: slots.
+    takes_turns: whether requests take turns on the slots.
+    has_dry: whether `dry_multiplier` and `penalty_last_n` have an effect.
+    pooler: how requests pool; None where they generate. hidden_size: numbers of the vector that is pooled.
     never_fits: says why a request of so many prompt and new tokens can never have enough memory; None if it can.
     """
 
@@ -38,18 +65,40 @@ class RequestValidator:
     tokenizer: Tokenizer | None
     max_waiting: int | None = None
     max_num_seqs: int = 0
+    takes_turns: bool = False
+    has_dry: bool = False
+    pooler: Pooler | None = None
+    hidden_size: int = 0
     never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
     _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
+    def checked(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, *, add_special_tokens: bool
+    ) -> CheckedRequest:
+        """The request as an engine takes it, with the prompt's `cache_salt` in `options`. Raises InvalidRequestError,
+        or TokenLimitError where it does not fit. Masks and the queue are looked at elsewhere."""
+        content, text, salt = prompt_parts(prompt)
+        if salt is not None:
+            options["cache_salt"] = salt
+        self.check_options(**options)
+        token_ids = self.token_ids(content, params, add_special_tokens=add_special_tokens)
+        params = self.with_limit(params, len(token_ids))
+        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params))
+
     def token_ids(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        prompt: str | Sequence[int] | TextPair,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
     ) -> tuple[int, ...]:
         """Return the prompt's token ids. Raises InvalidRequestError, or TokenLimitError where it does not fit."""
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | TextPair):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
-            self._check_characters(prompt, self.tokenizer)
-            token_ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+            texts = (prompt,) if isinstance(prompt, str) else (prompt.first, prompt.second)
+            self._check_characters(sum(map(len, texts)), self.tokenizer)
+            token_ids = tuple(self.tokenizer.encode(*texts, add_special_tokens=add_special_tokens))
         else:
             self._check_length(len(prompt), params)
             token_ids = tuple(prompt)
@@ -73,19 +122,48 @@ class RequestValidator:
         return token_ids
 
     def with_limit(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """Return `params` with `max_tokens` as a number: where it is None, all that fit after the prompt."""
+        """Return `params` with `max_tokens` as a number: where it is None, all that fit after the prompt; or with how
+        the model pools. Raises InvalidRequestError where a model that pools is to generate, or the other way round."""
+        if self.pooler is not None or isinstance(params, PoolingParams):
+            return self._pooling(params)
         if params.max_tokens is not None:
             return params
         room = range(1, self.max_model_len - prompt_tokens + 1)
         fits = bisect_left(room, True, key=lambda tokens: self.never_fits(prompt_tokens, tokens) is not None)
         return replace(params, max_tokens=fits)
 
+    def _pooling(self, params: SamplingParams) -> PoolingParams:
+        if self.pooler is None:
+            raise InvalidRequestError(
+                'this engine generates and does not pool; start it with runner="pooling" (`--runner pooling`)'
+            )
+        if not isinstance(params, PoolingParams):
+            raise InvalidRequestError(
+                "this engine pools and does not generate: use embed, classify, score_documents or rerank, or start it "
+                'with runner="generate"'
+            )
+        return self.pooler.checked(params, self.hidden_size)
+
+    def check_more(self, prompt_tokens: int, tokens: int, more: object) -> None:
+        """Raise InvalidRequestError unless a request of so many tokens may get so many `more`; TokenLimitError."""
+        if isinstance(more, bool) or not isinstance(more, int) or more < 1:
+            raise InvalidRequestError(f"max_tokens must be an integer of at least 1, not {more!r}")
+        if (total := prompt_tokens + tokens + more) > self.max_model_len:
+            raise TokenLimitError(
+                f"prompt ({prompt_tokens} tokens), what was generated ({tokens}) and max_tokens ({more}) are {total}, "
+                f"more than max_model_len {self.max_model_len}; lower max_tokens or raise max_model_len"
+            )
+        if (why := self.never_fits(prompt_tokens, tokens + more)) is not None:
+            raise TokenLimitError(
+                f"the longer request never fits: {why}; ask for less or give more num_blocks"
+            )
+
     def check_queue(self, n: int, waiting: int, free: int) -> None:
         """Raise QueueFullError unless all n sequences of a request fit behind those that wait, and into free slots.
 
-        Raises InvalidRequestError where they never will. For a request of one sequence the scheduler checks this.
+        Raises InvalidRequestError where they never will.
         """
-        if n == 1 or self.max_waiting is None:
+        if self.max_waiting is None:
             return
         if n > (most := self.max_num_seqs + self.max_waiting):
             raise InvalidRequestError(
@@ -104,13 +182,25 @@ class RequestValidator:
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
         cache_salt: object = "",
+        quantum: object = None,
+        lora_request: object = None,
     ) -> None:
         """Raise InvalidRequestError unless the values of `RequestOptions` are valid."""
+        if lora_request is not None and not isinstance(lora_request, LoRARequest):
+            raise InvalidRequestError(f"lora_request must be a LoRARequest, not {lora_request!r}")
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be a string, not {cache_salt!r}")
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
             raise InvalidRequestError(
                 f"priority must be an integer from {PRIORITIES[0]} (soonest) to {PRIORITIES[-1]}, not {priority!r}"
+            )
+        if quantum is not None and (
+            not self.takes_turns or isinstance(quantum, bool) or not isinstance(quantum, int) or quantum < 1
+        ):
+            raise InvalidRequestError(
+                f"quantum must be an integer of at least 1 step, not {quantum!r}"
+                if self.takes_turns
+                else 'quantum is for the scheduling_policy "round_robin": leave it out'
             )
         for name, seconds in (("deadline_s", deadline_s), ("queue_timeout_s", queue_timeout_s)):
             if seconds is not None and (
@@ -163,6 +253,36 @@ class RequestValidator:
             matcher=None if constraint is None else self._grammars().matcher(constraint),
         )
 
+    def try_constraint(self, params: SamplingParams) -> None:
+        """Try and compile what the text of a request must match, unless it is known. Raises InvalidRequestError."""
+        if params.structured_outputs is not None:
+            self._grammars().matcher(params.structured_outputs)
+
+    def knows_constraint(self, params: SamplingParams) -> bool:
+        """Whether `token_mask` has nothing to try, which may take a second. Raises InvalidRequestError."""
+        return params.structured_outputs is None or self._grammars().knows(params.structured_outputs)
+
+    def dry_breakers(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the tokens that break a sequence for DRY. Raises InvalidRequestError, also where there is no DRY."""
+        if params.dry_multiplier == 0 and params.penalty_last_n < 0:
+            return ()
+        if not self.has_dry:
+            raise InvalidRequestError(
+                "dry_multiplier and penalty_last_n need an engine that was started with enable_dry"
+            )
+        found = []
+        for each in params.dry_sequence_breakers if params.dry_multiplier > 0 else ():
+            if isinstance(each, str):
+                if self.tokenizer is None:
+                    raise InvalidRequestError(
+                        "the model has no tokenizer.json; give dry_sequence_breakers as token ids, or none"
+                    )
+                each = self.tokenizer.encode(f"a{each}", add_special_tokens=False)[-1]
+            elif each >= self.vocab_size:
+                raise InvalidRequestError(f"sequence breaker {each} is not in 0..{self.vocab_size - 1}")
+            found.append(each)
+        return tuple(dict.fromkeys(found))
+
     def _grammars(self) -> Grammars:
         if self.tokenizer is None:
             raise InvalidRequestError(
@@ -185,19 +305,24 @@ class RequestValidator:
         found = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms}
         return sorted(found - {()})
 
-    def _check_characters(self, prompt: str, tokenizer: Tokenizer) -> None:
+    def _check_characters(self, length: int, tokenizer: Tokenizer) -> None:
         """Refuse text that cannot fit before spending seconds on tokenising it.
 
         No token is spelled longer than `longest_token`; normalisers may shorten text, hence the factor.
         """
         bound = _NORMALISER_SLACK * tokenizer.longest_token * self.max_model_len
-        if len(prompt) > bound:
+        if length > bound:
             raise TokenLimitError(
-                f"the prompt has {len(prompt)} characters; no text of more than {bound} can fit into max_model_len "
+                f"the prompt has {length} characters; no text of more than {bound} can fit into max_model_len "
                 f"{self.max_model_len} tokens: shorten it or raise max_model_len"
             )
 
     def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
+        if params.logprobs_start and params.logprobs_start >= prompt_tokens:
+            raise InvalidRequestError(
+                f"logprobs_start {params.logprobs_start} is behind the prompt of {prompt_tokens} tokens; give at most "
+                f"{prompt_tokens - 1}"
+            )
         least = _least_tokens(params)
         total = prompt_tokens + least
         if total > self.max_model_len:

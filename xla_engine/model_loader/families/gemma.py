@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from xla_engine.model_loader.families.family import ACTIVATIONS, Family, within_vision_model
@@ -16,6 +17,13 @@ _FOUR_NORMS = {
     "post_feedforward_norm": ("post_feedforward_layernorm.weight",),
 }
 _DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+_LATER_DEFAULTS = {  # of Gemma 2 and 3
+    **_DEFAULTS,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -59,29 +67,17 @@ GEMMA2 = Family(
     tensors=MODEL | ATTENTION | MLP | _FOUR_NORMS,
     reads=("attention_bias", "sliding_window", "layer_types", *_CAPS),
     flags=_gemma2,
-    defaults={
-        **_DEFAULTS,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    defaults={**_LATER_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     norm_offset=1.0,
 )
-GEMMA3 = Family(
+GEMMA3 = replace(
+    GEMMA2,
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    tensors=MODEL | ATTENTION | MLP | _FOUR_NORMS | HEAD_NORMS,
-    reads=GEMMA2.reads,
+    tensors={**GEMMA2.tensors, **HEAD_NORMS},
     flags=_gemma3,
     defaults={
-        **_DEFAULTS,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
+        **_LATER_DEFAULTS,
         "rope_local_base_freq": 10000.0,
         "max_position_embeddings": 131072,
         "num_attention_heads": 8,
@@ -89,6 +85,5 @@ GEMMA3 = Family(
     },
     rope_theta=1e6,
     rope_local=True,
-    norm_offset=1.0,
 )
 GEMMA3_VISION = within_vision_model(GEMMA3, "Gemma3ForConditionalGeneration", "gemma3")

@@ -84,10 +84,7 @@ GPT_OSS = Family(
         "experts.down": _transposed(_DOWN, gated=False),
         "experts.down_bias": _biases(f"{_DOWN}_bias", gated=False),
     },
-    mxfp4={
-        "experts.gate_up": _mxfp4(_GATE_UP, gated=True),
-        "experts.down": _mxfp4(_DOWN, gated=False),
-    },
+    mxfp4={"experts.gate_up": _mxfp4(_GATE_UP, gated=True), "experts.down": _mxfp4(_DOWN, gated=False)},
     flags=_flags,
     reads=("attention_bias", "sliding_window", "layer_types", "quantization_config"),
     defaults={

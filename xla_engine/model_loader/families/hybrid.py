@@ -164,16 +164,6 @@ _DEFAULTS = {
     "shared_expert_intermediate_size": 512,
     "max_position_embeddings": 32768,
 }
-QWEN3_NEXT = Family(
-    architecture="Qwen3NextForCausalLM",
-    model_type="qwen3_next",
-    tensors={**_TENSORS, **MLP, **_EXPERTS, "delta.projected": _by_key_head},
-    flags=_with_experts,
-    reads=_READS,
-    defaults=_DEFAULTS,
-    norm_offset=1.0,
-    ignores=r"mtp\..*",
-)
 QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
@@ -183,6 +173,13 @@ QWEN3_5 = Family(
     defaults=_DEFAULTS,
     norm_offset=1.0,
     ignores=r"mtp\..*",
+)
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    tensors={**_TENSORS, **MLP, **_EXPERTS, "delta.projected": _by_key_head},
+    flags=_with_experts,
 )
 QWEN3_5_VISION = replace(  # the weights for pictures are not read
     QWEN3_5,
@@ -197,13 +194,11 @@ QWEN3_5_VISION = replace(  # the weights for pictures are not read
     layer="model.language_model.layers.{index}.",
     ignores=r"(model\.visual|mtp)\..*",
 )
-QWEN3_5_MOE = Family(
+QWEN3_5_MOE = replace(
+    QWEN3_5,
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     tensors={**_TENSORS, **_EXPERTS, "delta.projected": _by_part},
     flags=_with_experts,
-    reads=_READS,
     defaults={**_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 32},  # no MLP
-    norm_offset=1.0,
-    ignores=r"mtp\..*",
 )

@@ -23,13 +23,7 @@ _TENSORS = (
 
 def _olmo2(fields: Fields) -> dict[str, Any]:
     bias = fields.flag("attention_bias", default=False)
-    return {
-        "pre_norm": False,
-        "post_norm": True,
-        "qk_norm": "all",
-        "qkv_bias": bias,
-        "output_bias": bias,
-    }
+    return {"pre_norm": False, "post_norm": True, "qk_norm": "all", "qkv_bias": bias, "output_bias": bias}
 
 
 def _olmo3(fields: Fields) -> dict[str, Any]:

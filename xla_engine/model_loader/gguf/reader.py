@@ -19,6 +19,7 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
+from xla_engine.utils.extras import install
 
 _VERSIONS = (2, 3)
 _SCALARS = dict(enumerate(["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "|b1"]))
@@ -36,7 +37,7 @@ def library(file: Path) -> ModuleType:
         import gguf
     except ImportError as error:
         raise CheckpointError(
-            f"{file}: GGUF files need the gguf package. Install it: pip install 'xla-engine[gguf]'"
+            f"{file}: GGUF files need the gguf package. Install it: {install('gguf')}"
         ) from error
     return gguf
 
@@ -112,6 +113,12 @@ class GgufWeights(TensorFiles):
         rows = self._rows(info)
         for part in self._parts(info, rows):
             yield self._dequantised(info, rows[part])
+
+    def rows(self, name: str, index: Array) -> Array:
+        info = self.tensors[name]
+        if info.dtype in _PLAIN.values():
+            return super().rows(name, index)
+        return self._dequantised(info, np.ascontiguousarray(self._rows(info)[index]))
 
     def _rows(self, info: TensorInfo) -> Array:
         """The stored bytes of a quantised tensor, row by row."""

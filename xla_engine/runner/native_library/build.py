@@ -1,7 +1,8 @@
-"""Builds and registers the C++ operations (`graphs/native/`) with the machine's own compiler.
+"""Finds or builds the library of C++ operations (`graphs/native/`) and registers it.
 
-The library is compiled on first use for one instruction set of this CPU (seconds), kept beside the compiled programs
-and found there next time. Without a compiler pure JAX serves.
+A library that came compiled with the package is taken where it fits. Else it is compiled on first use for one
+instruction set of this CPU (seconds), kept beside the compiled programs and found there next time. Without a compiler
+pure JAX serves.
 """
 
 from __future__ import annotations
@@ -10,35 +11,41 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import shutil
-import subprocess
 from pathlib import Path
 
 import jax
 
 from xla_engine import graphs
-from xla_engine.config import compiler, native_cache_directory
+from xla_engine.environment import compiler, native_cache_directory
 from xla_engine.graphs.attention.native import TARGET
-from xla_engine.graphs.delta_net.native import DELTA_RULE
-from xla_engine.graphs.experts.native import EXPERTS
+from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
+from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
+from xla_engine.graphs.lora.products import GATED_LORA, LORA
+from xla_engine.runner.native_library import bundled, recipe
 from xla_engine.runner.native_library import cache as library_cache
 from xla_engine.runner.native_library.instruction_sets import InstructionSet, available, processor
+from xla_engine.runner.native_library.recipe import NativeBuildError as NativeBuildError
 
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+_log = logging.getLogger("xla_engine")
 _OPERATIONS = {
     TARGET: "XlaEngineAttend",
     DELTA_RULE: "XlaEngineDeltaRule",
+    DELTA_OUTPUTS: "XlaEngineDeltaOutputs",
     LINEAR: "XlaEngineLinear",
     HEAD: "XlaEngineHead",
     GATED_LINEAR: "XlaEngineGatedLinear",
+    LORA: "XlaEngineLora",
+    GATED_LORA: "XlaEngineGatedLora",
     EXPERTS: "XlaEngineExperts",
+    GATED_EXPERTS: "XlaEngineGatedExperts",
+    DOWN_EXPERTS: "XlaEngineDownExperts",
 }
-_SECONDS = 120  # a compiler gets this long
-
-
-class NativeBuildError(Exception):
-    """The C++ operations cannot be built here; the text says why and what would help."""
+_SOURCES = Path(graphs.__file__).parent / "native"
+_BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
+BUNDLED, COMPILED = "came with the package", "was compiled on this machine"
 
 
 def register(isa: str | None = None) -> str:
@@ -46,18 +53,49 @@ def register(isa: str | None = None) -> str:
 
     None takes the best that serves here. Raises NativeBuildError, also where this machine lacks `isa`.
     """
-    candidates = [each for each in available() if isa in (None, each.name)]
-    for each in candidates:
-        if _register(each):
-            return each.name
+    failed = None
+    for each in available():
+        if isa in (None, each.name):
+            try:
+                if _register(each) is not None:
+                    if failed is not None:
+                        _log.warning("the C++ operations are for %s only: %s", each.name, failed)
+                    return each.name
+            except NativeBuildError as error:  # an older compiler, or the package, may have a lesser one
+                failed = failed or error
+    if failed is not None:
+        raise failed
     here = ", ".join(each.name for each in available()) or "none"
     raise NativeBuildError(f"this machine does not serve {isa or 'any instruction set'} (it has: {here})")
 
 
+def origin(isa: str) -> str:
+    """Where the library of a registered instruction set came from: BUNDLED or COMPILED."""
+    found = _register(next(each for each in available() if each.name == isa))
+    assert found is not None, f"{isa} is not registered"
+    return found
+
+
 @functools.cache
-def _register(isa: InstructionSet) -> bool:
-    """Whether the operating system lets us have it."""
-    library = ctypes.CDLL(str(build(isa)))
+def _register(isa: InstructionSet) -> str | None:
+    """Where the library came from; None where the operating system does not let us have the instruction set."""
+    try:
+        headers = Path(jax.ffi.include_dir())
+        sources, ffi = recipe.source_digest(_SOURCES), recipe.ffi_version(headers)
+        if (found := bundled.library(_BUNDLE, isa, sources, ffi)) is not None:
+            return BUNDLED if _bind(isa, found) else None
+    except (bundled.Unfit, OSError, AttributeError, RuntimeError) as error:
+        _log.warning("the C++ library that came with the package is not used: %s", error)
+    return COMPILED if _bind(isa, build(isa)) else None
+
+
+def _bind(isa: InstructionSet, path: Path) -> bool:
+    """Load a library and register its operations; False where the operating system does not let us have it.
+
+    Raises OSError where it cannot be loaded, AttributeError where an operation is missing, and RuntimeError where XLA
+    does not take it.
+    """
+    library = ctypes.CDLL(str(path))
     library.XlaEngineReady.restype = ctypes.c_bool
     if not library.XlaEngineReady():
         return False
@@ -72,36 +110,17 @@ def build(isa: InstructionSet, *flags: str) -> Path:
     program = shutil.which(compiler())
     if program is None:
         raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")
-    directory = Path(graphs.__file__).parent / "native"
-    sources = [str(path) for path in sorted(directory.glob("*.cc"))]
-    options = (*_FLAGS, *isa.compiler_flags(), *flags)
-    command = [program, *options, f"-isystem{jax.ffi.include_dir()}", *sources]
-    text = "".join(path.read_text() for path in sorted(directory.iterdir()) if path.suffix in (".cc", ".h"))
-    version = _run([program, "--version"])
-    identity = "\0".join((version, *options, text, _headers(), processor()))
+    options = (*isa.compiler_flags(), *flags)
+    command = recipe.command(program, options, _SOURCES, Path(jax.ffi.include_dir()))
+    version = recipe.run([program, "--version"])
+    jaxlib = importlib.metadata.version("jaxlib")  # its headers are compiled in
+    text = recipe.source_text(_SOURCES)
+    identity = "\0".join((version, *recipe.FLAGS, *options, text, jaxlib, processor()))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     try:
         name = f"native-{isa.name}-{digest}.so"
         return library_cache.library(
-            native_cache_directory(), name, lambda made: _run([*command, "-o", str(made)])
+            native_cache_directory(), name, lambda made: recipe.run([*command, "-o", str(made)])
         )
     except OSError as error:
         raise NativeBuildError(f"the library cannot be kept: {error}") from error
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeBuildError(f"{command[0]} did not run: {error}") from error
-    if done.returncode != 0:
-        first = next(
-            (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200]
-        )
-        raise NativeBuildError(f"{command[0]} failed: {first}")
-    return done.stdout
-
-
-def _headers() -> str:
-    """The foreign-function headers' version: the library is built against them."""
-    return importlib.metadata.version("jaxlib")

@@ -6,6 +6,7 @@ The library is built once for each that is asked for. Operations bear its name: 
 from __future__ import annotations
 
 import functools
+import itertools
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
     """machines: as `platform.machine` names them. needs: features of the processor, in the words of Linux. flags: of
-    the compiler. extras: flags that are added where the processor has a feature; they change no bit."""
+    the compiler, the same on every machine. extras: flags that are added where the processor has a feature; they
+    change no bit. tuning: flags beside these where the machine compiles for itself."""
 
     name: str
     machines: tuple[str, ...]
     needs: frozenset[str]
     flags: tuple[str, ...]
     extras: tuple[tuple[str, str], ...] = ()
+    tuning: tuple[str, ...] = ()
 
     def is_available(self) -> bool:
         """Whether this machine can execute it."""
@@ -29,29 +32,58 @@ class InstructionSet:
 
     def compiler_flags(self) -> tuple[str, ...]:
         """For this machine."""
-        return (*self.flags, *(flag for feature, flag in self.extras if feature in features()))
+        return (*self.here().flags, *self.tuning)
+
+    def here(self) -> Variant:
+        """The variant with all extras of this processor."""
+        return self.variant(tuple(feature for feature, _ in self.extras if feature in features()))
+
+    def variants(self) -> tuple[Variant, ...]:
+        """One for every set of extras that a processor may have, for libraries that other machines will run."""
+        known = [feature for feature, _ in self.extras]
+        chosen = itertools.chain.from_iterable(
+            itertools.combinations(known, count) for count in range(len(known) + 1)
+        )
+        return tuple(self.variant(extras) for extras in chosen)
+
+    def variant(self, extras: tuple[str, ...]) -> Variant:
+        """With the flags of these extras."""
+        flags = tuple(flag for feature, flag in self.extras if feature in extras)
+        return Variant("-".join((self.name, *extras)), (*self.flags, *flags))
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An instruction set with some of its extras: a name for a library, and what a compiler is told."""
+
+    name: str
+    flags: tuple[str, ...]
 
 
 _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 _AVX2 = frozenset({"avx2", "fma", "bmi2", "f16c", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
-_X86_FLAGS = ("-mtune=native",)
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_TUNED = ("-mtune=native",)
 
 INSTRUCTION_SETS = (  # best first
-    InstructionSet("amx", _X86, _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, ("-march=native",)),
     InstructionSet(
-        "avx512_bf16", _X86, _BF16, (*_X86_FLAGS, "-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+        "amx", _X86, _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, _AMX_FLAGS, (), ("-march=native",)
     ),
+    InstructionSet("avx512_bf16", _X86, _BF16, _BF16_FLAGS, (), _TUNED),
     InstructionSet(
-        "avx512", _X86, _AVX512, (*_X86_FLAGS, "-march=x86-64-v4"), (("avx512_vnni", "-mavx512vnni"),)
+        "avx512", _X86, _AVX512, ("-march=x86-64-v4",), (("avx512_vnni", "-mavx512vnni"),), _TUNED
     ),
-    InstructionSet("avx2", _X86, _AVX2, (*_X86_FLAGS, "-march=x86-64-v3"), (("avx_vnni", "-mavxvnni"),)),
+    InstructionSet("avx2", _X86, _AVX2, ("-march=x86-64-v3",), (("avx_vnni", "-mavxvnni"),), _TUNED),
     InstructionSet(
         "neon_bf16", _ARM, frozenset({"bf16", "asimddp"}), ("-march=armv8.2-a+fp16+dotprod+bf16",)
     ),
     InstructionSet("neon", _ARM, frozenset(), (), (("asimddp", "-march=armv8.2-a+dotprod"),)),
 )
+
+_DARWIN = {"hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_BF16": "bf16"}
 
 
 def available() -> tuple[InstructionSet, ...]:
@@ -62,33 +94,48 @@ def available() -> tuple[InstructionSet, ...]:
 @functools.cache
 def features() -> frozenset[str]:
     """What the processor can do, in the words of Linux."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return _features_of_darwin()
+    if not (text := _cpuinfo()):
+        return frozenset(feature for name, feature in _DARWIN.items() if _sysctl(name) == "1")
     lines = (line.partition(":") for line in text.splitlines())
     return frozenset(
         word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()
     )
 
 
+def processor_name() -> str:
+    """The model for people, with the numbers that tell generations apart where a hypervisor hides its name."""
+    fields: dict[str, str] = {}
+    for line in _cpuinfo().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or _sysctl("machdep.cpu.brand_string") or platform.processor()
+    numbers = ", ".join(
+        f"{key.split()[-1]} {fields[key]}" for key in ("cpu family", "model") if key in fields
+    )
+    return (name or platform.machine()) + (f" ({numbers})" if numbers else "")
+
+
 def processor() -> str:
     """The model, for caches that must not travel."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    if not (text := _cpuinfo()):
         return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    kept = {line for line in text.splitlines() if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join(sorted(kept))
 
 
-def _features_of_darwin() -> frozenset[str]:
-    names = {"hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_BF16": "bf16"}
-    found = set()
-    for name, feature in names.items():
-        try:
-            asked = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
-        except OSError:
-            break
-        if asked.stdout.strip() == "1":
-            found.add(feature)
-    return frozenset(found)
+def _cpuinfo() -> str:
+    """What Linux says of the processor; empty elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def _sysctl(name: str) -> str:
+    """What macOS says; empty elsewhere."""
+    try:
+        return subprocess.run(
+            ["sysctl", "-n", name], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""

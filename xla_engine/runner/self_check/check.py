@@ -1,12 +1,14 @@
 """Start-up self-check: does this machine give a request the same bits in every row and through every graph?
 
-Law 1 rests on three properties of the compiled programs that no source code can promise: a row's bits depend neither
-on its index nor on its neighbours, nor on the number of prefill lanes, nor on the key bucket. A probe request is run
-through the engine's own executables, alone and in a crowd, and its samples are compared bit for bit.
+Law 1 rests on properties of the compiled programs that no source code can promise: a row's bits depend neither on its
+index nor on its neighbours, nor on the number of rows of the program, of prefill lanes, nor on the key bucket. A probe
+request is run through the engine's own executables, alone and in a crowd. Compared bit for bit are its samples, and
+what stands behind the last layer at every position of its prompt.
 
 Where lane counts or key buckets do change bits, the runner keeps only the largest, which any load fits: slower, but
-the same bits whatever the batch. Where rows do, nothing can be done. Either is logged as a warning of the logger
-`xla_engine.self_check`: logging and not `warnings`, since it is the machine that is at fault, not the calling code.
+the same bits whatever the batch. Where programs of few rows do, every step runs all rows. Where a row's place or its
+neighbours do, nothing can be done. Each is logged as a warning of the logger `xla_engine.self_check`: logging and not
+`warnings`, since it is the machine that is at fault, not the calling code.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check.probe import Probe, TooFewBlocksError
+from xla_engine.runner.self_check.probe import Found, Probe, TooFewBlocksError
+from xla_engine.runner.weights.adapters import random_adapter
 from xla_engine.scheduler import Sample
 
 _logger = logging.getLogger("xla_engine.self_check")
+_SAMPLES = (8, 3)  # of each probe; fewer where a pool of blocks holds no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +33,21 @@ class SelfCheck:
     """What the check saw.
 
     row_invariant: the probe's samples are the same alone and in a crowd, in the first, a middle and the last slot.
+    few_invariant: and the same through the decode programs of few rows.
     lane_invariant, bucket_invariant: and the same through every prefill lane count, and every key bucket.
     prefill_equals_decode: tokens sampled by decode have the bits they have when the prefix before them is prefilled.
         Level B, for information: no request depends on it.
     cut_invariant: a prompt's last token has the same bits in a chunk of its own. Otherwise its whole chunk runs again
         when all of a prompt is cached.
     differences: what differed, in words, the first difference of each comparison.
-    seconds: what the check took. samples: that prefill and decode were compared in. one_row_code: a row goes through
-        the same C++ code in prefill and decode. isa: the instruction set of the C++ operations, if any serve.
+    seconds: what the check took. samples, positions: of the probe, that were compared for the first four: tokens with
+        their log-probabilities, and positions of prompts. decoded: samples that prefill and decode were compared in.
+    one_row_code: a row goes through the same C++ code in prefill and decode. isa: the instruction set of the C++
+        operations, if any serve.
     """
 
     row_invariant: bool
+    few_invariant: bool
     lane_invariant: bool
     bucket_invariant: bool
     prefill_equals_decode: bool
@@ -47,30 +55,33 @@ class SelfCheck:
     differences: tuple[str, ...]
     seconds: float
     samples: int = 0
+    positions: int = 0
+    decoded: int = 0
     one_row_code: bool = False
     isa: str | None = None
+    library: str | None = None
 
     @property
     def ok(self) -> bool:
         """Nothing that level A rests on differed."""
-        return self.row_invariant and self.lane_invariant and self.bucket_invariant
+        return self.row_invariant and self.few_invariant and self.lane_invariant and self.bucket_invariant
 
     @property
     def promise(self) -> str:
-        """What the engine can promise on this machine, in one sentence, and by which instruction set."""
-        by = "" if self.isa is None else f" ({self.isa})"
+        """What holds on this machine, in one sentence: by how it is made, by what was compared, by which code."""
+        by = "" if self.isa is None else f", by C++ that {self.library} ({self.isa})"
         if not self.row_invariant:
             return (
                 f"the bits of a request depend on its row or its neighbours: level A cannot be promised{by}"
             )
         if not self.ok:
             return f"level A: same bits whatever the batch, with the largest graphs only{by}"
-        if not self.prefill_equals_decode:
-            return f"level A: same bits whatever the batch{by}"
-        if not self.one_row_code:  # found, not promised: it may differ in one sample of a hundred
-            found = f"prefill gave the bits of decode in {self.samples} samples"
-            return f"level A: same bits whatever the batch; {found}{by}"
-        return f"level A: same bits whatever the batch, and prefill gives the bits of decode{by}"
+        shown = f"; {self.samples} samples and {self.positions} prompt positions compared"
+        if self.prefill_equals_decode and self.one_row_code:  # one code: true of every sample
+            shown = f", and prefill gives the bits of decode{shown}"
+        elif self.prefill_equals_decode:  # found, not promised: it may differ in one sample of a hundred
+            shown = f"{shown}; prefill gave the bits of decode in {self.decoded} samples"
+        return f"level A: same bits whatever the batch{shown}{by}"
 
 
 def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
@@ -80,33 +91,48 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     graphs only, where a pool of blocks is too small for it.
     """
     began = time.perf_counter()
-    lane_choices, bucket_choices = runner.lane_choices, runner.bucket_choices
-    probes = [Probe(runner, vocab_size, size) for size in bucket_choices]
-    try:
-        rows, lanes, buckets, prefill, cuts = _compare(probes, lane_choices)
-    except TooFewBlocksError:
-        lane_choices, bucket_choices = lane_choices[-1:], bucket_choices[-1:]
+    choices = runner.lane_choices, runner.bucket_choices, runner.few_choices
+    largest = runner.lane_choices[-1:], runner.bucket_choices[-1:], ()
+    found = None
+    if runner.spec.lora is not None:  # with an adapter, as requests may have one
+        runner.write_adapter(1, random_adapter(runner.spec))
+    for samples in _SAMPLES:
+        try:
+            found = _compare(runner, vocab_size, samples)
+            break
+        except TooFewBlocksError:
+            continue
+        finally:
+            runner.reset()
+            runner.lane_choices, runner.bucket_choices, runner.few_choices = choices
+    if runner.spec.lora is not None:
+        runner.write_adapter(1, None)
+    if found is None:
+        runner.lane_choices, runner.bucket_choices, runner.few_choices = largest
         return None
-    finally:
-        runner.reset()
-        runner.lane_choices, runner.bucket_choices = lane_choices, bucket_choices
-    if lanes:
-        runner.lane_choices = lane_choices[-1:]
-    if buckets:
-        runner.bucket_choices = bucket_choices[-1:]
+    if found.lanes:
+        runner.lane_choices = largest[0]
+    if found.buckets:
+        runner.bucket_choices = largest[1]
+    if found.few:
+        runner.few_choices = ()
     check = SelfCheck(
-        row_invariant=not rows,
-        lane_invariant=not lanes,
-        bucket_invariant=not buckets,
-        prefill_equals_decode=not prefill,
-        cut_invariant=not cuts,
-        differences=rows + lanes + buckets + prefill + cuts,
+        row_invariant=not found.rows,
+        few_invariant=not found.few,
+        lane_invariant=not found.lanes,
+        bucket_invariant=not found.buckets,
+        prefill_equals_decode=not found.prefill,
+        cut_invariant=not found.cuts,
+        differences=(*found.rows, *found.few, *found.lanes, *found.buckets, *found.prefill, *found.cuts),
         seconds=time.perf_counter() - began,
-        samples=probes[-1].samples,
+        samples=found.samples,
+        positions=found.positions,
+        decoded=found.decoded,
         one_row_code=runner.has_one_row_code,
         isa=runner.isa,
+        library=runner.library,
     )
-    _warn(check, lane_choices, bucket_choices)
+    _warn(check, *choices[:2])
     return check
 
 
@@ -116,6 +142,8 @@ def _warn(check: SelfCheck, lane_choices: tuple[int, ...], bucket_choices: tuple
     causes = []
     if not check.row_invariant:
         causes.append("rows are not invariant")
+    if not check.few_invariant:
+        causes.append("every decode step runs all rows, as programs of few rows change bits")
     if not check.lane_invariant:
         causes.append(f"prefill always runs {lane_choices[-1]} lanes, as other lane counts change bits")
     if not check.bucket_invariant:
@@ -123,54 +151,71 @@ def _warn(check: SelfCheck, lane_choices: tuple[int, ...], bucket_choices: tuple
     _logger.warning("self-check: %s; %s. %s", "; ".join(causes), check.promise, check.differences[0])
 
 
-def _compare(probes: Sequence[Probe], lane_choices: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
-    """Differences between rows, between lane counts, between key buckets, between prefill and decode, between cuts.
+@dataclass(slots=True)
+class _Differences:
+    """What differs, in words: between rows, programs of few rows, lane counts, key buckets, prefill and decode, cuts.
 
-    `probes` are those of the key buckets, ascending. The longest comes first, as long as no slot holds anything.
+    samples, positions, decoded: how many were compared, as in `SelfCheck`.
     """
-    *shorter, longest = probes
+
+    rows: list[str] = field(default_factory=list)
+    few: list[str] = field(default_factory=list)
+    lanes: list[str] = field(default_factory=list)
+    buckets: list[str] = field(default_factory=list)
+    prefill: list[str] = field(default_factory=list)
+    cuts: list[str] = field(default_factory=list)
+    samples: int = 0
+    positions: int = 0
+    decoded: int = 0
+
+    def compare(self, kind: list[str], what: str, found: Found, expected: Found) -> None:
+        """Add the first difference, if there is any, to one of the lists."""
+        self.samples += min(len(found.samples), len(expected.samples))
+        self.positions += len(found.hidden.keys() & expected.hidden.keys())
+        kind.extend(f"{what}: {difference}" for difference in _difference(found, expected))
+
+
+def _compare(runner: Runner, vocab_size: int, samples: int) -> _Differences:
+    """Compare everything. The longest bucket comes first, as long as no slot holds anything."""
+    lane_choices, few_choices = runner.lane_choices, runner.few_choices
+    *shorter, longest = (Probe(runner, vocab_size, size, samples) for size in runner.bucket_choices)
+    runner.few_choices = ()
     most, fewer = lane_choices[-1], lane_choices[:-1]
+    seen = _Differences()
     alone = longest.alone(most)
-    prefill = [
-        f"by prefill against decode: {difference}"
-        for difference in _difference([*alone[:1], *longest.by_prefill(most, alone)], alone)
-    ]
-    cuts = [
-        f"the last token in a chunk of its own: {difference}"
-        for difference in _difference(longest.last_token_alone(most), alone)
-    ]
-    rows: list[str] = []
-    lanes: list[str] = []
-    buckets: list[str] = []
+    again = Found([*alone.samples[:1], *longest.by_prefill(most, alone.samples)], {})
+    seen.compare(seen.prefill, "by prefill against decode", again, alone)
+    seen.compare(seen.cuts, "the last token in a chunk of its own", longest.last_token_alone(most), alone)
+    seen.decoded, seen.samples, seen.positions = len(again.samples), 0, 0
+    for few in few_choices:
+        for slot, found in zip(longest.slots, longest.in_few_rows(most, few), strict=False):
+            seen.compare(seen.few, f"slot {slot} in a program of {few} rows", found, alone)
     for probe in (longest, *shorter):
         size, crowd = probe.bucket, probe.crowd(most)
-        samples = probe.among(crowd, most, size)
-        where, expected = ("alone", alone) if probe is longest else ("there", samples[0])
-        rows += [
-            f"slot {slot} among neighbours, {size} keys, against slot 0 {where}: {difference}"
-            for slot, found in zip(probe.slots, samples, strict=True)
-            for difference in _difference(found, expected)
-        ]
+        among = list(zip(probe.slots, probe.among(crowd, most, size), strict=True))
+        where, expected = ("alone", alone) if probe is longest else ("there", among[0][1])
+        for slot, found in among if probe is longest else among[1:]:
+            what = f"slot {slot} among neighbours, {size} keys, against slot 0 {where}"
+            seen.compare(seen.rows, what, found, expected)
         if probe is not longest:  # the same crowd: only the bucket differs
-            buckets += [
-                f"slot {slot} with {size} keys against {longest.bucket}: {difference}"
-                for slot, found, same in zip(
-                    probe.slots, samples, probe.among(crowd, most, longest.bucket), strict=True
-                )
-                for difference in _difference(found, same)
-            ]
-        lanes += [
-            f"slot {slot} with {size} keys in {count} lanes against {most}: {difference}"
-            for count in fewer
-            for slot, found in zip(probe.slots, samples, strict=True)
-            for difference in _difference(probe.between_neighbours(slot, count), found)
-        ]
-    return (tuple(found) for found in (rows, lanes, buckets, prefill, cuts))
+            others = probe.among(crowd, most, longest.bucket)
+            for (slot, found), same in zip(among, others, strict=True):
+                what = f"slot {slot} with {size} keys against {longest.bucket}"
+                seen.compare(seen.buckets, what, found, same)
+        for count in fewer:
+            for slot, found in among:
+                what = f"slot {slot} with {size} keys in {count} lanes against {most}"
+                seen.compare(seen.lanes, what, probe.between_neighbours(slot, count), found)
+    return seen
 
 
-def _difference(found: Sequence[Sample], expected: Sequence[Sample]) -> Iterator[str]:
-    """The first sample of `found` whose token or logprob bits are not the expected ones, in words."""
-    for index, (left, right) in enumerate(zip(found, expected, strict=False)):
+def _difference(found: Found, expected: Found) -> Iterator[str]:
+    """The first position of the prompt, or the first sample, whose bits are not the expected ones, in words."""
+    for position in sorted(found.hidden.keys() & expected.hidden.keys()):
+        if found.hidden[position] != expected.hidden[position]:
+            yield f"the hidden state of position {position} has other bits"
+            return
+    for index, (left, right) in enumerate(zip(found.samples, expected.samples, strict=False)):
         if _bits(left) != _bits(right):
             yield f"sample {index} is {_describe(left)}, not {_describe(right)}"
             return

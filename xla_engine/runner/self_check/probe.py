@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
 
 from xla_engine.graphs.attention.backend import KEY_SPAN
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, Plan, Row, Sample, Slot
 
 _CHUNKS = 2.5  # of a probe's prompt beyond the bucket below: keys enough to be summed in another order
-_SAMPLES = 8  # of the probe alone: one by the prefill graph, the rest by decode
-_CROWD_SAMPLES = 3  # of the probe in a crowd, in each of its slots
 _LEAST_NEIGHBOURS = 4
 _PROBE_PARAMS = SamplingParams(temperature=3.0, top_p=0.95, logprobs=0)  # far from greedy: peers' limits show
 _NEIGHBOUR_PARAMS = (
@@ -45,6 +47,13 @@ class Prompt:
     last_alone: bool = False
 
 
+class Found(NamedTuple):
+    """What a prompt brought: its samples, and by position the bits of the residual stream behind the last layer."""
+
+    samples: Sequence[Sample]
+    hidden: Mapping[int, bytes]
+
+
 class Probe:
     """One request for one key bucket, and the neighbours it may have.
 
@@ -52,18 +61,19 @@ class Probe:
     are not computed, as that would take seconds: they are the same in all slots, which is enough to compare.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, bucket: int) -> None:
+    def __init__(self, runner: Runner, vocab_size: int, bucket: int, samples: int) -> None:
+        """samples: one by the prefill graph, the rest by decode; at most as many as there are rows."""
         self._runner = runner
         self._vocab_size = vocab_size
         self._draw = random.Random(bucket)
+        self._adapter = int(runner.spec.lora is not None)
         self.bucket = bucket
         below = max((size for size in runner.bucket_choices if size < bucket), default=0)
         if not below and bucket > KEY_SPAN:
             below = KEY_SPAN
         chunk, room = runner.config.chunk_size, min(runner.context_length, bucket)
         rows = runner.config.device_rows
-        self.samples = min(_SAMPLES, room - 1, rows)  # each is prefilled in a slot of its own
-        self._crowd_samples = min(_CROWD_SAMPLES, self.samples)
+        self.samples = min(samples, room - 1, rows)  # each is prefilled in a slot of its own
         length = min(below + int(_CHUNKS * chunk), room - self.samples)
         self._tokens = self._random_tokens(length)
         # Whole blocks are computed, or none of their positions.
@@ -71,26 +81,34 @@ class Probe:
         self._tail = min(below, length - 1) // self._head * self._head
         self.slots = (0, rows // 2, rows - 1)
 
-    def alone(self, lanes: int) -> list[Sample]:
-        """The samples of the first slot by itself."""
-        (samples,) = self._run(lanes, self.bucket, [self._in_slot(0)])
-        return samples
+    def alone(self, lanes: int) -> Found:
+        """The first slot by itself."""
+        (found,) = self._run(lanes, self.bucket, [self._in_slot(0)])
+        return found
+
+    def in_few_rows(self, lanes: int, few: int) -> list[Found]:
+        """Its slots, as many as a decode program of `few` rows holds, through that program."""
+        self._runner.few_choices = (few,)
+        try:
+            return self._run(lanes, self.bucket, [self._in_slot(slot) for slot in self.slots[:few]])
+        finally:
+            self._runner.few_choices = ()
 
     def crowd(self, lanes: int) -> list[Prompt]:
         """A random neighbour, the probe in each of its slots, and neighbours that fill the last prefill call."""
-        probes = [self._in_slot(slot, samples=self._crowd_samples) for slot in self.slots]
+        probes = [self._in_slot(slot) for slot in self.slots]
         used = sum(1 for probe in probes for _ in self._chunks(probe)) + _LEAST_NEIGHBOURS
         others = [slot for slot in range(self._runner.config.device_rows) if slot not in self.slots]
         drawn = self._draw.sample(others, min(len(others), _LEAST_NEIGHBOURS + -used % lanes))
         first, *rest = (self._neighbour(slot, kind) for kind, slot in enumerate(drawn))
         return [first, *probes, *rest]
 
-    def among(self, crowd: Sequence[Prompt], lanes: int, keys: int) -> list[list[Sample]]:
-        """The samples of each of its slots among a crowd."""
+    def among(self, crowd: Sequence[Prompt], lanes: int, keys: int) -> list[Found]:
+        """Each of its slots among a crowd."""
         return self._run(lanes, keys, crowd)[1 : 1 + len(self.slots)]
 
-    def between_neighbours(self, slot: int, lanes: int) -> list[Sample]:
-        """The first sample of one of its slots, in lanes that neighbours share."""
+    def between_neighbours(self, slot: int, lanes: int) -> Found:
+        """One of its slots to its first sample, in lanes that neighbours share."""
         probe = self._in_slot(slot, samples=1)
         prompts = [self._neighbour(1, 1, samples=1), probe, self._neighbour(2, 2, samples=1)]
         return self._run(lanes, self.bucket, prompts)[1]
@@ -104,17 +122,21 @@ class Probe:
         pairs = (
             prompts[at : at + 2] for at in range(0, len(prompts), 2)
         )  # a pool of blocks may hold no more
-        return [first for pair in pairs for (first,) in self._run(lanes, self.bucket, pair)]
+        return [first for pair in pairs for ((first,), _) in self._run(lanes, self.bucket, pair)]
 
-    def last_token_alone(self, lanes: int) -> list[Sample]:
-        """The first sample, by a chunk of the last token alone."""
-        (samples,) = self._run(lanes, self.bucket, [replace(self._in_slot(0, samples=1), last_alone=True)])
-        return samples
+    def last_token_alone(self, lanes: int) -> Found:
+        """The first slot to its first sample, with the last token in a chunk of its own."""
+        (found,) = self._run(lanes, self.bucket, [replace(self._in_slot(0, samples=1), last_alone=True)])
+        return found
 
     def _in_slot(self, slot: int, forced: tuple[int, ...] = (), *, samples: int | None = None) -> Prompt:
         """The probe, with samples of its own `forced` behind it."""
         settings = RowSettings(
-            max_tokens=samples or self.samples, stop_token_ids=(), params=_PROBE_PARAMS, seed=0
+            max_tokens=samples or self.samples,
+            stop_token_ids=(),
+            params=_PROBE_PARAMS,
+            seed=0,
+            adapter=self._adapter,
         )
         return Prompt(
             slot=slot, tokens=self._tokens + forced, head=self._head, tail=self._tail, settings=settings
@@ -122,20 +144,21 @@ class Probe:
 
     def _neighbour(self, slot: int, kind: int, *, samples: int | None = None) -> Prompt:
         chunk = self._runner.config.chunk_size
-        length = self._draw.randint(1, min(chunk, self._runner.context_length - self._crowd_samples))
+        length = self._draw.randint(1, min(chunk, self._runner.context_length - self.samples))
         settings = RowSettings(
-            max_tokens=samples or self._crowd_samples,
+            max_tokens=samples or self.samples,
             stop_token_ids=(),
             params=_NEIGHBOUR_PARAMS[kind % len(_NEIGHBOUR_PARAMS)],
             seed=self._draw.getrandbits(64),
+            adapter=self._adapter * (kind % 2),
         )
         return Prompt(slot=slot, tokens=self._random_tokens(length), head=0, tail=0, settings=settings)
 
     def _random_tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._draw.randrange(self._vocab_size) for _ in range(count))
 
-    def _run(self, lanes: int, keys: int, prompts: Sequence[Prompt]) -> list[list[Sample]]:
-        """Prefill the prompts in order through one lane count and one key bucket, then decode all; samples per prompt.
+    def _run(self, lanes: int, keys: int, prompts: Sequence[Prompt]) -> list[Found]:
+        """Prefill the prompts in order through one lane count and one key bucket, then decode all.
 
         All prompts ask for the same number of samples, so that every row is inactive in the end.
         """
@@ -150,15 +173,31 @@ class Probe:
         settings = {str(prompt.slot): prompt.settings for prompt in prompts}
         decodes = prompts[0].settings.max_tokens - 1
         tables = self._tables(prompts) if self._runner.config.uses_blocks else ()
-        plans = [_plan(before, (), tables)] if before else []
-        plans += [_plan(chunks, rows if decodes else (), tables), *[_plan((), rows)] * (decodes - 1)]
-        results = [self._runner.wait(step) for step in [self._runner.start(plan, settings) for plan in plans]]
+        plans = [Plan(step=0, chunks=before, tables=tables)] if before else []
+        plans.append(Plan(step=0, chunks=chunks, decode=rows if decodes else (), tables=tables))
+        plans += [Plan(step=0, decode=rows)] * (decodes - 1)
+        dispatch = self._runner._dispatch
+        usual, dispatch.reads_all = dispatch.reads_all, True
+        steps = [self._runner.start(plan, settings) for plan in plans]
+        dispatch.reads_all = usual
+        results = [self._runner.wait(step) for step in steps]
         samples = [[sample] for result in results for sample in result.first]
         for result in results[bool(before) :] if decodes else ():
             for row, prompt in zip(samples, prompts, strict=True):
                 if result.decode.tokens[prompt.slot] != NO_TOKEN:
                     row.append(result.decode.sample(prompt.slot))
-        return samples
+        hidden: dict[str, dict[int, bytes]] = {str(prompt.slot): {} for prompt in prompts}
+        for step in steps:
+            for chunk, states in self._hidden(step, lanes):
+                at = range(chunk.start, chunk.start + len(chunk.tokens))
+                hidden[chunk.request_id].update(zip(at, map(bytes, states), strict=False))
+        return [Found(row, hidden[str(prompt.slot)]) for row, prompt in zip(samples, prompts, strict=True)]
+
+    def _hidden(self, step: InFlight, lanes: int) -> Iterator[tuple[Chunk, np.ndarray]]:
+        """The chunks of a step, with what stands behind the last layer, f32 `[chunk size, D]`."""
+        for index, chunk in enumerate(step.plan.chunks):
+            call = np.asarray(step.first[index // lanes].hidden)
+            yield chunk, call.reshape(lanes, self._runner.config.chunk_size, -1)[index % lanes]
 
     def _tables(self, prompts: Sequence[Prompt]) -> tuple[BlockTable, ...]:
         """A page for all positions that a prompt writes; where it writes nothing, one that nobody writes."""
@@ -193,7 +232,3 @@ class Probe:
 
 def _slot(prompt: Prompt) -> Slot:
     return Slot(index=prompt.slot, epoch=0)
-
-
-def _plan(chunks: tuple[Chunk, ...], decode: tuple[Row, ...], tables: tuple[BlockTable, ...] = ()) -> Plan:
-    return Plan(step=0, admitted=(), chunks=chunks, decode=decode, decisions=(), tables=tables)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PRIORITIES
@@ -22,10 +23,8 @@ POLL_S = 0.2
 T = TypeVar("T")
 
 
-class BatchExpiredError(XlaEngineError):
+class BatchExpiredError(XlaEngineError, code="batch_expired"):
     """A line whose batch was out of time before it ran."""
-
-    code = "batch_expired"
 
 
 class EngineView:
@@ -60,6 +59,9 @@ class EngineView:
     def has_unfinished(self) -> bool:
         return bool(self._open)
 
+    def adapter_named(self, name: str | None) -> LoRARequest | None:
+        return self._service.adapter_named(name)
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return self._engine.render_chat(messages, **options)
 
@@ -72,9 +74,15 @@ class EngineView:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        on_refused: object = None,
+        collector: object = None,
         **options: Any,
     ) -> str:
-        """As `XlaBatchEngine.submit`. Raises BatchExpiredError too, and KeyboardInterrupt once the view is halted."""
+        """As `XlaBatchEngine.submit`, but constraints are tried here, so `on_refused` is not called, and `step` is
+        the only reader, so there is no `collector`.
+
+        Raises BatchExpiredError too, and KeyboardInterrupt once the view is halted.
+        """
         if time.time() >= self._expires_at:
             self.expired = True
             raise BatchExpiredError("the batch's completion_window was over before this line ran")

@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from xla_engine.batch.requests import CHAT_URL, COMPLETIONS_URL
+from xla_engine.batch.envelope import URLS
 from xla_engine.server.batches.records import UNFINISHED, BatchRecord, new_id, shown
 from xla_engine.server.batches.store import owned, page
 from xla_engine.server.batches.worker import Batches
@@ -152,8 +152,8 @@ class BatchRoutes:
             raise ApiError(400, f"the body is not what is asked for: {error}", code="invalid_json") from error
         if service.refusing:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"retry-after": "1"})
-        if body.endpoint not in (COMPLETIONS_URL, CHAT_URL):
-            message = f"endpoint must be {COMPLETIONS_URL} or {CHAT_URL}, not {body.endpoint!r}"
+        if body.endpoint not in URLS:
+            message = f"endpoint must be one of {', '.join(URLS)}, not {body.endpoint!r}"
             raise ApiError(400, message, code="invalid_request", param="endpoint")
         window = _WINDOW.fullmatch(body.completion_window)
         if window is None:
@@ -192,7 +192,7 @@ class BatchRoutes:
     async def cancel(self, request: Request) -> Response:
         record = self._batch(request)
         if record.status not in UNFINISHED or record.status == "finalizing":
-            message = f"the batch is {record.status}; only one that is not finished can be cancelled"
+            message = f"cannot cancel a batch with status '{record.status}'; only one that is not finished"
             raise ApiError(409, message, code="not_cancellable")
         if record.status != "cancelling":
             self._batches.cancel(record)

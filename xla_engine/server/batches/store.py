@@ -14,14 +14,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from xla_engine.errors import ConfigError
-from xla_engine.server.batches.records import (
-    UNFINISHED,
-    BatchRecord,
-    FileRecord,
-    new_id,
-    save,
-    sync_folder,
-)
+from xla_engine.server.batches.records import UNFINISHED, BatchRecord, FileRecord, new_id, save, sync_folder
 from xla_engine.server.errors import ApiError
 
 MAX_FILES = 10_000  # of one tenant
@@ -154,7 +147,7 @@ def owned(records: dict[str, R], name: str, tenant: str, what: str) -> R:
     """The record of this id, if it is the tenant's; another's is as one that does not exist."""
     record = records.get(name)
     if record is None or record.tenant != tenant:
-        raise ApiError(404, f"there is no {what} {name[:100]!r}", code="not_found", param="id")
+        raise ApiError(404, f"no {what} found with id {name[:100]!r}", code="not_found", param="id")
     return record
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.envelope import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID
 from xla_engine.batch.lines import Line, read_lines
-from xla_engine.batch.requests import MAX_CUSTOM_ID, MAX_MESSAGE
+from xla_engine.batch.requests import MAX_MESSAGE
 from xla_engine.utils.json_line import load_object
 
 SHOWN_PROBLEMS = 100
+_ASKED = {COMPLETIONS_URL: "prompt", CHAT_URL: "messages"}
 
 
 def problems_of(
@@ -47,7 +49,7 @@ def _problems_of_line(
     try:
         record = load_object(line.raw)
     except ValueError as error:
-        yield _problem("invalid_json_line", str(error), number)
+        yield _problem("invalid_json_line", f"the line is not valid JSON: {error}", number)
         return
     name = record.get("custom_id")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_CUSTOM_ID:
@@ -60,12 +62,19 @@ def _problems_of_line(
     if record.get("url") != endpoint:
         message = f"url is {record.get('url')!r}, and the batch's endpoint {endpoint}"
         yield _problem("mismatched_endpoint", message, number, "url")
-    body = record.get("body")
+    body, asked = record.get("body"), _ASKED.get(endpoint)
     if not isinstance(body, dict):
         yield _problem("missing_required_parameter", "body must be an object", number, "body")
-    elif isinstance(model := body.get("model"), str) and model not in model_names:
-        message = f"model {model!r} does not exist here; this server has {', '.join(model_names)}"
+        return
+    if isinstance(model := body.get("model"), str) and model not in model_names:
+        message = f"model {model!r} is not supported here; this server has {', '.join(model_names)}"
         yield _problem("model_not_found", message, number, "body.model")
+    if body.get("stream"):
+        yield _problem(
+            "streaming_unsupported", "streaming is not supported in batches", number, "body.stream"
+        )
+    if asked is not None and asked not in body:
+        yield _problem("missing_required_parameter", f"the body has no {asked}", number, f"body.{asked}")
 
 
 def _problem(code: str, message: str, line: int | None, param: str | None = None) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Batches:
                 results,
                 errors=errors,
                 header=service.header(created=done.created),
-                defaults=service.settings.defaults(),
+                defaults=service.defaults(),
                 done=done,
                 on_turn=lambda: self._show(job, run.totals, before),
             )

@@ -1,1 +1,1 @@
-"""`/v1/responses`: the stateless part of OpenAI's Responses API, over chats."""
+"""`/v1/responses`: OpenAI's Responses API for texts and functions, over chats."""

@@ -9,7 +9,6 @@ from xla_engine.server.errors import ApiError
 
 # Fields that name what this server does not keep or do, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "previous_response_id": (None,),
     "conversation": (None,),
     "background": (None, False),
     "prompt": (None,),
@@ -21,14 +20,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "logprobs": (None, False),
     "return_token_ids": (None, False),
-    "store": (None, False, True),  # nothing is kept, and the answer says so
 }
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat that a Responses request asks for. Raises ApiError for what needs a memory, and for what is no text."""
-    rest = dict(body)
+    """The chat that a Responses request asks for, whose `input` holds all before it. Raises ApiError."""
+    rest = {name: value for name, value in body.items() if name not in ("store", "previous_response_id")}
+    if not isinstance(body.get("store"), bool | None):
+        raise _wrong("store", f"must be true or false, not {body['store']!r}")
     for name, allowed in _NEUTRAL.items():
         value = rest.pop(name, None)
         if not any(value is each or (value == each and type(value) is type(each)) for each in allowed):
@@ -58,13 +58,20 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **chat}  # what is left is a chat's field, or refused by its name
 
 
-def _messages(given: object) -> list[dict[str, Any]]:
-    if isinstance(given, str) and given:
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+def items_of(given: object) -> list[Any]:
+    """The items of an input."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) and given else _listed(given)
+
+
+def _listed(given: object) -> list[Any]:
+    if not isinstance(given, list) or not given:
         raise _wrong("input", "must be text or a list of items, and not empty")
+    return given
+
+
+def _messages(given: object) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    for number, item in enumerate(given):
+    for number, item in enumerate(items_of(given)):
         where = f"[{number}]"
         if not isinstance(item, Mapping):
             raise _wrong("input", f"{where} must be an object")

@@ -6,9 +6,14 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from xla_engine.server.parsers.scan import Content, Event, Reasoning, ToolArguments, ToolStart
-from xla_engine.server.tools import new_call_id
+from xla_engine.text.parsers.scan import Content, Event, Reasoning, ToolArguments, ToolStart
+from xla_engine.text.parsers.tools import new_call_id
 
+_TOOL = {
+    "description": None,
+    "parameters": None,
+    "strict": None,
+}  # what a tool has in an answer where it was left out
 _ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "metadata")
 
 
@@ -31,13 +36,13 @@ class ResponseBuilder:
             "model": model,
             "output": [],
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
-            "previous_response_id": None,
+            "previous_response_id": body.get("previous_response_id"),
             "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
-            "store": False,
+            "store": body.get("store") is True,
             "service_tier": "default",
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
+            "tools": [_TOOL | tool for tool in body.get("tools") or []],
             "truncation": "disabled",
             "usage": None,
             **{key: body.get(key) for key in _ECHOED},

@@ -9,26 +9,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.types import Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope, Send
 
-from xla_engine.batch.requests import CHAT_URL
+from xla_engine.batch.envelope import CHAT_URL
 from xla_engine.batch.results import output_error
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.chunks import DONE
-from xla_engine.server.errors import ended
+from xla_engine.server.errors import ApiError, ended
 from xla_engine.server.generation import SSE_HEADERS, Generation, next_news, send_json, send_part
-from xla_engine.server.parsers.formats import Plain
-from xla_engine.server.responses.body import chat_body
+from xla_engine.server.info import JsonResponse
+from xla_engine.server.responses.body import chat_body, items_of
 from xla_engine.server.responses.builder import ResponseBuilder
+from xla_engine.server.responses.memory import Memory
 from xla_engine.server.service import Service, Submission
 from xla_engine.server.wire import Call, parse_call, read_json
+from xla_engine.text.parsers.formats import Plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCall(Call):
-    """The call of a chat that answers in the form of a response. body: as it came."""
+    """The call of a chat that answers in the form of a response.
+
+    body: as it came. items: what it answers, with all before it. tenant: whose it is.
+    """
 
     body: Mapping[str, Any] = field(default_factory=dict)
+    items: list[Any] = field(default_factory=list)
+    tenant: str = ""
 
 
 class Responses(Generation):
@@ -38,13 +47,40 @@ class Responses(Generation):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, CHAT_URL)
+        self.memory = Memory()
 
-    def _parse(self, raw: bytes) -> Call:
-        settings, body = self._service.settings, read_json(raw)
-        defaults = settings.defaults()
-        call = parse_call(chat_body(body), CHAT_URL, defaults, settings.model_names, self._service.dialect)
+    def _parse(self, raw: bytes, scope: Scope) -> Call:
+        service, body = self._service, read_json(raw)
+        tenant, previous = scope["state"].get("tenant", ""), body.get("previous_response_id")
+        items = items_of(body.get("input"))
+        if previous is not None:
+            found = self.memory.find(tenant, previous) if isinstance(previous, str) else None
+            if found is None:
+                message = (
+                    f"previous_response_id {str(previous)[:100]!r} is not kept here; send its items as input"
+                )
+                code = "previous_response_not_found"
+                raise ApiError(400, message, code=code, param="previous_response_id")
+            items = found[1] + items
+        chat = chat_body({**body, "input": items})
+        call = parse_call(chat, CHAT_URL, service.defaults(), service.settings.model_names)
         fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
-        return ResponseCall(**fields, body=body)
+        return ResponseCall(**fields, body=body, items=items, tenant=tenant)
+
+    def _keep(self, call: Call, builder: ResponseBuilder) -> None:
+        assert isinstance(call, ResponseCall)
+        if call.body.get("store"):
+            self.memory.keep(call.tenant, builder.response, call.items + builder.output)
+
+    async def read(self, request: Request) -> Response:
+        """`GET /v1/responses/ID`."""
+        return JsonResponse(self.memory.response(*_names(request)))
+
+    async def delete(self, request: Request) -> Response:
+        """`DELETE /v1/responses/ID`."""
+        tenant, name = _names(request)
+        self.memory.delete(tenant, name)
+        return JsonResponse({"id": name, "object": "response", "deleted": True})
 
     def _builder(self, call: Call, name: str) -> ResponseBuilder:
         assert isinstance(call, ResponseCall)
@@ -65,6 +101,7 @@ class Responses(Generation):
             pass
         for _ in builder.end(reason=completion.finish_reason, usage=_usage(output), now=int(time.time())):
             pass
+        self._keep(call, builder)
         await send_json(send, 200, msgspec.json.encode(builder.response))
 
     async def _stream(
@@ -92,6 +129,7 @@ class Responses(Generation):
                 if output.finished:
                     reason, now = completion.finish_reason, int(time.time())
                     pieces += map(_event, builder.end(reason=reason, usage=_usage(output), now=now))
+                    self._keep(call, builder)
             if pieces:
                 await send_part(send, b"".join(pieces), patience)
         await send_part(send, DONE, patience)
@@ -107,6 +145,11 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + new,
     }
+
+
+def _names(request: Request) -> tuple[str, str]:
+    """The tenant who asks, and the response's id."""
+    return request.scope["state"].get("tenant", ""), request.path_params["id"]
 
 
 def _event(value: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,219 @@
+"""A finished file of result lines as a table: the rows of the input, each with its result beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from xla_engine.batch.datasets.files import is_url, kind_of, put
+from xla_engine.batch.datasets.in_order import ResultsInOrder
+from xla_engine.batch.datasets.rows import RowColumns
+from xla_engine.batch.datasets.tables import Table, arrow
+from xla_engine.errors import ConfigError, OutputError
+from xla_engine.utils.new_file import open_new
+
+ROW_GROUP = 16 * 1024  # rows of a Parquet row group
+TEXTS = ("custom_id", "generated_text", "finish_reason", "error", "response")
+COUNTS = ("num_input_tokens", "num_generated_tokens")
+RESULT_COLUMNS = (*TEXTS[:3], *COUNTS, *TEXTS[3:])
+
+
+def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: RowColumns) -> list[str]:
+    """The columns of the input that the output has, too. Raises ConfigError for one that is not there, or whose name a
+    column of results has."""
+    for name in wanted or ():
+        if name not in names:
+            raise ConfigError(f"the input has no column {name!r} to keep; it has {', '.join(names)}")
+    kept = [name for name in names if wanted is None or name in wanted]
+    if columns.id == "custom_id":
+        kept = [name for name in kept if name != "custom_id"]  # the result's own has the same values
+    if taken := [name for name in kept if name in RESULT_COLUMNS]:
+        raise ConfigError(
+            f"column {taken[0]!r} of the input has the name of a column of results; --keep-columns NAME,NAME takes "
+            "others alone"
+        )
+    return kept
+
+
+def result_row(line: bytes) -> dict[str, Any]:
+    """A result line by `RESULT_COLUMNS`.
+
+    generated_text, finish_reason: of the first choice. error: "code: message", None where there is a result.
+    response: the whole body as JSON, None where there is none.
+    """
+    record = json.loads(line)
+    row: dict[str, Any] = dict.fromkeys(RESULT_COLUMNS)
+    row["custom_id"] = record["custom_id"]
+    if record["error"] is not None:
+        row["error"] = f"{record['error']['code']}: {record['error']['message']}"
+        return row
+    body = record["response"]["body"]
+    choice = body["choices"][0]
+    row["generated_text"] = choice["message"]["content"] if "message" in choice else choice["text"]
+    row["finish_reason"] = choice["finish_reason"]
+    row["num_input_tokens"] = body["usage"]["prompt_tokens"]
+    row["num_generated_tokens"] = body["usage"]["completion_tokens"]
+    row["response"] = json.dumps(body)
+    return row
+
+
+def publish(journal: Path, out: str, table: Table | None, columns: Sequence[str]) -> int:
+    """Write what a run left in its file of result lines to a table, which has its name only when it is whole.
+
+    out: a path or URL, of a table or of result lines. table: the input, None where it was no table.
+    columns: those of the input that the output has.
+
+    Returns the number of rows. The bytes depend on the results alone, not on how often the run was resumed. Raises
+    OutputError, ConfigError and OSError.
+    """
+    target = journal.with_name(f".{journal.name}.out") if is_url(out) else _beside(Path(out))
+    kind = kind_of(out)
+    try:
+        with ResultsInOrder(journal) as results:
+            if kind in ("csv", "tsv", "parquet"):
+                count = _write(results, target, out, table, columns)
+            else:
+                count = len(results)
+                with open_new(target) as file:
+                    file.writelines(line for _, line in results)
+        if is_url(out):
+            put(target, out)
+            target.unlink()
+        else:
+            os.replace(target, out)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+    return count
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _write(
+    results: ResultsInOrder, target: Path, out: str, table: Table | None, columns: Sequence[str]
+) -> int:
+    pa = arrow()
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO = stack.enter_context(open_new(target))
+        kind = str(kind_of(out))
+        if out.endswith(".gz"):
+            file = stack.enter_context(cast("BinaryIO", gzip.GzipFile(fileobj=file, mode="wb", mtime=0)))
+        writer: _Writer | None = None
+        rows = 0
+        for batch in _joined(results, table, columns):
+            if writer is None:
+                writer = (
+                    _ParquetWriter(file, batch.schema)
+                    if kind == "parquet"
+                    else _CsvWriter(file, batch.schema, kind)
+                )
+            writer.write(batch)
+            rows += batch.num_rows
+        if writer is None:  # a shard without lines
+            schema = pa.schema([(name, _result_type(name)) for name in RESULT_COLUMNS])
+            writer = _ParquetWriter(file, schema) if kind == "parquet" else _CsvWriter(file, schema, kind)
+        writer.close()
+    return rows
+
+
+def _joined(results: ResultsInOrder, table: Table | None, columns: Sequence[str]) -> Iterator[Any]:
+    """Record batches of the input's columns and those of the results, of the rows that have one."""
+    pa = arrow()
+    coming = iter(results)
+    if table is None or not columns:
+        while some := list(itertools.islice(coming, 1024)):
+            yield pa.record_batch(_columns([line for _, line in some]), names=list(RESULT_COLUMNS))
+        return
+    ahead, number = next(coming, None), 0
+    for batch in table.batches(columns):
+        picked, lines = [], []
+        for place in range(batch.num_rows):
+            number += 1
+            if ahead is not None and ahead[0] == number:
+                picked.append(place)
+                lines.append(ahead[1])
+                ahead = next(coming, None)
+        if not picked:
+            continue
+        if len(picked) < batch.num_rows:
+            batch = batch.take(pa.array(picked))
+        yield pa.record_batch(
+            [*batch.columns, *_columns(lines)], names=[*batch.schema.names, *RESULT_COLUMNS]
+        )
+    if ahead is not None:
+        raise OutputError(f"there is a result for row {ahead[0]}, but the input has {number} rows")
+
+
+def _result_type(name: str) -> Any:
+    pa = arrow()
+    return pa.int64() if name in COUNTS else pa.string()
+
+
+def _columns(lines: Sequence[bytes]) -> list[Any]:
+    rows = [result_row(line) for line in lines]
+    return [arrow().array([row[name] for row in rows], _result_type(name)) for name in RESULT_COLUMNS]
+
+
+class _Writer(Protocol):
+    def write(self, batch: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+class _ParquetWriter:
+    """Row groups of `ROW_GROUP` rows, however the rows come."""
+
+    def __init__(self, file: BinaryIO, schema: Any) -> None:
+        import pyarrow.parquet
+
+        self._writer = pyarrow.parquet.ParquetWriter(file, schema)
+        self._schema = schema
+        self._held: list[Any] = []
+        self._rows = 0
+
+    def write(self, batch: Any) -> None:
+        self._held.append(batch)
+        self._rows += batch.num_rows
+        while self._rows >= ROW_GROUP:
+            self._flush(ROW_GROUP)
+
+    def close(self) -> None:
+        if self._rows:
+            self._flush(self._rows)
+        self._writer.close()
+
+    def _flush(self, rows: int) -> None:
+        table = arrow().Table.from_batches(self._held, self._schema)
+        self._writer.write_table(table.slice(0, rows), row_group_size=ROW_GROUP)
+        self._held = table.slice(rows).to_batches()
+        self._rows -= rows
+
+
+class _CsvWriter:
+    """Rows of text; lists and objects as JSON, nothing for null."""
+
+    def __init__(self, file: BinaryIO, schema: Any, kind: str) -> None:
+        self._text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+        self._csv = csv.writer(self._text, delimiter="\t" if kind == "tsv" else ",", lineterminator="\n")
+        self._csv.writerow(schema.names)
+
+    def write(self, batch: Any) -> None:
+        for row in batch.to_pylist():
+            self._csv.writerow([_cell(value) for value in row.values()])
+
+    def close(self) -> None:
+        self._text.flush()
+        self._text.detach()
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, default=str) if isinstance(value, list | dict) else value

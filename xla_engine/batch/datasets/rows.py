@@ -1,0 +1,130 @@
+"""From the rows of a table to request lines: which column is the prompt, which the id."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xla_engine.batch.lines import MAX_LINE_BYTES, Line
+from xla_engine.errors import ConfigError
+from xla_engine.utils.did_you_mean import did_you_mean
+from xla_engine.utils.json_line import dump_line, kind
+
+Row = Mapping[str, Any] | str  # a row by column, or why there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowColumns:
+    """Which columns make a request.
+
+    prompt: of text, token ids, or a chat's messages. template: text with {column} in it, in place of `prompt`; {{ is a
+        brace. id: becomes the custom_id as text.
+
+    A column `sampling_params` (an object, or one as JSON text) holds further fields of the row's request.
+    """
+
+    prompt: str | None = None
+    template: str | None = None
+    id: str | None = None
+
+    def of(self, names: Sequence[str]) -> RowColumns:
+        """These columns in a table that has `names`: where no prompt is named, `messages` or `prompt` is it; where no
+        id is, `custom_id`. Raises ConfigError for a column that is not there."""
+        if self.prompt is not None and self.template is not None:
+            raise ConfigError("--prompt-column and --prompt-template both say what the prompt is; give one")
+        for name in (self.prompt, self.id, *template_columns(self.template)):
+            if name is not None and name not in names:
+                hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
+                raise ConfigError(f"the input has no column {name!r}{hint}")
+        prompt = self.prompt
+        if prompt is None and self.template is None:
+            prompt = next((name for name in ("messages", "prompt") if name in names), None)
+            if prompt is None:
+                raise ConfigError(
+                    f"no column is the prompt; name one of {', '.join(names)} with --prompt-column, or give "
+                    "--prompt-template"
+                )
+        given_id = self.id or ("custom_id" if "custom_id" in names else None)
+        return RowColumns(prompt=prompt, template=self.template, id=given_id)
+
+
+def template_columns(template: str | None) -> list[str]:
+    """The columns that a template names. Raises ConfigError for a template that is none."""
+    try:
+        parts = [] if template is None else list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(
+            f"--prompt-template {template!r}: {error}; write {{column}}, and {{{{ for a brace"
+        ) from error
+    for _, name, form, conversion in parts:
+        if name is not None and (not name or form or conversion):
+            raise ConfigError(
+                f"--prompt-template {template!r}: write the name of a column alone, as {{column}}"
+            )
+    return [name for _, name, _, _ in parts if name is not None]
+
+
+def row_lines(
+    rows: Iterable[Row], columns: RowColumns, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Line]:
+    """One line for each row, numbered from 1; rows that make no request say why in `problem`."""
+    for number, row in enumerate(rows, 1):
+        record, problem = ({}, row) if isinstance(row, str) else row_record(row, columns)
+        try:
+            raw = dump_line(record).removesuffix(b"\n")
+        except (TypeError, ValueError) as error:
+            kept = {name: value for name, value in record.items() if name == "custom_id"}
+            raw, problem = dump_line(kept).removesuffix(b"\n"), f"a value of the row is no JSON: {error}"
+        if len(raw) > max_line_bytes:
+            yield Line(number, len(raw), None)
+        else:
+            yield Line(number, len(raw), raw, problem)
+
+
+def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, Any], str | None]:
+    """The fields of a row's request line, and why it makes none."""
+    record: dict[str, Any] = {}
+    problem = None
+    if columns.id is not None:
+        value = row.get(columns.id)
+        if value is None or isinstance(value, bool | float | bytes | list | dict) or value == "":
+            problem = f"column {columns.id!r} has no id for this row: it must be text or an integer"
+        else:
+            record["custom_id"] = str(value)
+    if columns.template is not None:
+        names = template_columns(columns.template)
+        empty = next((name for name in names if row.get(name) is None), None)
+        if empty is not None:
+            return record, problem or f"column {empty!r} is empty in this row, and the template needs it"
+        record["prompt"] = columns.template.format_map({name: row[name] for name in names})
+    else:
+        assert columns.prompt is not None
+        value = row.get(columns.prompt)
+        if value is None:
+            return record, problem or f"column {columns.prompt!r} is empty in this row"
+        is_chat = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+        record["messages" if is_chat else "prompt"] = without_nulls(value) if is_chat else value
+    more = row.get("sampling_params")
+    if isinstance(more, str):
+        try:
+            more = json.loads(more)
+        except ValueError as error:
+            return record, problem or f"column 'sampling_params' is no JSON: {error}"
+    if more is not None and not isinstance(more, Mapping):
+        return record, problem or f"column 'sampling_params' must be an object, not {kind(more)}"
+    given = without_nulls(dict(more or {}))
+    if twice := sorted(given.keys() & {"custom_id", "id", "prompt", "messages"}):
+        return record, problem or f"column 'sampling_params' has {twice[0]!r}, which is no sampling field"
+    return {**record, **given}, problem
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table without the fields of its objects that are null: tables have every field in every row."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value

@@ -1,0 +1,263 @@
+"""Tables as rows and as Arrow batches, both in the order of the file and in bounded memory.
+
+Parquet and Arrow are read by pyarrow. CSV and JSON are read row by row by the standard library: a row that cannot be
+read must be an error of this row alone, and pyarrow's readers of these formats end at it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from xla_engine.batch.datasets.files import TableFile, table_files
+from xla_engine.batch.datasets.rows import Row
+from xla_engine.batch.lines import MAX_LINE_BYTES
+from xla_engine.errors import ConfigError
+from xla_engine.utils.extras import install
+from xla_engine.utils.json_line import load_object
+
+BATCH = 1024  # rows read at a time
+
+
+class Table:
+    """All files of an input, one after the other.
+
+    names: the columns, those of the first file first.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Raises ConfigError and OSError."""
+        self.source = source
+        self._files = table_files(source)
+        names = [_names(file) for file in self._files]
+        for file, found in zip(self._files, names, strict=True):
+            if twice := next((name for name in found if found.count(name) > 1), None):
+                raise ConfigError(f"{file.name} has two columns {twice!r}; rename one")
+        self.names: list[str] = list(dict.fromkeys(itertools.chain.from_iterable(names)))
+
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        """Every row, or those columns of it; a row that cannot be read is the reason why."""
+        wanted = self.names if columns is None else [name for name in self.names if name in columns]
+        for file in self._files:
+            for row in _rows(file, wanted):
+                yield row if isinstance(row, str) else {name: row.get(name) for name in wanted}
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows, where the files say so without being read to their ends: Parquet's do."""
+        if any(file.kind != "parquet" for file in self._files):
+            return None
+        return sum(map(_count, self._files))
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        """Every row as Arrow record batches of one schema; a row that cannot be read has nulls."""
+        schema = self._schema(columns)
+        for file in self._files:
+            yield from _batches(file, schema)
+
+    def _schema(self, columns: Sequence[str]) -> Any:
+        pa = arrow()
+        fields: dict[str, Any] = {}
+        for file in self._files:
+            for name, kind in _types(file, columns).items():
+                known = fields.setdefault(name, kind)
+                if known != kind:
+                    fields[name] = (
+                        kind if pa.types.is_null(known) else known if pa.types.is_null(kind) else pa.string()
+                    )
+        return pa.schema([(name, fields[name]) for name in columns])
+
+
+def arrow() -> Any:
+    """pyarrow. Raises ConfigError where it is not installed."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError(f"Parquet and Arrow files need pyarrow: {install('data')}") from error
+    return pyarrow
+
+
+def _names(file: TableFile) -> list[str]:
+    with file.open() as source:
+        if file.kind in ("csv", "tsv"):
+            with _text(source) as text:
+                return next(_csv(file, text), [])
+        if file.kind == "json":  # each row may have others
+            rows = (row for row in _json(source) if not isinstance(row, str))
+            return list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+        if file.kind == "parquet":
+            return list(_parquet(file, source).schema_arrow.names)
+        return list(_ipc(file, source)[0].names)
+
+
+def _rows(file: TableFile, columns: Sequence[str]) -> Iterator[Row]:
+    with file.open() as source:
+        if file.kind in ("csv", "tsv"):
+            with _text(source) as text:
+                yield from _csv_rows(file, text)
+        elif file.kind == "json":
+            yield from _json(source)
+        else:
+            for batch in _arrow_batches(file, source, columns):
+                yield from batch.to_pylist()
+
+
+def _count(file: TableFile) -> int:
+    with file.open() as source:
+        return int(_parquet(file, source).metadata.num_rows)
+
+
+def _batches(file: TableFile, schema: Any) -> Iterator[Any]:
+    pa = arrow()
+    if file.kind in ("parquet", "arrow"):
+        with file.open() as source:
+            for batch in _arrow_batches(file, source, schema.names):
+                columns = [
+                    _cast(batch.column(field.name), field.type)
+                    if field.name in batch.schema.names
+                    else pa.nulls(batch.num_rows, field.type)
+                    for field in schema
+                ]
+                yield pa.record_batch(columns, schema=schema)
+        return
+    rows = _rows(file, schema.names)
+    while some := list(itertools.islice(rows, BATCH)):
+        held = [{} if isinstance(row, str) else row for row in some]
+        columns = [
+            pa.array([_plain(row.get(field.name), field.type) for row in held], field.type)
+            for field in schema
+        ]
+        yield pa.record_batch(columns, schema=schema)
+
+
+def _cast(column: Any, kind: Any) -> Any:
+    return column if column.type == kind else column.cast(kind)
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """A value of a text file as a column of this type takes it: what is no text becomes JSON in a column of text."""
+    if value is None or isinstance(value, str) or str(kind) not in ("string", "large_string"):
+        return value
+    return json.dumps(value)
+
+
+def _types(file: TableFile, columns: Sequence[str]) -> dict[str, Any]:
+    """The Arrow types of a file's columns; those of text files by all their values."""
+    pa = arrow()
+    if file.kind in ("parquet", "arrow"):
+        with file.open() as source:
+            schema = _parquet(file, source).schema_arrow if file.kind == "parquet" else _ipc(file, source)[0]
+            return {name: schema.field(name).type if name in schema.names else pa.null() for name in columns}
+    found: dict[str, set[type]] = {name: set() for name in columns}
+    for row in _rows(file, columns):
+        if not isinstance(row, str):
+            for name in columns:
+                found[name].add(type(row.get(name)))
+    return {name: _type_of(kinds - {type(None)}) for name, kinds in found.items()}
+
+
+def _type_of(kinds: set[type]) -> Any:
+    pa = arrow()
+    if not kinds:
+        return pa.null()
+    if kinds == {bool}:
+        return pa.bool_()
+    if kinds == {int}:
+        return pa.int64()
+    return pa.float64() if kinds <= {int, float} else pa.string()
+
+
+def _parquet(file: TableFile, source: BinaryIO) -> Any:
+    pa = arrow()
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(source)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{file.name} is no Parquet file: {error}") from error
+
+
+def _ipc(file: TableFile, source: BinaryIO) -> tuple[Any, Iterator[Any]]:
+    """Schema and batches of an Arrow file, or of the stream of batches that `datasets` saves under this name."""
+    pa = arrow()
+    try:
+        reader = pa.ipc.open_file(source)
+        return reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
+    except pa.ArrowInvalid:
+        source.seek(0)
+    try:
+        stream = pa.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{file.name} is no Arrow file: {error}") from error
+
+
+def _arrow_batches(file: TableFile, source: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
+    if file.kind == "parquet":
+        opened = _parquet(file, source)
+        names = [name for name in columns if name in opened.schema_arrow.names]
+        yield from opened.iter_batches(batch_size=BATCH, columns=names)
+        return
+    schema, batches = _ipc(file, source)
+    names = [name for name in columns if name in schema.names]
+    for batch in batches:
+        yield from (batch.select(names).slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
+
+
+def _text(source: BinaryIO) -> io.TextIOWrapper:
+    return io.TextIOWrapper(source, encoding="utf-8-sig", newline="")
+
+
+def _csv(file: TableFile, text: io.TextIOWrapper) -> Iterator[list[str]]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    return csv.reader(text, delimiter="\t" if file.kind == "tsv" else ",", strict=True)
+
+
+def _csv_rows(file: TableFile, text: io.TextIOWrapper) -> Iterator[Row]:
+    rows = _csv(file, text)
+    try:
+        names = next(rows, [])
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file.name}: the line of column names cannot be read: {error}") from error
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            yield f"the row is no CSV: {error}"
+            continue
+        except UnicodeDecodeError as error:
+            raise OSError(f"{file.name} is not UTF-8 at byte {error.start}: convert it first") from error
+        if row is None:
+            return
+        if not row:
+            continue
+        if len(row) != len(names):
+            yield f"the row has {len(row)} fields, not the {len(names)} of the line of column names"
+        else:
+            yield {name: value or None for name, value in zip(names, row, strict=True)}
+
+
+def _json(source: BinaryIO) -> Iterator[Row]:
+    """Rows of JSON lines, or of one array of objects."""
+    lines = iter(source)
+    first = next((line for line in lines if line.strip()), b"")
+    if first.lstrip().startswith(b"["):
+        try:
+            rows = json.loads(first + b"".join(lines))
+        except ValueError as error:
+            raise ConfigError(
+                f"the array of rows is no JSON: {error}; lines of JSON may be wrong one by one"
+            ) from error
+        for row in rows:
+            yield row if isinstance(row, dict) else "the row is no object"
+        return
+    for line in itertools.chain([first] if first else [], lines):
+        if line.strip():
+            try:
+                yield load_object(line.removeprefix(b"\xef\xbb\xbf"))
+            except ValueError as error:
+                yield str(error)

@@ -1,0 +1,1 @@
+"""Requests and control lines in, interleaved events out."""

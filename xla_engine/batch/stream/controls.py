@@ -1,0 +1,166 @@
+"""Control lines of a stream: what may be asked beside requests, and the events that answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from xla_engine.batch.fields import SUBMIT_FIELDS
+from xla_engine.batch.requests import explain
+from xla_engine.batch.stream.names import Names
+from xla_engine.batch.submit import whole_request
+from xla_engine.engine.protocol import Engine
+from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.scheduler import QueueFullError, Row, VerifyRow
+
+OPS = ("submit", "cancel", "list", "extend", "peek", "stats", "step", "drain")
+
+
+class Refused(Exception):
+    """A line that cannot be obeyed: the code and message of its error event."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+class Controls:
+    """Answers control lines.
+
+    put: takes the events.
+    """
+
+    def __init__(self, engine: Engine, names: Names, put: Callable[[Mapping[str, Any]], None]) -> None:
+        self._engine = engine
+        self._names = names
+        self._put = put
+        self._turns_left = 0.0  # until the next line is taken
+        self._answer: dict[str, Any] | None = None  # when it is
+
+    @property
+    def holds(self) -> bool:
+        """Whether no line is taken, because of a `step` or `drain` that is not over."""
+        return self._answer is not None
+
+    def turn(self) -> None:
+        """A turn of the engine is over."""
+        self._turns_left -= 1
+        if self._answer is not None and "turns" in self._answer:
+            self._answer["turns"] += 1
+
+    def settle(self) -> None:
+        """Answer a `step` or `drain` that is over."""
+        if self._answer is not None and (self._turns_left <= 0 or not self._names.live):
+            answer, self._answer = self._answer, None
+            self._put(answer)
+
+    def obey(self, op: object, record: dict[str, Any]) -> None:
+        """Do what a line asks for. record: its other fields. Raises Refused."""
+        match op:
+            case "cancel":
+                self._cancel(record)
+            case "list":
+                self._list(record)
+            case "extend":
+                self._extend(record)
+            case "peek":
+                self._peek(record)
+            case "stats":
+                self._check_empty(op, record)
+                self._put({"event": "stats", **asdict(self._engine.stats())})
+            case "step":
+                self._step(record)
+            case "drain":
+                self._check_empty(op, record)
+                self._turns_left, self._answer = math.inf, {"event": "drain"}
+            case _:
+                known = ", ".join(f'"{each}"' for each in OPS)
+                raise Refused("invalid_request", f"op must be one of {known}, not {op!r}")
+
+    def _cancel(self, record: Mapping[str, Any]) -> None:
+        name = self._name(record, 'write {"op": "cancel", "id": ID}', others=())
+        request_id = self._names.id_of(name)
+        # Its finish comes with the next turn.
+        found = request_id is not None and self._engine.abort(request_id)
+        self._put({"event": "cancel", "id": name, "found": found})
+
+    def _list(self, record: Mapping[str, Any]) -> None:
+        self._check_empty("list", record)
+        snapshot = self._engine.snapshot()
+        running = [slot.request for slot in snapshot.slots if slot.request is not None]
+        requests = []
+        for view in (*snapshot.draining, *running, *snapshot.waiting):
+            requests.append(
+                {
+                    "id": self._own_name(view.request_id),
+                    "status": str(view.status),
+                    "prompt_tokens": view.prompt_tokens,
+                    "max_tokens": view.max_tokens,
+                    "generated": view.credited,
+                    "reason": None if view.decision is None else view.decision.reason,
+                }
+            )
+        self._put({"event": "list", "requests": requests})
+
+    def _peek(self, record: Mapping[str, Any]) -> None:
+        self._check_empty("peek", record)
+        try:
+            found = self._engine.peek()
+        except ConfigError as error:
+            raise Refused("invalid_request", str(error)) from error
+        plan, own = found.plan, self._own_name
+        rows: tuple[Row | VerifyRow, ...] = (*plan.decode, *plan.verify)
+        self._put(
+            {
+                "event": "peek",
+                "admitted": [own(name) for name in plan.admitted],
+                "prefill": [{"id": own(part.request_id), "tokens": len(part.tokens)} for part in plan.chunks],
+                "decode": [own(row.request_id) for row in rows],
+                "waiting": [{"id": own(name), "reason": why} for name, why in found.why_not.items()],
+                "expired": [own(name) for name, _ in found.expired],
+            }
+        )
+
+    def _own_name(self, request_id: str) -> str | None:
+        """The id that a line gave to the request of a sequence."""
+        sent = self._names.live.get(whole_request(request_id))
+        return None if sent is None else sent.name
+
+    def _extend(self, record: Mapping[str, Any]) -> None:
+        usage = (
+            f'write {{"op": "extend", "id": ID, "max_tokens": N}}, perhaps with {", ".join(SUBMIT_FIELDS)}'
+        )
+        name = self._name(record, usage, others=("max_tokens", *SUBMIT_FIELDS))
+        options = {field: value for field, value in record.items() if field in SUBMIT_FIELDS}
+        if self._names.id_of(name) is not None:
+            raise Refused("invalid_request", f"{name!r} is under way: extend it when it has ended")
+        if (request_id := self._names.ended_id(name)) is None:
+            raise Refused(
+                "invalid_request", f"no request {name!r} has ended, or it is forgotten: see --keep-finished"
+            )
+        try:
+            self._engine.extend(request_id, record.get("max_tokens"), **options)  # type: ignore[arg-type]
+        except (InvalidRequestError, QueueFullError) as error:
+            raise Refused(*explain(error)) from error
+        self._names.go_on(name)
+        self._put({"event": "extend", "id": name})
+
+    def _step(self, record: dict[str, Any]) -> None:
+        turns = record.pop("turns", 1)
+        if record or isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+            raise Refused("invalid_request", 'write {"op": "step"} or {"op": "step", "turns": N}')
+        self._turns_left, self._answer = turns, {"event": "step", "turns": 0}
+
+    def _name(self, record: Mapping[str, Any], usage: str, *, others: tuple[str, ...]) -> str:
+        """The id that a line is about, if it has no fields but `others`."""
+        name = record.get("id", record.get("custom_id"))
+        given = record.keys() - set(others)
+        if not isinstance(name, str) or len(given) != 1 or not given <= {"id", "custom_id"}:
+            raise Refused("invalid_request", usage)
+        return name
+
+    def _check_empty(self, op: str, record: Mapping[str, Any]) -> None:
+        if record:
+            raise Refused("invalid_request", f'write {{"op": "{op}"}}')

@@ -1,0 +1,308 @@
+"""`run --stream`: lines of JSON in, events of many requests out as they come, each with its request's id.
+
+In, one object per line: a request as in a batch file (`"op": "submit"` may stand in it), or
+
+    {"op": "cancel", "id": "a"}
+    {"op": "extend", "id": "a", "max_tokens": 16}    more tokens for a request that has ended
+    {"op": "list"}
+    {"op": "stats"}
+    {"op": "step", "turns": 3}                       take the next line after so many turns of the engine
+    {"op": "drain"}                                  take the next line when all requests have ended
+
+Out, one object per line, for each id in strict order, and numbered:
+
+    {"event": "delta", "id": "a", "index": 0, "token_ids": [17], "text": "de", "seq": 0}
+    {"event": "finish", "id": "a", "finish_reasons": ["length"], "usage": {...}, "seq": 1}
+
+Every request ends with exactly one `finish`, or with one `error` when it could not start. The pieces of text of a
+choice add up to its text; a character that spans tokens comes with its last one. Control lines are answered by an
+event of their name. After `extend` comes one more `finish`. Where the text at the first end was cut inside of what is
+one character or a stop string, a piece with `text_from` comes: it replaces what was sent from there on.
+
+When input ends, what is under way is finished, then comes `{"event": "end"}`.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, BinaryIO
+
+from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
+from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
+from xla_engine.batch.stream.controls import Controls, Refused
+from xla_engine.batch.stream.event_writer import EventWriter
+from xla_engine.batch.stream.names import Names, Sent
+from xla_engine.batch.submit import submit_prompt, whole_request
+from xla_engine.batch.totals import RunTotals
+from xla_engine.engine.protocol import Engine
+from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.utils.json_line import dump_line
+
+MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
+MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
+_IDLE_SECONDS = 0.2  # between looks at the signals while nothing is under way
+
+
+class EventStream:
+    """Answers the requests of one input with events on one output, until the input ends.
+
+    source, sink: open for reading and for writing bytes.
+    defaults: sampling fields for requests that do not say otherwise.
+    on_turn: called after every engine step.
+    keep_finished: requests that are known by name when they have ended, so that they can go on.
+    max_unfinished, max_unsent: where reading of further lines stops.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: BinaryIO,
+        sink: BinaryIO,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        keep_finished: int = 0,
+        max_unfinished: int = MAX_UNFINISHED,
+        max_unsent: int = MAX_UNSENT,
+        on_turn: Callable[[], None] | None = None,
+    ) -> None:
+        self.totals = RunTotals()
+        self._engine = engine
+        self._source = source
+        self._events = EventWriter(sink)
+        self._defaults = dict(defaults or {})
+        self._max_line_bytes = max_line_bytes
+        self._max_unfinished = max_unfinished
+        self._max_unsent = max_unsent
+        self._on_turn = on_turn
+        self._arrived: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
+        self._names = Names(keep_finished)
+        self._controls = Controls(engine, self._names, self._put)
+        self._seq = 0
+        self._ended = self._draining = False
+
+    def run(self) -> RunTotals:
+        """Serve until the input has ended and every request with it, the reader is gone, or the engine dies."""
+        threading.Thread(target=self._read, name="xla-engine-stream-in", daemon=True).start()
+        try:
+            while self._events.failure is None:
+                self._take_lines()
+                if self._live:
+                    self._turn()
+                elif self._ended:
+                    break
+        except KeyboardInterrupt:
+            self.totals.interrupted = True
+        finally:
+            self.totals.unwritten = len(self._live)
+            for request_id in list(self._live):
+                self._engine.abort(request_id)
+        for live in self._live.values():  # after a second interrupt, or when the reader is gone
+            self._finish_without_result(live, "abort")
+        self._put({"event": "end", "requests": self.totals.done, "interrupted": self.totals.interrupted})
+        self._events.close()
+        self.totals.failure = self.totals.failure or self._events.failure
+        return self.totals
+
+    def interrupt(self) -> None:
+        """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
+        if self._draining:
+            raise KeyboardInterrupt
+        self.totals.interrupted = not self._ended
+        self._draining = self._ended = True
+
+    def custom_id(self, request_id: str) -> str | None:
+        """The caller's name for an engine request of this stream."""
+        live = self._live.get(whole_request(request_id))
+        return None if live is None else live.name
+
+    def _read(self) -> None:
+        """The reading thread: lines until the input ends, then None or why it cannot be read on."""
+        try:
+            for line in read_lines(self._source, self._max_line_bytes):
+                self._arrived.put(line)
+            self._arrived.put(None)
+        except (OSError, ValueError) as error:
+            self._arrived.put(error if isinstance(error, OSError) else OSError(str(error)))
+
+    def _take_lines(self) -> None:
+        """Take the lines that are there; with nothing under way, wait for one."""
+        self._controls.settle()
+        while not (self._ended or self._controls.holds) and len(self._live) < self._max_unfinished:
+            if self._events.unsent >= self._max_unsent:
+                if self._live:
+                    return
+                self._events.wait_until_below(self._max_unsent)
+            line = self._next_line()
+            if isinstance(line, queue.Empty):
+                return
+            if isinstance(line, Line):
+                self._accept(line)
+                self._controls.settle()
+            else:
+                self._ended, self.totals.failure = True, line
+
+    def _next_line(self) -> Line | OSError | queue.Empty | None:
+        try:
+            return self._arrived.get_nowait() if self._live else self._arrived.get(timeout=_IDLE_SECONDS)
+        except queue.Empty as empty:
+            return empty
+
+    def _accept(self, line: Line) -> None:
+        try:
+            if line.raw is None:
+                raise Refused("line_too_long", f"the line has {line.size} bytes; raise --max-line-bytes")
+            record = parse_object(line.raw, line.number)
+            if isinstance(record, LineError):
+                self._error(record)
+                return
+            if (op := record.pop("op", "submit")) == "submit":
+                self._submit(parse_record(record, line.number, self._defaults))
+            else:
+                self._controls.obey(op, record)
+        except Refused as refused:
+            self._error(line_error(line.number, refused.code, refused.message))
+        except EngineClosedError as error:
+            self._engine_died(error)
+
+    def _submit(self, request: LineRequest | LineError) -> None:
+        if self._names.id_of(request.custom_id) is not None:
+            message = (
+                f"id {request.custom_id!r} is in use by a request under way; cancel it or choose another"
+            )
+            raise Refused("duplicate_custom_id", message)
+        if isinstance(request, LineError):
+            self._error(request)
+            return
+        if request.echo:
+            raise Refused("invalid_request", "echo is for batch files: a stream answers with new tokens only")
+        if len(request.prompts) > 1:
+            raise Refused("invalid_request", "a stream takes one prompt per line; give each its own")
+        request_id = f"batch-{request.line}"  # as in a batch file, so that the same line gets the same noise
+        self._names.begin(request.custom_id, request_id)
+        (prompt,) = request.prompts
+        try:
+            submit_prompt(
+                self._engine, request, prompt, request_id, partial(self._not_taken, request, request_id)
+            )
+        except Exception as error:  # one bad request harms no other
+            self._not_taken(request, request_id, error)
+            if isinstance(error, EngineClosedError):
+                self._engine_died(error)
+
+    def _not_taken(self, request: LineRequest, request_id: str, error: Exception) -> None:
+        self._names.drop(request_id)
+        code, message = explain(error)
+        self._error(line_error(request.line, code, message, request.custom_id))
+
+    def _turn(self) -> None:
+        try:
+            outputs = self._engine.step()
+            if not outputs and not self._engine.has_unfinished:
+                raise XlaEngineError("the engine ended without a result for every request")
+        except Exception as error:
+            self._engine_died(error)
+            return
+        self._controls.turn()
+        for output in outputs:
+            if (live := self._live.get(output.request_id)) is not None:
+                self._send(live, output)
+        if self._on_turn is not None:
+            self._on_turn()
+
+    def _send(self, live: Sent, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            self._send_delta(live, completion)
+        if not output.finished:
+            return
+        live.texts = {completion.index: completion.text for completion in output.outputs}
+        self._names.end(output.request_id)
+        tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        usage = {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": tokens}
+        reasons = [completion.finish_reason for completion in output.outputs]
+        event = {"event": "finish", "id": live.name, "finish_reasons": reasons, "usage": usage}
+        if output.error is not None:
+            event["error"] = output.error
+        self._put(event)
+        before, live.counted = live.counted, tokens
+        if before is not None:  # it went on after its end
+            self.totals.generated_tokens += tokens - before
+        elif "error" in reasons:
+            self.totals.failed["engine_error"] += 1
+        else:
+            self.totals.ok += 1
+            self.totals.count(output)
+
+    def _send_delta(self, live: Sent, completion: CompletionOutput) -> None:
+        index = completion.index
+        tokens, characters = live.tokens.get(index, 0), live.characters.get(index, 0)
+        sent = live.texts.pop(index, None)
+        if sent is not None:  # it goes on after its end, where some of its text may have been too much
+            characters = _common(sent, completion.text)
+        token_ids, text = completion.token_ids[tokens:], completion.text[characters:]
+        is_behind = sent is not None and characters < len(sent)
+        if not token_ids and not text and not is_behind:
+            return
+        live.tokens[index], live.characters[index] = len(completion.token_ids), len(completion.text)
+        event = {
+            "event": "delta",
+            "id": live.name,
+            "index": index,
+            "token_ids": list(token_ids),
+            "text": text,
+        }
+        if is_behind:
+            event["text_from"] = characters
+        if completion.logprobs is not None:
+            event["logprobs"] = list(completion.logprobs[tokens:])
+        if completion.top_logprobs is not None:
+            tops = completion.top_logprobs[tokens:]
+            event["top_logprobs"] = [
+                {token_id: entry.logprob for token_id, entry in top.items() if entry.logprob > -math.inf}
+                for top in tops
+            ]
+        self._put(event)
+
+    def _engine_died(self, error: Exception) -> None:
+        """Every request that was under way ends here."""
+        self.totals.failure, self._ended = error, True
+        _, message = explain(error)
+        for live in self._live.values():
+            self._finish_without_result(live, "error", message)
+        self._names.clear()
+
+    def _finish_without_result(self, live: Sent, reason: str, message: str | None = None) -> None:
+        event = {"event": "finish", "id": live.name, "finish_reasons": [reason], "usage": None}
+        self._put(event if message is None else {**event, "error": message})
+        self.totals.failed["aborted" if reason == "abort" else "engine_error"] += 1
+
+    def _error(self, error: LineError) -> None:
+        self._put(
+            {
+                "event": "error",
+                "id": error.custom_id,
+                "line": error.line,
+                "code": error.code,
+                "message": error.message,
+            }
+        )
+        self.totals.failed[error.code] += 1
+
+    @property
+    def _live(self) -> dict[str, Sent]:
+        return self._names.live
+
+    def _put(self, event: Mapping[str, Any]) -> None:
+        self._events.put(dump_line({**event, "seq": self._seq}))
+        self._seq += 1
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts have in common from their beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

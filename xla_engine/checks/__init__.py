@@ -1,0 +1,1 @@
+"""Checks of the values of options and of sampling parameters."""

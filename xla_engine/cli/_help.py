@@ -1,0 +1,100 @@
+"""Options of commands: several as one, and how the help shows them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from xla_engine.scheduler.user_policy import find_policy
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+SECTIONS = {  # of the help of commands: titles, and names of the options under each
+    "Model": (
+        "model",
+        "dtype",
+        "quantization",
+        "generation_config",
+        "chat_template_path",
+        "tensor_parallel_size",
+        "attention_backend",
+        "isa",
+        *("enable_lora", "lora_modules", "max_loras", "max_lora_rank"),
+        *("runner", "pooler_config", "hf_overrides"),
+    ),
+    "Input and output": (
+        *("output_path", "errors_path", "resume", "retry_failed", "overwrite", "ordered", "created"),
+        *("fingerprint", "max_line_bytes", "no_progress"),
+    ),
+    "While it runs": ("status_path", "metrics_path", "step_log_path", "phase_timers", "verbose"),
+    "Tables": ("prompt_column", "prompt_template", "id_column", "keep_columns", "journal"),
+    "More than one engine": ("shard", "data_parallel_size"),
+    "Defaults of requests": ("max_tokens", "temperature", "seed"),
+    "Slots and memory": (
+        *("max_num_seqs", "max_model_len", "memory_utilization", "num_blocks", "kv_cache_memory_bytes"),
+        *("swap_space", "enable_prefix_caching", "keep_finished"),
+    ),
+    "Scheduling": (
+        *("scheduling_policy", "quantum", "priority_aging", "preemption", "max_num_batched_tokens", "lag"),
+        *("speculative_config", "shadow_rate", "step_timeout_s", "start_timeout_s"),
+    ),
+}
+
+
+def together(*options: Option) -> Option:
+    """Several options as one, which stand in this order in a command's help."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+class Sectioned(click.Command):
+    """A command whose help shows its options under the headings of `SECTIONS`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        heading = {name: title for title, names in SECTIONS.items() for name in names}
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS)}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is not None and isinstance(parameter, click.Option):
+                rows[heading.get(parameter.name or "", "Options")].append(row)
+        for title, some in rows.items():
+            if some:
+                with formatter.section(title):
+                    formatter.write_dl(some)
+
+
+class RenamedOption(click.Option):
+    """An option of several names, of which help shows the first: the others are what it was called before."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy.copy(self)
+        shown.opts, shown.secondary_opts = self.opts[:1], self.secondary_opts[:1]
+        return super(RenamedOption, shown).get_help_record(ctx)
+
+
+class Policy(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.2
+    """A scheduling policy: its name, or an import path that the working directory counts for, too."""
+
+    name = "policy"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "NAME|PACKAGE.MODULE:NAME"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if ":" in value and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            find_policy(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return value

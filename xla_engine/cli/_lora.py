@@ -1,0 +1,60 @@
+"""Options of commands whose requests may have adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.cli._help import together
+from xla_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+
+
+def _adapters(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """Paths of adapters by name."""
+    pairs = dict(value.partition("=")[::2] for value in values)
+    if len(pairs) < len(values) or not all(name and path for name, path in pairs.items()):
+        raise click.BadParameter("give NAME=PATH, each name once")
+    return pairs
+
+
+# Adapters that requests choose by name, and the room for them.
+lora_options = together(
+    click.option("--enable-lora", is_flag=True, help="Requests may have LoRA adapters, each its own."),
+    click.option(
+        "--lora-modules",
+        metavar="NAME=PATH",
+        multiple=True,
+        callback=_adapters,
+        help="An adapter that PEFT saved, for requests whose model is NAME; repeatable. Needs --enable-lora.",
+    ),
+    click.option(
+        "--max-loras",
+        type=click.IntRange(1),
+        default=1,
+        help="Adapters there is room for; at least those of --lora-modules.",
+    ),
+    click.option("--max-lora-rank", type=click.IntRange(1), default=16, help="Rank of an adapter at most."),
+)
+
+
+def with_room(fields: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `EngineConfig` with room for the adapters that the options name."""
+    if adapters := options.get("lora_modules"):
+        if not fields["enable_lora"]:
+            raise ConfigError("--lora-modules needs --enable-lora")
+        fields["max_loras"] = max(fields["max_loras"], len(adapters))
+    return fields
+
+
+def load(engine: XlaBatchEngine, options: Mapping[str, Any]) -> None:
+    """Load the adapters that the options name; they stay."""
+    from xla_engine.model_loader.peft.request import LoRARequest
+
+    for number, (name, path) in enumerate(options.get("lora_modules", {}).items(), 1):
+        engine.add_lora(LoRARequest(name, number, path))
+        engine.pin_lora(number)

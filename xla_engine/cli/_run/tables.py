@@ -1,0 +1,173 @@
+"""Tables as input and output of `xla-engine run`: which options there are, and what they come to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from xla_engine.batch.lines import Line, count_lines, read_lines
+from xla_engine.batch.output_file import Mode
+from xla_engine.batch.resume import is_packed
+from xla_engine.cli._help import together
+from xla_engine.cli._run.files import open_input
+from xla_engine.errors import OutputError
+
+if TYPE_CHECKING:
+    from xla_engine.batch.datasets.tables import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """Which columns of a table are prompt and id, which the output keeps, and where results are held meanwhile."""
+
+    prompt_column: str | None = None
+    prompt_template: str | None = None
+    id_column: str | None = None
+    keep_columns: str | None = None
+    journal: str | None = None
+
+    @property
+    def asks_for_columns(self) -> bool:
+        return (self.prompt_column, self.prompt_template, self.id_column) != (None, None, None)
+
+
+# Options that make a `TableOptions`.
+table_options = together(
+    click.option(
+        "--prompt-column", metavar="NAME", help="The column of a table that holds prompts or chats."
+    ),
+    click.option(
+        "--prompt-template", metavar="TEXT", help="The prompt of each row: text with {column} in it."
+    ),
+    click.option("--id-column", metavar="NAME", help="The column of a table that holds ids."),
+    click.option(
+        "--keep-columns",
+        metavar="NAME,...",
+        help="Columns of the input that a table as OUTPUT has, too.  [default: all]",
+    ),
+    click.option(
+        "--journal",
+        metavar="FILE",
+        help="Where results are held until a table or URL as OUTPUT is written.  [default: OUTPUT.journal.jsonl]",
+    ),
+)
+
+
+def take_table_options(options: dict[str, Any]) -> TableOptions:
+    """Take the values of `table_options` out of a command's options."""
+    return TableOptions(**{name: options.pop(name) for name in TableOptions.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """What a run reads. total: its lines, None where not counted. file: None for tables. columns: to be kept."""
+
+    lines: Iterator[Line]
+    total: int | None
+    file: BinaryIO | None
+    table: Table | None = None
+    columns: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def open_lines(
+    source: str, options: TableOptions, max_line_bytes: int, *, count: bool = False, keep: bool = False
+) -> Iterator[Input]:
+    """The lines of a file of requests, or of the rows of a table. Raises ConfigError and OSError.
+
+    count: whether the total is wanted. keep: whether columns are to be kept for the output.
+    """
+    from xla_engine.batch.datasets.files import file_system, is_table, is_url
+
+    if is_table(source) or options.asks_for_columns:
+        yield _table_lines(source, options, max_line_bytes, count=count, keep=keep)
+    elif is_url(source):
+        system, path = file_system(source)
+        compression = "gzip" if is_packed(source) else None
+        with system.open(path, "rb", compression=compression) as file:
+            yield Input(lines=read_lines(file, max_line_bytes), total=None, file=None)
+    else:
+        with open_input(source) as file:
+            total = count_lines(file, max_line_bytes) if count else None
+            yield Input(lines=read_lines(file, max_line_bytes), total=total, file=file)
+
+
+def _table_lines(
+    source: str, options: TableOptions, max_line_bytes: int, *, count: bool, keep: bool
+) -> Input:
+    from xla_engine.batch.datasets.output import kept_columns
+    from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
+    from xla_engine.batch.datasets.tables import Table
+
+    table = Table(source)
+    columns = RowColumns(
+        prompt=options.prompt_column, template=options.prompt_template, id=options.id_column
+    ).of(table.names)
+    wanted = (
+        None if options.keep_columns is None else [name for name in options.keep_columns.split(",") if name]
+    )
+    read = [columns.prompt, columns.id, "sampling_params", *template_columns(columns.template)]
+    return Input(
+        lines=row_lines(table.rows([name for name in read if name]), columns, max_line_bytes),
+        total=table.num_rows if count else None,
+        file=None,
+        table=table,
+        columns=tuple(kept_columns(table.names, wanted, columns)) if keep else (),
+    )
+
+
+class TableOutput:
+    """An output that cannot grow line by line: a table, or a URL. Results are held in a journal until all are there.
+
+    journal: the file of result lines that the run writes and resumes.
+    """
+
+    def __init__(self, out: str, options: TableOptions) -> None:
+        from xla_engine.batch.datasets.files import is_url
+
+        self.out = out
+        name = out.rstrip("/").rpartition("/")[2] if is_url(out) else out
+        self.journal = Path(options.journal or f"{name}.journal.jsonl")
+
+    @classmethod
+    def wanted(cls, out: str, options: TableOptions) -> TableOutput | None:
+        """None for an output that grows line by line."""
+        from xla_engine.batch.datasets.files import OUTPUTS, is_url, kind_of
+
+        return cls(out, options) if is_url(out) or kind_of(out) in OUTPUTS else None
+
+    def check(self, source: str, mode: Mode) -> bool:
+        """Whether there is something to do: not where a resumed output is whole. Raises OutputError and OSError."""
+        if source == self.out or (
+            (os.path.exists(source) and os.path.exists(self.out)) and os.path.samefile(source, self.out)
+        ):
+            raise OutputError(f"{source} is input and output; results need a file of their own")
+        if mode is Mode.OVERWRITE or not self._exists():
+            return True
+        if mode is Mode.NEW:
+            raise OutputError(f"{self.out} is there already; --overwrite replaces it")
+        return self.journal.exists()
+
+    def _exists(self) -> bool:
+        from xla_engine.batch.datasets.files import file_system, is_url
+
+        if not is_url(self.out):
+            return os.path.exists(self.out)
+        system, path = file_system(self.out)
+        return bool(system.exists(path))
+
+    def finish(self, source: Input, *, failed: bool) -> None:
+        """Write the table. The journal goes, unless lines failed: --retry-failed needs it."""
+        from xla_engine.batch.datasets.output import publish
+        from xla_engine.distributed.shards.shard import state_path
+
+        publish(self.journal, self.out, source.table, source.columns)
+        if not failed:
+            self.journal.unlink()
+            state_path(self.journal).unlink(missing_ok=True)

@@ -1,0 +1,66 @@
+"""Files that show what a run is doing while it runs: status, metrics, step log."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.cli import _common
+from xla_engine.observability.live_file import LiveFile
+from xla_engine.observability.metrics_file import MetricsFile
+from xla_engine.observability.status_file import StatusFile
+from xla_engine.observability.step_log_writer import logging_steps
+
+if TYPE_CHECKING:
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+
+Names = Callable[[str], str | None]  # the caller's name for an engine request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """Paths of these files; None for one that was not asked for."""
+
+    status: str | None = None
+    metrics: str | None = None
+    step_log: str | None = None
+
+    def logging(self, engine: XlaBatchEngine, names: Names) -> contextlib.AbstractContextManager[None]:
+        """Write the step log while the block runs. Raises OSError and ConfigError."""
+        if self.step_log is None:
+            return contextlib.nullcontext()
+        return logging_steps(engine, self.step_log, names=names)
+
+    def begin(self, engine: XlaBatchEngine, names: Names, run: Callable[[], Mapping[str, Any]]) -> LiveFiles:
+        """The files that are written again and again, each written once. run: what the run itself counts."""
+        files: dict[str, LiveFile] = {}
+        if self.status is not None:
+            files["status"] = StatusFile(self.status, engine, names=names, run=run)
+        if self.metrics is not None:
+            files["metrics"] = MetricsFile(self.metrics, engine)
+        with _common.startup_errors():
+            for file in files.values():
+                file.write()
+        return LiveFiles(files)
+
+
+class LiveFiles:
+    """Status and metrics files of a run, by what they hold."""
+
+    def __init__(self, files: Mapping[str, LiveFile]) -> None:
+        self._files = files
+
+    def update(self, *, force: bool = False) -> None:
+        """Write each that is due, or all with `force`."""
+        for file in self._files.values():
+            file.update(force=force)
+
+    def report_failures(self) -> None:
+        """Say which could not be written."""
+        for what, file in self._files.items():
+            if file.failure is not None:
+                click.echo(f"the {what} file could not be written: {file.failure}", err=True)

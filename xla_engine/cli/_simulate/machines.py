@@ -1,0 +1,110 @@
+"""`xla-engine simulate --replicas`: how many machines a trace needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.cli import _common
+from xla_engine.cli._help import together
+
+if TYPE_CHECKING:
+    from xla_engine.scheduler import SchedulerConfig
+    from xla_engine.simulator.cost import CostModel, Machine
+    from xla_engine.simulator.report import Report
+    from xla_engine.simulator.trace import Arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """How many machines to simulate, or what the 99th percentiles may be, in seconds."""
+
+    replicas: tuple[int, ...]
+    p99_first_token: float | None
+    p99_between: float | None
+    p99_request: float | None
+
+    def __bool__(self) -> bool:
+        return bool(self.replicas) or self.searches
+
+    @property
+    def searches(self) -> bool:
+        goals = (self.p99_first_token, self.p99_between, self.p99_request)
+        return not self.replicas and any(goal is not None for goal in goals)
+
+
+_SECONDS = click.FloatRange(0, min_open=True)
+
+# Options that make a `Wanted`.
+machine_options = together(
+    click.option(
+        "--replicas",
+        type=click.IntRange(1, 4096),
+        multiple=True,
+        help="Simulate so many machines behind a router; several times to compare.",
+    ),
+    click.option(
+        "--p99-first-token", type=_SECONDS, metavar="SECONDS", help="Find the fewest machines for this p99."
+    ),
+    click.option(
+        "--p99-between", type=_SECONDS, metavar="SECONDS", help="The same, of the time between tokens."
+    ),
+    click.option("--p99-request", type=_SECONDS, metavar="SECONDS", help="The same, of whole requests."),
+)
+
+
+def take_wanted(options: dict[str, Any]) -> Wanted:
+    """Take the values of `machine_options` out of a command's options."""
+    return Wanted(**{name: options.pop(name) for name in Wanted.__dataclass_fields__})
+
+
+def simulate_machines(
+    wanted: Wanted,
+    config: SchedulerConfig,
+    machine: Machine,
+    cost: CostModel,
+    arrivals: Callable[[], Iterator[Arrival]],
+    *,
+    lag: int,
+    plot_path: str | None,
+    title: str,
+) -> dict[str, Any]:
+    """Print the table, and draw the plot where asked for; returns the figures by number of machines."""
+    from xla_engine.simulator.replicas import Goal, fewest, machines_table, plot_machines, simulate_replicas
+    from xla_engine.simulator.report import to_json
+
+    goal = Goal(first_token=wanted.p99_first_token, inter_token=wanted.p99_between, whole=wanted.p99_request)
+
+    def simulate(replicas: int) -> Report:
+        began = time.monotonic()
+        report = simulate_replicas(config, machine, cost, arrivals(), replicas=replicas, lag=lag)
+        took = time.monotonic() - began
+        click.echo(f"{replicas} machines: {report.requests} requests in {took:.1f} s", err=True)
+        return report
+
+    with _common.startup_errors():
+        if wanted.searches:
+            needed, reports = fewest(simulate, goal)
+        else:
+            reports = {replicas: simulate(replicas) for replicas in sorted(set(wanted.replicas))}
+            needed = next(
+                (replicas for replicas, each in reports.items() if goal and goal.is_met(each)), None
+            )
+    click.echo("\n" + "\n".join(machines_table(reports, goal)))
+    if goal:
+        said = ", ".join(f"{name} {most:g} s" for name, most in goal.wanted.items() if most is not None)
+        answer = (
+            "no number of machines keeps it: a single request takes longer"
+            if wanted.searches
+            else "none of these"
+        )
+        click.echo(f"\np99 of {said}: {f'{needed} machines' if needed is not None else answer}")
+    with _common.startup_errors():
+        if plot_path is not None:
+            plot_machines(reports, goal, Path(plot_path), title)
+    return {str(replicas): to_json(report) for replicas, report in reports.items()} | {"needed": needed}

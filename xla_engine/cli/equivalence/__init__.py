@@ -1,0 +1,1 @@
+"""Commands about the same bits: `verify`, `replay`, `shrink`, `compare`."""

@@ -1,0 +1,37 @@
+"""`xla-engine merge`: the outputs of all shards as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from xla_engine.cli import _common
+from xla_engine.distributed.shards.merge import merge as merge_shards
+
+
+@click.command(short_help="Make one file of the outputs of all shards.")
+@click.argument("shards", metavar="SHARD...", nargs=-1, required=True)
+@click.option("-o", "--output", "output_path", metavar="OUTPUT", required=True, help="The merged file.")
+@click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it is there.")
+@click.option(
+    "--any-engine", is_flag=True, help="Merge also what engines of different devices or options have made."
+)
+def merge(shards: tuple[str, ...], output_path: str, overwrite: bool, any_engine: bool) -> None:
+    """Merge the outputs of `xla-engine run --shard 0/N` to `N-1/N` in the order of the input.
+
+    Each SHARD is an output with its .shard.json beside it. A shard that is missing, there twice, not finished, or of
+    another input is an error, and then nothing is written.
+
+    OUTPUT has the bytes that one run over the whole input with --ordered writes, where all got the same --created.
+
+    \b
+    Example:
+      for i in 0 1 2; do xla-engine run in.jsonl -o part-$i.jsonl --shard $i/3 --created 1767225600; done
+      xla-engine merge part-*.jsonl -o out.jsonl
+    """
+    with _common.startup_errors():
+        done = merge_shards(
+            [Path(path) for path in shards], Path(output_path), overwrite=overwrite, any_engine=any_engine
+        )
+    click.echo(f"{done.lines} lines of {done.shards} shards, {done.errors} of them errors", err=True)

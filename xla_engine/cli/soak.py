@@ -1,0 +1,83 @@
+"""`xla-engine soak`: everything at once, for minutes or days, and nothing lost, changed or left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import click
+
+from xla_engine.cli import _common
+from xla_engine.utils.progress import counting
+
+
+@click.command(
+    short_help="Run everything at once, with faults, and look for harm.",
+    context_settings={"show_default": True},
+)
+@_common.model_option
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Go on for so long.  [default: 2]")
+@click.option("--lives", type=click.IntRange(1), help="Go on for so many engines instead.")
+@click.option("--seed", type=int, default=0, help="Chooses all requests, faults and times.")
+@click.option(
+    "--first-life", type=click.IntRange(0), default=0, help="Begin with this one of a seed's engines."
+)
+@click.option("--max-num-seqs", type=click.IntRange(1), default=8, help="Requests decoded together.")
+@click.option("--max-model-len", type=click.IntRange(64), default=256, help="Of prompt and new tokens.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", help="Of weights."
+)
+@click.option("--quantization", type=click.Choice(["int8"]), help="Weights in eight bits.")
+@click.option("--attention-backend", metavar="NAME", default="auto", help="As for `run`.")
+@click.option("--isa", metavar="NAME", default="auto", help="As for `run`.")
+def soak(
+    model: str | None, minutes: float | None, lives: int | None, seed: int, first_life: int, **options: Any
+) -> None:
+    """Run engines under all that callers and devices do, and look for harm.
+
+    Requests of every kind come, are aborted, preempted, run out of time or lose their readers; bad ones are
+    refused. One engine of three has its requests through `AsyncLLM`. Steps fail, take long or are interrupted, with
+    some requests every step fails, and some texts cannot be made. Each engine is drained, closed, hung or loses its
+    device at last, and the next one begins: with slots or blocks, with speculation or without. The clock moves with
+    the steps, so that a seed says what happens in each engine's life.
+
+    At the end of each round every request must have one result of a reason that fits, all slots, blocks and parked
+    bytes must be back, nothing may have been compiled, and some requests run alone: the bits must be the same. At the
+    end of each life nothing of the engine may live on, and over all lives the memory must not grow.
+
+    \b
+    Exit status: 0 all held, 1 something did not, 2 could not start.
+
+    \b
+    Examples:
+      xla-engine soak --minutes 2
+      xla-engine soak --minutes 600 --seed 7 --model ./SmolLM2-135M
+      xla-engine soak --seed 7 --first-life 12 --lives 1
+    """
+    if minutes is not None and lives is not None:
+        raise click.UsageError("--minutes and --lives exclude each other.")
+    with contextlib.ExitStack() as stack, _common.startup_errors():
+        from xla_engine.config import EngineConfig
+        from xla_engine.environment import embedded_model_directory
+        from xla_engine.model_loader.checkpoint import load_checkpoint
+        from xla_engine.model_loader.model_files import open_model
+        from xla_engine.soak.faults import FaultyTokenizer
+        from xla_engine.soak.soak import soak as run
+
+        config = EngineConfig(**options)
+        files = open_model(embedded_model_directory() if model is None else model)
+        count = stack.enter_context(counting("rounds", sys.stderr))
+        report = run(
+            load_checkpoint(files, dtype=config.dtype),
+            FaultyTokenizer.of_model(files),
+            config,
+            minutes=2.0 if minutes is None and lives is None else minutes,
+            lives=lives,
+            seed=seed,
+            first_life=first_life,
+            progress=count,
+        )
+    click.echo("\n".join(report.lines()))
+    if not report.ok:
+        sys.exit(_common.SOME_FAILED)

@@ -1,0 +1,1 @@
+"""Several engines on one machine behind one, a process each."""

@@ -1,0 +1,246 @@
+"""What an engine and its parent tell each other: one JSON object a line, and outputs as what is new in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.identity import EngineIdentity
+from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from xla_engine.scheduler import FinishReason, Snapshot
+from xla_engine.scheduler.plan import Decision, Slot
+from xla_engine.scheduler.request import Status
+from xla_engine.scheduler.snapshot import Counters, RequestView, SlotView, Times
+
+Message = dict[str, Any]
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One line. Floats keep all their bits; those that are no numbers are written as Python's json does."""
+    return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    found: Message = json.loads(line)
+    return found
+
+
+def config_to_json(config: EngineConfig) -> Message:
+    return asdict(config)
+
+
+def config_of(values: Message) -> EngineConfig:
+    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return EngineConfig(**{**values, **tuples})
+
+
+def identity_of(values: Message) -> EngineIdentity:
+    return EngineIdentity(**values)
+
+
+def plain(value: Any) -> Any:
+    """Records as JSON values."""
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def snapshot_of(values: Message) -> Snapshot:
+    """The `Snapshot` that `plain` made an object of."""
+    counters = {**values["counters"]}
+    counters["finished"] = {FinishReason(name): count for name, count in counters["finished"].items()}
+    return Snapshot(
+        slots=tuple(
+            SlotView(
+                slot=Slot(**each["slot"]),
+                position=each["position"],
+                request=None if each["request"] is None else _view(each["request"]),
+                blocks=tuple(each["blocks"]),
+            )
+            for each in values["slots"]
+        ),
+        waiting=tuple(map(_view, values["waiting"])),
+        draining=tuple(map(_view, values["draining"])),
+        counters=Counters(**counters),
+    )
+
+
+def _view(values: Message) -> RequestView:
+    decision, times = values["decision"], values["times"]
+    return RequestView(
+        **{
+            **values,
+            "status": Status(values["status"]),
+            "decision": None if decision is None else Decision(**decision),
+            "times": None if times is None else Times(**times),
+        }
+    )
+
+
+@dataclass(slots=True)
+class Sent:
+    """How much of a request its reader has: tokens and text of each sequence, times, scores of the prompt."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    times: int = 0
+    prompt: int = 0
+
+
+def news_of(output: RequestOutput, sent: Sent) -> Message:
+    """What `output` says that `sent` does not; `sent` is brought up to it."""
+    parts = []
+    for completion in output.outputs:
+        start, before = sent.tokens.get(completion.index, 0), sent.texts.get(completion.index, "")
+        kept = len(before) if completion.text.startswith(before) else 0
+        parts.append(
+            {
+                "index": completion.index,
+                "tokens": completion.token_ids[start:],
+                "kept": kept,
+                "text": completion.text[kept:],
+                "sum": completion.cumulative_logprob,
+                "logprobs": None if completion.logprobs is None else completion.logprobs[start:],
+                "top": None
+                if completion.top_logprobs is None
+                else _tops_to_json(completion.top_logprobs[start:]),
+                "finish": completion.finish_reason,
+                "stop": completion.stop_reason,
+            }
+        )
+        sent.tokens[completion.index] = len(completion.token_ids)
+        sent.texts[completion.index] = completion.text
+    news: Message = {"finished": output.finished, "outputs": parts}
+    if output.error is not None:
+        news["error"] = output.error
+    if (scores := output.prompt_logprobs) is not None:
+        news["prompt"] = _tops_to_json(scores[sent.prompt :])
+        sent.prompt = len(scores)
+    if (metrics := output.metrics) is not None:
+        times = metrics.token_times[sent.times :]
+        news["times"] = [metrics.admitted_time, metrics.first_token_time, metrics.finished_time, times]
+        sent.times = len(metrics.token_times)
+    news["counts"] = [output.num_cached_tokens, output.num_drafted_tokens, output.num_accepted_tokens]
+    return news
+
+
+def _tops_to_json(tops: Any) -> list[Any]:
+    return [None if top is None else [[token, *entry] for token, entry in top.items()] for top in tops]
+
+
+def _tops_of(values: list[Any]) -> list[Any]:
+    return [None if top is None else {token: Logprob(*entry) for token, *entry in top} for top in values]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    total: float | None = None
+    logprobs: list[float] | None = None
+    tops: list[dict[int, Logprob]] | None = None
+    finish: str | None = None
+    stop: int | str | None = None
+
+    def add(self, part: Message) -> None:
+        self.tokens += part["tokens"]
+        self.text = self.text[: part["kept"]] + part["text"]
+        self.total, self.finish, self.stop = part["sum"], part["finish"], part["stop"]
+        if part["logprobs"] is not None:
+            self.logprobs = (self.logprobs or []) + part["logprobs"]
+        if part["top"] is not None:
+            self.tops = (self.tops or []) + _tops_of(part["top"])
+
+
+@dataclass(slots=True)
+class Received:
+    """All that came for a request in one run of it."""
+
+    sequences: dict[int, _Sequence] = field(default_factory=dict)
+    prompt: list[Any] | None = None
+    finished: bool = False
+    error: str | None = None
+    admitted: float | None = None
+    first: float | None = None
+    ended: float | None = None
+    times: list[float] = field(default_factory=list)
+    counts: tuple[int, int, int] = (0, 0, 0)
+
+    def add(self, news: Message) -> None:
+        """Take in what `news_of` made."""
+        for part in news["outputs"]:
+            self.sequences.setdefault(part["index"], _Sequence()).add(part)
+        self.finished, self.error = news["finished"], news.get("error")
+        if "prompt" in news:
+            self.prompt = (self.prompt or []) + _tops_of(news["prompt"])
+        if "times" in news:
+            self.admitted, self.first, self.ended, times = news["times"]
+            self.times += times
+        self.counts = tuple(news["counts"])
+
+    def add_empty(self, index: int) -> None:
+        """Have a sequence of this index, with nothing in it where there was none."""
+        self.sequences.setdefault(index, _Sequence())
+
+    def is_behind(self, other: Received) -> bool:
+        """Whether `other`, an earlier run of the same request, has something that has not come here yet."""
+        return not self.finished and (
+            len(self.prompt or ()) < len(other.prompt or ())
+            or any(
+                index not in self.sequences or len(self.sequences[index].tokens) < len(sequence.tokens)
+                for index, sequence in other.sequences.items()
+            )
+        )
+
+    def continues(self, other: Received) -> bool:
+        """Whether the tokens of `other` are the first ones here."""
+        return all(
+            index in self.sequences
+            and self.sequences[index].tokens[: len(sequence.tokens)] == sequence.tokens
+            for index, sequence in other.sequences.items()
+        )
+
+    def output(
+        self, request_id: str, prompt: str | None, prompt_token_ids: tuple[int, ...], arrival: float
+    ) -> RequestOutput:
+        completions = tuple(
+            CompletionOutput(
+                index=index,
+                text=each.text,
+                token_ids=tuple(each.tokens),
+                cumulative_logprob=each.total,
+                logprobs=None if each.logprobs is None else tuple(each.logprobs),
+                top_logprobs=None if each.tops is None else tuple(each.tops),
+                finish_reason=each.finish,
+                stop_reason=each.stop,
+            )
+            for index, each in sorted(self.sequences.items())
+        )
+        cached, drafted, accepted = self.counts
+        return RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=completions,
+            finished=self.finished,
+            metrics=RequestMetrics(
+                arrival_time=arrival,
+                admitted_time=self.admitted,
+                first_token_time=self.first,
+                finished_time=self.ended,
+                token_times=tuple(self.times),
+            ),
+            error=self.error,
+            prompt_logprobs=None if self.prompt is None else tuple(self.prompt),
+            num_cached_tokens=cached,
+            num_drafted_tokens=drafted,
+            num_accepted_tokens=accepted,
+        )

@@ -1,0 +1,130 @@
+"""Rows of a Ray dataset to requests, and outputs to the columns that `ray.data.llm` gives them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from xla_engine.batch.datasets.rows import without_nulls
+from xla_engine.batch.requests import LineError, LineRequest, line_error, parse_record
+from xla_engine.outputs import Logprob, RequestOutput
+
+ERROR = "__inference_error__"  # "" where there is a result
+
+
+PROMPTS = (("messages", "messages"), ("tokenized_prompt", "prompt"), ("prompt", "prompt"))  # column, field
+SAMPLING = "sampling_params"
+
+
+def columns_read(id_column: str | None) -> set[str]:
+    """The columns that make a request."""
+    return {*(column for column, _ in PROMPTS), SAMPLING} | ({id_column} if id_column is not None else set())
+
+
+def request_of(
+    row: Mapping[str, Any], defaults: Mapping[str, Any], id_column: str | None, seed_of: Callable[[str], int]
+) -> LineRequest | LineError:
+    """The request of a row, or why it has none.
+
+    row: with `messages`, `prompt` or `tokenized_prompt`, and perhaps `sampling_params`.
+    id_column: its value is the row's id; without one the request itself is, so that equal rows get equal texts.
+    seed_of: the seed that an id stands for, of rows that have none.
+    """
+    given = row.get(SAMPLING)
+    record: dict[str, Any] = dict(without_nulls(given)) if isinstance(given, Mapping) else {}
+    for column, field in PROMPTS:
+        if row.get(column) is not None:
+            record[field] = without_nulls(_plain(row[column]))
+            break
+    else:
+        return line_error(1, "invalid_request", "the row has no messages, prompt or tokenized_prompt")
+    if record.get("seed", defaults.get("seed")) is None:
+        record["seed"] = seed_of(_name(record) if id_column is None else str(row.get(id_column)))
+    request = parse_record(record, 1, defaults)
+    if isinstance(request, LineRequest) and (len(request.prompts) > 1 or request.params.n > 1):
+        return line_error(1, "invalid_request", "a row has one text: n must be 1")
+    return request
+
+
+def _name(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def result_of(output: RequestOutput) -> dict[str, Any]:
+    """The columns of a finished request."""
+    completion = output.outputs[0]
+    tops: Sequence[Mapping[int, Logprob]] | None = completion.top_logprobs
+    if tops is None and completion.logprobs is not None:
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        tops = [{token: Logprob(value, 0)} for token, value in pairs]
+    return {
+        "generated_text": completion.text,
+        "generated_tokens": list(completion.token_ids),
+        "num_input_tokens": len(output.prompt_token_ids),
+        "num_generated_tokens": len(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "logprobs": None if tops is None else [_logprobs(top) for top in tops],
+        "prompt_logprobs": None
+        if output.prompt_logprobs is None
+        else [None if top is None else _logprobs(top) for top in output.prompt_logprobs],
+        ERROR: "",
+    }
+
+
+def error_of(message: str) -> dict[str, Any]:
+    """The columns of a row without a result: those of a result, empty, and why."""
+    return {
+        "generated_text": "",
+        "generated_tokens": [],
+        "num_input_tokens": 0,
+        "num_generated_tokens": 0,
+        "finish_reason": None,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        ERROR: message,
+    }
+
+
+def _logprobs(top: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    """Of one token: it and the likeliest others. rank is null where only the token itself was asked for."""
+    return [
+        {
+            "token_id": token,
+            "logprob": each.logprob,
+            "rank": each.rank or None,
+            "decoded_token": each.decoded_token,
+        }
+        for token, each in top.items()
+    ]
+
+
+def columns_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arrow arrays of what `result_of` and `error_of` made; their types are the same in every batch."""
+    import pyarrow as pa
+
+    logprob = pa.struct(
+        [
+            ("token_id", pa.int32()),
+            ("logprob", pa.float64()),
+            ("rank", pa.int32()),
+            ("decoded_token", pa.string()),
+        ]
+    )
+    types = {
+        "generated_text": pa.string(),
+        "generated_tokens": pa.list_(pa.int32()),
+        "num_input_tokens": pa.int64(),
+        "num_generated_tokens": pa.int64(),
+        "finish_reason": pa.string(),
+        "logprobs": pa.list_(pa.list_(logprob)),
+        "prompt_logprobs": pa.list_(pa.list_(logprob)),
+        ERROR: pa.string(),
+    }
+    return {name: pa.array([each[name] for each in results], kind) for name, kind in types.items()}

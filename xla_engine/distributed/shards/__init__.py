@@ -1,0 +1,1 @@
+"""Independent jobs over one input, and their outputs made into one."""

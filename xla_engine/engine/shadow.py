@@ -1,0 +1,205 @@
+"""The shadow parity probe: some requests run a second time, alone and by plain decode, while the engine serves.
+
+A request that ended is drawn now and then. Its prompt is prefilled again from the beginning, in a row that no other
+request ever has, and each of its tokens is decoded one by one, between the engine's own steps: no neighbour, no cached
+prefix, no preemption, no draft. Law 1 says that every token and every bit of its log-probabilities comes again. What
+does not is counted and logged; the request itself was delivered long before, and none is held up but by the time that
+the steps take.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.runner.in_flight import DecodeSamples, FirstSamples, InFlight
+from xla_engine.runner.row_settings import RowSettings
+from xla_engine.runner.runner import Runner
+from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, FinishReason, Plan, Row, Sample, Slot
+
+_log = logging.getLogger("xla_engine.shadow")
+_NAME = "shadow"  # of the request, in plans that no scheduler sees
+MOST_WAITING = 16  # drawn requests that have not been run; those beyond are not drawn
+_MOST_UNREAD = 2  # of its own steps
+
+
+class _Case(NamedTuple):
+    """What is to come again. logprobs: None where the request asked for none."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    settings: RowSettings
+
+
+class ShadowProbe:
+    """Runs requests again through a runner's own programs.
+
+    requests: that were run again to their end, or to their first difference. mismatches: those that differed.
+    """
+
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+        """config: with `shadow_rate` above 0, so that the device has a row more than the scheduler."""
+        self.requests = 0
+        self.mismatches = 0
+        self._runner = runner
+        self._config = config
+        self._draw = random.Random(config.seed)
+        self._slot = Slot(index=config.num_slots, epoch=0)
+        self._waiting: deque[_Case] = deque()
+        self._case: _Case | None = None
+        self._plans: Iterator[Plan] = iter(())
+        self._unread: deque[InFlight] = deque()
+        self._seen = 0  # tokens of the case that came again
+        self._broken = False
+
+    def ended(self, sequence: LiveSequence, settings: RowSettings, reason: FinishReason) -> None:
+        """A sequence is over: draw whether it will run again."""
+        if self._broken or self._draw.random() >= self._config.shadow_rate:
+            return
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH) or sequence.host_gated or settings.adapter:
+            return  # an adapter may be gone by then
+        output = sequence.output()
+        (found,) = output.outputs
+        if found.token_ids and len(self._waiting) < MOST_WAITING:
+            case = _Case(
+                sequence.request_id, output.prompt_token_ids, found.token_ids, found.logprobs, settings
+            )
+            self._waiting.append(case)
+
+    def step(self) -> bool:
+        """Read what is there and start one step, if there is something to do; the engine has just started its own.
+
+        A failure ends the probe and nothing else. If the device's state was lost with it, the engine's next step
+        finds out, and all requests run again as after any fault.
+        """
+        try:
+            return not self._broken and self._advance()
+        except Exception as error:
+            self._broken = True
+            self._forget()
+            _log.warning(
+                "the shadow probe has failed and is off from now on: %s: %s", type(error).__name__, error
+            )
+            return False
+
+    def finish(self) -> None:
+        """Run all that was drawn. The engine must be idle."""
+        while self.step():
+            for step in self._unread:
+                self._runner.wait(step)
+
+    def restart(self) -> None:
+        """The device has lost its state: begin the request anew."""
+        case = self._case
+        self._forget()
+        if case is not None:
+            self._waiting.appendleft(case)
+
+    def forget_all(self) -> None:
+        """The weights have changed: what was drawn cannot come again."""
+        self._waiting.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._case, self._plans = None, iter(())
+        self._unread.clear()
+
+    def _advance(self) -> bool:
+        while self._unread and all(_is_ready(part.samples) for part in _parts(self._unread[0])):
+            self._read(self._unread.popleft())
+        if self._case is None:
+            if not self._waiting:
+                return False
+            self._case, self._seen = self._waiting.popleft(), 0
+            self._plans = self._plans_of(self._case)
+        if len(self._unread) < _MOST_UNREAD and (plan := next(self._plans, None)) is not None:
+            step = self._runner.start(plan, {_NAME: self._case.settings})
+            self._runner.prefill_calls -= len(step.first)  # counted are those of users
+            self._unread.append(step)
+        return True
+
+    def _plans_of(self, case: _Case) -> Iterator[Plan]:
+        """Its prompt in chunks as any, a prefill call at a time, then a token a step."""
+        size, lanes = self._config.chunk_size, self._config.prefill_lanes[-1]
+        length = len(case.prompt)
+        chunks = [
+            Chunk(
+                slot=self._slot,
+                request_id=_NAME,
+                start=start,
+                tokens=case.prompt[start : start + size],
+                is_last=start + size >= length,
+                is_first=start == 0,
+            )
+            for start in range(0, length, size)
+        ]
+        for at in range(0, len(chunks), lanes):
+            yield Plan(
+                step=0, chunks=tuple(chunks[at : at + lanes]), tables=self._tables() if at == 0 else ()
+            )
+        rows = (Row(slot=self._slot, request_id=_NAME),)
+        for _ in case.tokens[1:]:
+            yield Plan(step=0, decode=rows)
+
+    def _tables(self) -> tuple[BlockTable, ...]:
+        """Where slots borrow blocks, those behind the scheduler's are its own."""
+        first = self._config.num_blocks
+        if first is None:
+            return ()
+        blocks = tuple(range(first, first + self._runner.blocks_of_a_slot))
+        return (BlockTable(slot=self._slot, request_id=_NAME, blocks=blocks),)
+
+    def _read(self, step: InFlight) -> None:
+        result = self._runner.wait(step)
+        samples = [*result.first]
+        if step.plan.decode:
+            samples.append(result.decode.sample(self._slot.index))
+        for sample in samples:
+            case = self._case
+            assert case is not None
+            if (why := _difference(case, self._seen, sample)) is not None:
+                self.mismatches += 1
+                _log.error(
+                    "request %r is not what it is alone, by plain decode: token %d of %d %s",
+                    case.request_id,
+                    self._seen,
+                    len(case.tokens),
+                    why,
+                )
+            self._seen += 1
+            if why is not None or self._seen == len(case.tokens):
+                self.requests += 1
+                self._forget()
+                return
+
+
+def _difference(case: _Case, place: int, sample: Sample) -> str | None:
+    """How a sample differs from what the request got, in words; None where it does not."""
+    if sample.token_id != case.tokens[place]:
+        now = "nothing" if sample.token_id == NO_TOKEN else str(sample.token_id)
+        return f"was {case.tokens[place]} and is {now}"
+    if case.logprobs is None or sample.logprob is None:
+        return None
+    then, now_bits = struct.pack("<f", case.logprobs[place]), struct.pack("<f", sample.logprob)
+    return (
+        None
+        if then == now_bits
+        else f"had log-probability {case.logprobs[place]:.9g}, has {sample.logprob:.9g}"
+    )
+
+
+def _is_ready(samples: Any) -> bool:
+    """Whether an array can be read without waiting."""
+    return bool(samples.is_ready())
+
+
+def _parts(step: InFlight) -> tuple[FirstSamples | DecodeSamples, ...]:
+    return (*step.first, *([] if step.decode is None else [step.decode]))

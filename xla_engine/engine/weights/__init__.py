@@ -1,0 +1,1 @@
+"""What of an engine's weights its callers change: adapters, and the weights themselves."""

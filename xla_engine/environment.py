@@ -1,0 +1,65 @@
+"""What the environment says: directories, the compiler, keys. The only file that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from xla_engine.config import AUTO, ISAS
+from xla_engine.errors import ConfigError
+
+
+def requested_isa(isa: str = AUTO) -> str:
+    """The instruction set asked for: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
+    asked = isa if isa != AUTO else os.environ.get("XLA_ENGINE_ISA") or AUTO
+    if asked not in ISAS:
+        raise ConfigError(f"XLA_ENGINE_ISA must be one of {', '.join(ISAS)}, not {asked!r}")
+    return asked
+
+
+def compile_cache_directory() -> Path:
+    """Where compiled programs are kept: `XLA_ENGINE_CACHE`, else in the user's cache directory."""
+    if explicit := os.environ.get("XLA_ENGINE_CACHE"):
+        return Path(explicit)
+    return cache_directory() / "programs"
+
+
+def native_cache_directory() -> Path:
+    """Where the compiled C++ operations are kept, among the compiled programs."""
+    return compile_cache_directory() / "native"
+
+
+def compiler() -> str:
+    """The C++ compiler: `CXX`, else the system's."""
+    return os.environ.get("CXX") or "c++"
+
+
+def api_keys_from_environment() -> tuple[str, ...]:
+    """The keys that open a server: `XLA_ENGINE_API_KEY`, several with commas between them."""
+    return tuple(key.strip() for key in os.environ.get("XLA_ENGINE_API_KEY", "").split(",") if key.strip())
+
+
+def cache_directory() -> Path:
+    """Our part of the user's cache directory; among the temporary files for a user who has no home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "xla-engine"
+    try:
+        return Path.home() / ".cache" / "xla-engine"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"xla-engine-{os.getuid()}"
+
+
+def embedded_model_directory() -> Path:
+    """The checkpoint that ships inside the package."""
+    return Path(__file__).parent / "embedded"
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """NVIDIA devices for this process: `CUDA_VISIBLE_DEVICES`, else all there are; none where JAX is told so."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return ()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return tuple(name.strip() for name in given.split(",") if name.strip())

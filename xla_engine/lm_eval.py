@@ -1,0 +1,179 @@
+"""The model "xla-engine" of EleutherAI's lm-evaluation-harness (extra `lm-eval`).
+
+Importing this module registers it; `xla-engine lm-eval` does so and hands its arguments on to the harness. All
+requests of a task run in one batch through the prefix cache. Results are the same digits at any batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from xla_engine.environment import embedded_model_directory
+from xla_engine.errors import ConfigError
+from xla_engine.llm import LLM
+from xla_engine.model_loader.config_json import read_special_tokens
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.sampling_params import SamplingParams
+
+NAME = "xla-engine"
+TokenRequest = tuple[
+    tuple[str, str] | None, list[int], list[int]
+]  # key of lm-eval's cache, context, continuation
+
+
+@register_model(NAME)
+class XlaLM(TemplateLM):  # type: ignore[misc]
+    """lm-eval's view of an engine.
+
+    Arguments, in `--model_args`:
+        pretrained, model: directory, .gguf file or hub id; neither is the embedded model.
+        batch_size: slots; "auto" is 16. It changes the speed and no digit.
+        max_gen_toks: new tokens of requests that do not say how many.
+        add_bos_token: whether texts begin with the begin token; None leaves it to tokenizer.json.
+        options: further ones of `xla_engine.LLM`, vLLM's too.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        model: str | None = None,
+        batch_size: int | str = "auto",
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        name = pretrained or model
+        if batch_size != "auto":
+            options.setdefault("max_num_seqs", int(batch_size))
+        self._llm = LLM(name, **options)
+        self._tokenizer = self._llm.get_tokenizer()
+        self._name = name or "embedded"
+        self._add_bos_token = add_bos_token
+        self._max_gen_toks = max_gen_toks
+        files = open_model(name or embedded_model_directory())
+        special = read_special_tokens(files, self._llm.engine.checkpoint.config)
+        if not special.eos_token_ids:
+            raise ConfigError(f"{self._name}: names no eos id, with which lm-eval begins and ends texts")
+        self._eot = special.eos_token_ids[0]
+        self._prefix = self._eot if special.bos_token_id is None else special.bos_token_id
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._eot
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands for an empty context."""
+        return self._prefix
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a text at most, one of which is sampled."""
+        return self._llm.engine.max_model_len
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._max_gen_toks
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the checkpoint's template, for lm-eval's records."""
+        own = self._llm.engine.chat_template
+        return None if not chat_template or own is None else own.source(with_tools=False)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation."""
+        return self._llm.engine.render_chat(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids; a text that begins with the begin token gets no second one."""
+        add = self._add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None:
+            begin = self._tokenizer.decode([self._prefix], skip_special_tokens=False)
+            add = False if begin and string.startswith(begin) else add
+        return self._tokenizer.encode(string, add_special_tokens=True if add is None else add)
+
+    def _loglikelihood_tokens(
+        self, requests: list[TokenRequest], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        most = self.max_length - 1
+        contexts, continuations = [], []
+        for _key, context, continuation in requests:
+            cut = max(len(context) + len(continuation) - most, 0)  # from the left, as the harness does
+            contexts.append(context[cut:] or [self._prefix])
+            continuations.append(continuation[-(most - 1) :])
+        scores = self._llm.score(contexts, continuations, use_tqdm=not disable_tqdm)
+        answers = [(score.logprob, score.is_greedy) for score in scores]
+        for (key, _context, _continuation), answer in zip(requests, answers, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts, in windows of the model's length that share one token."""
+        windows: list[tuple[int, TokenRequest]] = []
+        for index, request in enumerate(requests):
+            found = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self._prefix,
+                max_seq_len=self.max_length - 2,
+                context_len=1,
+            )
+            windows += [(index, (None, *make_disjoint_window(window))) for window in found]
+        totals = [0.0] * len(requests)
+        scored = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm)
+        for (index, _), (logprob, _greedy) in zip(windows, scored, strict=True):
+            totals[index] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Texts that end before one of each request's stop strings."""
+        prompts, params, stops = [], [], []
+        for request in requests:
+            context, given = request.args
+            tokens, stop, fields = self._generation(context, given)
+            prompts.append(tokens)
+            stops.append(stop)
+            params.append(fields)
+        outputs = self._llm.generate(list(prompts), params, use_tqdm=not disable_tqdm)
+        texts = []
+        for request, output, stop in zip(requests, outputs, stops, strict=True):
+            text = postprocess_generated_text(output.outputs[0].text, stop, None)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            texts.append(text)
+        return texts
+
+    def _generation(
+        self, context: str, given: Mapping[str, Any]
+    ) -> tuple[list[int], list[str], SamplingParams]:
+        """The prompt of a request, its stop strings and its parameters; of a prompt that is too long, the end."""
+        end = self._tokenizer.decode([self._eot], skip_special_tokens=False)
+        fields = dict(normalize_gen_kwargs(dict(given), self._max_gen_toks))
+        stop = [each for each in handle_stop_sequences(fields.pop("until", None), eos=end) if each]
+        new = min(int(fields.pop("max_gen_toks")), self.max_length - 1)
+        fields.pop("do_sample", None)
+        fields.setdefault("temperature", 0.0)
+        tokens = self.tok_encode(context)[-(self.max_length - new) :]
+        return tokens, stop, SamplingParams.from_mapping({"max_tokens": new, "stop": stop, **fields})

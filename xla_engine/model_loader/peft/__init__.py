@@ -1,0 +1,1 @@
+"""Adapters as PEFT saves them, and how a request names one."""

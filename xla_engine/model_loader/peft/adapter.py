@@ -1,0 +1,169 @@
+"""A LoRA adapter that PEFT saved, as matrices for the weights of this model.
+
+PEFT's formula (Hu et al. 2021): a linear weight W becomes W + s B A, with s = lora_alpha / r, or lora_alpha / sqrt(r)
+where `use_rslora` is set. s goes into B in float32 before B is rounded to the type of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xla_engine.errors import CheckpointError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.lora.form import DOWN, RANKS, TARGETS, UP, LoraForm, part_ends
+from xla_engine.graphs.ops.rope import rotary_order
+from xla_engine.model_loader.families.family import Source
+from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.safetensors_files import open_tensor_file
+from xla_engine.model_loader.tensor_files import Array, TensorFiles
+from xla_engine.model_loader.weights import Sources
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+# What may be in the configuration and is not built: why.
+_REFUSED = {
+    "use_dora": "magnitudes of DoRA are not computed",
+    "lora_bias": "adapters have no biases here",
+    "modules_to_save": "whole modules of an adapter are not loaded; merge it into the checkpoint",
+    "fan_in_fan_out": "weights are [out, in]",
+    "rank_pattern": "every weight has the same rank",
+    "alpha_pattern": "every weight has the same scale",
+    "layer_replication": "layers are those of the checkpoint",
+    "trainable_token_indices": "embeddings are those of the checkpoint; merge it",
+    "target_parameters": "experts have no adapters; merge it",
+}
+_MODULES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
+_MOST_RANK = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """leaves: by name as in `ModelSpec.adapter_leaves`, what one adapter has of each, in the form of the device.
+    fingerprint: sha256 of its files' contents."""
+
+    leaves: Mapping[str, Array]
+    fingerprint: str
+
+
+def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: LoraForm) -> Adapter:
+    """Read the adapter in the directory `path` for a model of this configuration, whose leaves are made of `sources`.
+
+    Raises CheckpointError, naming file, field or tensor and the remedy, for what cannot be loaded.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory}: no such directory. Name the one that PEFT's save_pretrained() wrote"
+        )
+    fields = Fields.of_file(directory / CONFIG)
+    scale = _scale(fields, form)
+    files = open_tensor_file(directory / WEIGHTS)
+    pairs = _pairs(files)
+    leaves = {
+        f"layers.{index}.{name}": np.zeros(shape[1:], form.dtype_of(name))
+        for index in range(config.num_hidden_layers)
+        for target in TARGETS
+        for name, shape in form.shapes(config, target).items()
+    }
+    for leaf, parts in sources.items():
+        target = leaf.rpartition(".")[2]
+        if not leaf.startswith("layers.") or target not in TARGETS:
+            continue
+        down, up = leaves[leaf + DOWN], leaves[leaf + UP]
+        begin = 0
+        for source in parts:
+            pair = pairs.pop(source.name.removesuffix(".weight"), None)
+            if pair is not None:
+                a, b = _matrices(files, pair, source, fields, config)
+                up[: len(b), begin : begin + source.shape[0]] = b * np.float32(scale)
+                for part in _parts(part_ends(config, target), begin, begin + source.shape[0]):
+                    down[part, : len(a)], leaves[leaf + RANKS][part] = a, len(a)
+            begin += source.shape[0]
+    if pairs:
+        raise CheckpointError(
+            f"{files.names}: the adapter changes {min(pairs)}, and only {_MODULES} of a dense model's layers can have "
+            "one here. Merge it into the checkpoint with PEFT's merge_and_unload()"
+        )
+    digest = hashlib.sha256(repr((scale, files.fingerprint())).encode())
+    stored = {name: form.stored(each) if name.endswith(UP) else each for name, each in leaves.items()}
+    return Adapter(leaves=stored, fingerprint=digest.hexdigest())
+
+
+def _scale(fields: Fields, form: LoraForm) -> float:
+    """What B is multiplied by. Raises CheckpointError for a kind of adapter that cannot be loaded."""
+    if fields.values.get("peft_type") != "LORA":
+        fields.fail("peft_type", "only LORA adapters can be loaded. Merge it into the checkpoint")
+    for name, why in _REFUSED.items():
+        if fields.values.get(name):
+            fields.fail(name, f"is not possible here: {why}")
+    if fields.values.get("bias", "none") != "none":
+        fields.fail("bias", "adapters have no biases here. Merge it into the checkpoint")
+    rank = fields.integer("r", high=_MOST_RANK)
+    if rank > form.rank:
+        fields.fail(
+            "r", f"is more than max_lora_rank {form.rank}. Start the engine with max_lora_rank={rank}"
+        )
+    alpha = fields.number("lora_alpha", high=1e6)
+    return alpha / (math.sqrt(rank) if fields.flag("use_rslora", default=False) else rank)
+
+
+def _pairs(files: TensorFiles) -> dict[str, dict[str, str]]:
+    """By module, the names of its tensors A and B."""
+    found: dict[str, dict[str, str]] = {}
+    for name in files.tensors:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise CheckpointError(
+                f"{files.names}: tensor {name!r} is no part of a LoRA adapter of linear layers. Merge the adapter "
+                "into the checkpoint with PEFT's merge_and_unload()"
+            )
+        found.setdefault(match["module"], {})[match["which"]] = name
+    for module, pair in found.items():
+        if len(pair) < 2:
+            raise CheckpointError(f"{files.names}: {module} has only one of A and B. Save the adapter again")
+    return found
+
+
+def _matrices(
+    files: TensorFiles, pair: Mapping[str, str], source: Source, fields: Fields, config: ModelConfig
+) -> tuple[Array, Array]:
+    """A `[r, K]` and B `[r, rows]` for a tensor of the checkpoint, in float32, rows in the order of the leaf."""
+    if source.order is not None or source.convert is not None or source.scales is not None:
+        raise CheckpointError(
+            f"{files.names}: adapters for {source.name} are not built, as this family stores it in a form of its own. "
+            "Merge the adapter into the checkpoint with PEFT's merge_and_unload()"
+        )
+    rank = fields.values["r"]
+    shapes = {"A": (rank, source.shape[1]), "B": (source.shape[0], rank)}
+    arrays = {}
+    for which, shape in shapes.items():
+        info = files.tensors[pair[which]]
+        if info.shape != shape or info.dtype not in files.dtypes:
+            raise CheckpointError(
+                f"{info.file}: tensor {pair[which]} is {info.dtype}{list(info.shape)}, not a float {list(shape)}, "
+                f"which the model and r = {rank} ask for. Take an adapter of this very model"
+            )
+        arrays[which] = files.read(pair[which]).astype(np.float32)
+        if not np.isfinite(arrays[which]).all():
+            raise CheckpointError(
+                f"{info.file}: tensor {pair[which]} holds NaN or infinite values. Download the file again"
+            )
+    rows = arrays["B"]
+    if source.rotary_heads:
+        order = rotary_order(config)
+        turned = (np.arange(source.rotary_heads)[:, None] * len(order) + order).reshape(-1)
+        rows = np.concatenate([rows[turned], rows[len(turned) :]])
+    return arrays["A"], rows.T
+
+
+def _parts(ends: tuple[int, ...], begin: int, end: int) -> list[int]:
+    """The parts of a weight that the features `begin .. end` are in: a fused tensor has one A for all of them."""
+    begins = (0, *ends)
+    return [part for part, last in enumerate(ends) if begins[part] < end and begin < last]

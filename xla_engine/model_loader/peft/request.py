@@ -1,0 +1,33 @@
+"""`LoRARequest`: which adapter a request has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xla_engine.errors import InvalidRequestError
+from xla_engine.utils.shown import shown
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter, with vLLM's names. It is loaded when it is first asked for. Raises InvalidRequestError.
+
+    lora_name: what batch lines and clients of a server call it, as their `model`.
+    lora_int_id: 1 or more; names the adapter in an engine: one id is one adapter.
+    lora_path: a directory that PEFT saved: adapter_config.json and adapter_model.safetensors.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        number = self.lora_int_id
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InvalidRequestError(f"lora_int_id must be an integer of at least 1, not {shown(number)}")
+        for name in ("lora_name", "lora_path"):
+            value = getattr(self, name)
+            if name == "lora_path" and hasattr(value, "__fspath__"):
+                object.__setattr__(self, name, value := str(value))
+            if not isinstance(value, str) or not value:
+                raise InvalidRequestError(f"{name} must be a string that is not empty, not {shown(value)}")

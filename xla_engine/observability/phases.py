@@ -1,0 +1,161 @@
+"""Where the host's time goes in a turn of the loop: plan, dispatch, wait, commit, deliver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol
+
+PHASES = ("plan", "dispatch", "wait", "commit", "deliver")
+_PLAN, _DISPATCH, _WAIT, _COMMIT, _DELIVER, _BETWEEN = range(6)
+_MOST = 64  # started steps that are remembered without being read; a failed step is never read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTimes:
+    """Nanoseconds of wall time by phase. The five phases of a turn sum to its wall time.
+
+    turns: how many came to their end.
+    plan: ending what is out of time, deciding the next step, and noting what was started.
+    dispatch: starting the step on the device.
+    wait: for the device, and for the lock where threads share an engine.
+    commit: crediting the tokens of a step that was read.
+    deliver: giving requests their tokens and text, or running them again after a failed step.
+    between: from one turn to the next, while requests were there: the caller's own time. It is no part of a turn.
+    """
+
+    turns: int = 0
+    plan: int = 0
+    dispatch: int = 0
+    wait: int = 0
+    commit: int = 0
+    deliver: int = 0
+    between: int = 0
+
+    @property
+    def wall(self) -> int:
+        """Wall time of all turns."""
+        return sum(getattr(self, name) for name in PHASES)
+
+
+class Turning(Protocol):
+    """The loop of an engine, as a timer sees it."""
+
+    runner: Any
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class PhaseTimer:
+    """Looks at the clock where one phase of a turn becomes the next.
+
+    The loop itself knows nothing of timers: an engine that is timed has its methods wrapped (`watch`), and another is
+    as it was.
+
+    on_step: called with the number of each step that was read and the nanoseconds of its phases, in the order of
+    `PHASES`: of its own planning and dispatch, and of the turn that read it. What a turn without a step of its own
+    took to plan counts for the step that it reads.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        """clock: nanoseconds."""
+        self.on_step: Callable[[int, tuple[int, ...]], None] | None = None
+        self._clock = clock
+        self._last: int | None = None  # when the latest phase ended; None while there is nothing to do
+        self._turns = 0
+        self._all = [0] * 6  # by phase, and between turns
+        self._turn = [0] * 6  # the same, of what no step was told yet
+        self._started: dict[int, tuple[int, int]] = {}  # by step: planning and dispatch, until it is read
+        self._starting: int | None = None  # the step that this turn starts
+        self._read: int | None = None  # the step that this turn reads
+
+    @property
+    def times(self) -> PhaseTimes:
+        """The totals so far."""
+        by_name = dict(zip((*PHASES, "between"), self._all, strict=True))
+        return PhaseTimes(turns=self._turns, **by_name)
+
+    def watch(self, loop: Turning) -> None:
+        """Time every turn of a loop from now on."""
+        for name, wrap in (("begin_turn", self._begin), ("end_turn", self._end), ("_deliver", self._deliver)):
+            setattr(loop, name, wrap(loop, getattr(loop, name)))
+        loop.runner.start = self._start(loop.runner.start)
+
+    def _mark(self, phase: int) -> None:
+        """The time since the last mark was spent in a phase."""
+        now = self._clock()
+        if self._last is not None:
+            spent = now - self._last
+            self._all[phase] += spent
+            self._turn[phase] += spent
+        self._last = now
+
+    def _begin(self, loop: Turning, call: Callable[[], Any]) -> Callable[[], Any]:
+        @wraps(call)
+        def begin_turn() -> Any:
+            self._mark(_BETWEEN)
+            step = None
+            try:
+                step = call()
+            finally:
+                self._mark(_PLAN)
+                if self._starting is not None:
+                    turn = self._turn
+                    self._started[self._starting] = turn[_PLAN], turn[_DISPATCH]
+                    turn[_PLAN] = turn[_DISPATCH] = 0
+                    self._starting = None
+                if step is None:
+                    self._end_of_turn(loop)
+            return step
+
+        return begin_turn
+
+    def _start(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def start(plan: Any, *arguments: Any) -> Any:
+            self._mark(_PLAN)
+            try:
+                return call(plan, *arguments)
+            finally:
+                self._mark(_DISPATCH)
+                self._starting = plan.step
+
+        return start
+
+    def _end(self, loop: Turning, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def end_turn(*arguments: Any) -> Any:
+            self._mark(_WAIT)
+            try:
+                return call(*arguments)
+            finally:
+                self._mark(_DELIVER)
+                self._end_of_turn(loop)
+
+        return end_turn
+
+    def _deliver(self, loop: Turning, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def deliver(plan: Any, *arguments: Any) -> Any:
+            self._mark(_COMMIT)
+            self._read = plan.step
+            return call(plan, *arguments)
+
+        return deliver
+
+    def _end_of_turn(self, loop: Turning) -> None:
+        self._turns += 1
+        if (step := self._read) is not None:
+            self._read = None
+            plan, dispatch = self._started.pop(step, (0, 0))
+            if len(self._started) > _MOST:
+                self._started.clear()
+            more, _, wait, commit, deliver, _ = self._turn
+            self._turn = [0] * 6
+            if self.on_step is not None:
+                self.on_step(step, (plan + more, dispatch, wait, commit, deliver))
+        if not loop.has_work:
+            self._last = None

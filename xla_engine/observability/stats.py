@@ -1,0 +1,128 @@
+"""Counters, distributions and phases of an engine. Records only; nothing here touches a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from xla_engine.observability.distributions import Distributions, Histograms
+from xla_engine.observability.histogram import Distribution
+from xla_engine.observability.phases import PhaseTimes
+from xla_engine.scheduler import Plan
+from xla_engine.utils.html import table
+
+
+@dataclass(slots=True)
+class WorkCounters:
+    """Counts of what a loop has started. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    decode_steps: int = 0
+    slot_steps_busy: int = 0
+
+    def started(self, plan: Plan, histograms: Histograms, blocks_used: int | None) -> None:
+        """Count a plan. blocks_used: KV blocks that requests hold, None where slots have memory of their own."""
+        self.steps += 1
+        if plan.chunks:
+            self.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+            for reuse in plan.reuses:
+                histograms.prefix_hit_tokens.add(reuse.length)
+        if rows := len(plan.decode) + len(plan.verify):
+            self.decode_steps += 1
+            self.slot_steps_busy += rows
+            histograms.decode_rows.add(rows)
+            if blocks_used is not None:
+                histograms.blocks_used.add(blocks_used)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine started, and where it stands now.
+
+    A request is what a caller submits: `n` sequences, each in a slot of its own. Each field says which it counts.
+
+    steps: turns that dispatched device work.
+    prefill_calls: prefill programs run.
+    prompt_tokens: prompt tokens that were prefilled.
+    generation_tokens: sampled tokens that were credited to sequences.
+    finished: sequences that ended, by finish reason.
+    recoveries: failed steps after which the live sequences were run again, or one of them was ended.
+    cached_tokens: prompt tokens that were not prefilled, as a slot held them.
+    preemptions: slots taken away from sequences.
+    drafted_tokens: guesses that were checked by steps that may sample several tokens.
+    accepted_tokens: those of them that were right.
+    shadow_requests: requests that ran a second time, alone and by plain decode.
+    shadow_mismatches: those of them that did not get the same bits.
+    slot_steps_busy: rows scheduled in decode steps.
+    slot_steps_total: rows there were in decode steps.
+    compiles_warmup: XLA compilations of the whole process before the engine was ready.
+    compiles_after_warmup: XLA compilations of the whole process since; the engine itself makes none.
+    load_seconds: wall time of loading the weights.
+    compile_seconds: wall time of compiling and warming up.
+    last_step_age_s: how long the engine, with requests, has waited for the device to answer; 0 where it has none.
+    submitted: requests that were taken.
+    waiting: sequences in the queue now, those that lost their slot among them.
+    running: sequences past the queue now: in a slot, or with all their tokens planned and the last of them in flight.
+    slots_used: sequences that hold a slot now, `slots` at most.
+    slots: slots there are.
+    kv_usage: share of the KV cache that sequences hold now, 0 to 1: of the blocks, or of the positions of all slots.
+    phases: where the host's time went, with `EngineConfig.phase_timers`; else None.
+    distributions: how times and sizes are spread.
+    """
+
+    steps: int = 0
+    prefill_calls: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    recoveries: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    slot_steps_busy: int = 0
+    slot_steps_total: int = 0
+    compiles_warmup: int = 0
+    compiles_after_warmup: int = 0
+    load_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    shadow_requests: int = 0
+    shadow_mismatches: int = 0
+    last_step_age_s: float = 0.0
+    submitted: int = 0
+    waiting: int = 0
+    running: int = 0
+    slots_used: int = 0
+    slots: int = 0
+    kv_usage: float = 0.0
+    phases: PhaseTimes | None = None
+    distributions: Distributions = field(default_factory=Distributions)
+
+    @property
+    def occupancy(self) -> float:
+        """Share of decode row-steps that were scheduled."""
+        return self.slot_steps_busy / self.slot_steps_total if self.slot_steps_total else 0.0
+
+    def _repr_html_(self) -> str:
+        """All counters as a table for notebooks, then the distributions that have values."""
+        names = [part.name for part in fields(self) if part.name not in ("distributions", "phases")]
+        rows: list[tuple[str, object]] = [(name, getattr(self, name)) for name in names]
+        rows.append(("occupancy", f"{self.occupancy:.1%}"))
+        if self.phases is not None:
+            rows += [
+                (f"{part.name}, ns", getattr(self.phases, part.name)) for part in fields(self.phases)[1:]
+            ]
+        for part in fields(self.distributions):
+            spread: Distribution = getattr(self.distributions, part.name)
+            if spread.count:
+                rows.append((part.name, f"{spread.count} values, mean {spread.mean:.4g}"))
+        return table(("counter", "value"), rows)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest-rank percentile, `share` in [0, 1]; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

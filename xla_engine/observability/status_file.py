@@ -1,0 +1,84 @@
+"""A JSON file that says what an engine is doing, written while it runs. Touches no device."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from xla_engine.observability.live_file import LiveFile
+from xla_engine.observability.stats import EngineStats
+from xla_engine.scheduler import Snapshot
+
+SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
+
+
+class Seen(Protocol):
+    """What is read of an engine."""
+
+    def snapshot(self) -> Snapshot: ...
+    def stats(self) -> EngineStats: ...
+
+
+class StatusFile(LiveFile):
+    """The state of an engine and of the run that uses it, as one JSON object.
+
+    engine: where slots, queue, reasons and counters come from.
+    names: the caller's id of an engine request, None where it has none.
+    run: what the run itself counts, as JSON values.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        engine: Seen,
+        *,
+        names: Callable[[str], str | None],
+        run: Callable[[], Mapping[str, Any]],
+        **when: Any,
+    ) -> None:
+        """when: the options of `LiveFile`."""
+        super().__init__(path, self._state, **when)
+        self._engine = engine
+        self._names = names
+        self._run = run
+
+    def _state(self) -> bytes:
+        record = {"time": time.time(), "pid": os.getpid(), "run": self._run(), **self._engine_state()}
+        return json.dumps(record, indent=1).encode() + b"\n"
+
+    def _engine_state(self) -> dict[str, Any]:
+        snapshot = self._engine.snapshot()
+        return {
+            "slots": [
+                {**_plain(slot), "request": slot.request and self._request(slot.request)}
+                for slot in snapshot.slots
+            ],
+            "num_waiting": len(snapshot.waiting),
+            "waiting": [self._request(view) for view in snapshot.waiting[:SHOWN_WAITING]],
+            "draining": [self._request(view) for view in snapshot.draining],
+            "counters": _plain(snapshot.counters),
+            "stats": _plain(self._engine.stats()),
+        }
+
+    def _request(self, view: Any) -> dict[str, Any]:
+        return {"custom_id": self._names(view.request_id), **_plain(view)}
+
+
+def _plain(value: Any) -> Any:
+    """Records as JSON values."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,302 @@
+"""Step logs: what a scheduler was asked, planned and got back, with times; one JSON line per event.
+
+`xla-engine run --step-log` and `simulate --step-log` write them while they run, `timeline` and `simulate` read them.
+Unlike the records of `xla_engine.equivalence.record` a step log has no prompts and no tokens, only how many, and it
+is written as it happens, in bounded memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from xla_engine.errors import RecordError
+from xla_engine.utils.html import Bar, picture
+
+FORMAT, VERSION = "xla-engine step log", 1
+COLOURS = {"prefill": "#e8833a", "decode": "#4c78c8"}  # as in a timeline
+
+
+class Moment(NamedTuple):
+    """How many steps had been started, how many read, and how many requests had ended."""
+
+    started: int
+    read: int
+    ended: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedRequest:
+    """One request. Times in seconds since the log began.
+
+    name: the engine's id.
+    prompt_tokens: length of its prompt.
+    max_tokens, priority, host_gated, max_cached_tokens: as in `Request`.
+    submitted: when it was submitted. came: the same in steps.
+    like: an earlier request, and how many tokens both prompts begin with; None if none is known. What prompts have in
+        common with answers is not known.
+    custom_id: the caller's name for it, None where that is not known.
+    end: the reason of its end, None if it did not end.
+    ended: when. over: the same in steps.
+    taken_back: as `over`, where its caller, its time or its text ended it; None where a token did.
+    tokens: new tokens it had then; after a preemption that made it begin anew, those since.
+    """
+
+    name: str
+    prompt_tokens: int
+    max_tokens: int
+    priority: int
+    host_gated: bool
+    max_cached_tokens: int | None
+    submitted: float
+    came: Moment
+    like: tuple[int, int] | None = None
+    custom_id: str | None = None
+    end: str | None = None
+    ended: float | None = None
+    over: Moment | None = None
+    taken_back: Moment | None = None
+    tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedStep:
+    """One step. Requests are indices into `StepLog.requests`.
+
+    started: when it was dispatched.
+    admitted: requests that got a slot.
+    chunks: (request, slot, start, length, whether it ends the prompt).
+    decode: the slots that decoded.
+    parks: (request, slot, KV entries) that went to the host.
+    resumes: (request, slot, KV entries) that came back.
+    reuses: (request, slot, source, KV entries) of prompts that were taken from what slots held.
+    copies: (source, target) of blocks that were copied.
+    width: as in `Plan`.
+    verify: (request, slot, width) of rows that may have sampled several tokens.
+    verified: of each of these, how many it sampled and how many drafts it had; empty before it is read.
+    held: requests that sat out, as their masks were not there. is_late: as in `Plan`.
+    read: when its tokens were on the host, None if they were never read.
+    read_after: how many steps had been started by then.
+    phases: nanoseconds of the host's time, in the order of `xla_engine.observability.phases.PHASES`; None where they
+        were not measured.
+    """
+
+    started: float
+    admitted: tuple[int, ...]
+    chunks: tuple[tuple[int, int, int, int, bool], ...]
+    decode: tuple[int, ...]
+    parks: tuple[tuple[int, int, int], ...] = ()
+    resumes: tuple[tuple[int, int, int], ...] = ()
+    reuses: tuple[tuple[int, int, int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    width: int = 0
+    verify: tuple[tuple[int, int, int], ...] = ()
+    verified: tuple[tuple[int, int], ...] = ()
+    held: tuple[int, ...] = ()
+    is_late: bool = False
+    read: float | None = None
+    read_after: int = 0
+    phases: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class StepLog:
+    """A step log as read from a file.
+
+    scheduler: fields of `SchedulerConfig`. engine: what else shapes a step, see `describe_engine`.
+    """
+
+    scheduler: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    requests: list[LoggedRequest] = field(default_factory=list)
+    steps: list[LoggedStep] = field(default_factory=list)
+
+    @property
+    def speculated(self) -> list[LoggedStep] | None:
+        """All steps, where some may have given a row several tokens; else None."""
+        return self.steps if any(step.width for step in self.steps) else None
+
+    def _repr_html_(self) -> str:
+        """Slots by steps as a picture for notebooks; `xla-engine timeline` draws a larger one."""
+        slots = int(self.scheduler["max_num_seqs"])
+        caption = (
+            f"{len(self.requests)} requests, {len(self.steps)} steps of {slots} slots: prefill, then decode"
+        )
+        return picture(_bars(self), lanes=slots, steps=len(self.steps), caption=caption)
+
+
+def read_step_log(path: Path | str) -> StepLog:
+    """Read a log; a last line that was cut off is left out. Raises RecordError and OSError."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            return _read(file)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise RecordError(f"{path}: damaged step log: {why}") from error
+
+
+def is_step_log(path: Path | str) -> bool:
+    """Whether a file begins as a step log does. Raises OSError."""
+    with open(path, "rb") as file:
+        return f'"format":"{FORMAT}"'.encode() in file.readline(4096)
+
+
+def _read(file: TextIO) -> StepLog:
+    head = json.loads(file.readline())
+    if head["format"] != FORMAT or head["version"] != VERSION:
+        raise ValueError(
+            f"format {head['format']!r} version {head['version']}; this version reads {FORMAT!r} {VERSION}"
+        )
+    log = StepLog(scheduler=dict(head["scheduler"]), engine=dict(head["engine"]))
+    reads = ends = 0
+    decode: dict[int, None] = {}  # slots, in the order of joining
+    for number, text in enumerate(file, 2):
+        if not text.endswith("\n"):
+            break
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        at = float(line["at"])
+        if "submit" in line:
+            name, prompt_tokens, max_tokens = line["submit"]
+            if not isinstance(name, str):
+                raise ValueError(f"line {number}: a request is named {name!r:.60}")
+            log.requests.append(
+                LoggedRequest(
+                    name=name,
+                    prompt_tokens=int(prompt_tokens),
+                    max_tokens=int(max_tokens),
+                    priority=int(line.get("priority", 0)),
+                    host_gated=bool(line.get("lockstep", False)),
+                    max_cached_tokens=_max_cached_tokens(line),
+                    submitted=at,
+                    came=Moment(len(log.steps), reads, ends),
+                    like=_like(line, len(log.requests)),
+                    custom_id=_custom_id(line),
+                )
+            )
+        elif "step" in line:
+            if line["step"] != len(log.steps):
+                raise ValueError(f"line {number}: step {line['step']} where {len(log.steps)} was due")
+            for slot in line.get("leave", ()):
+                del decode[slot]
+            decode.update(dict.fromkeys(line.get("join", ())))
+            log.steps.append(_step(line, at, tuple(decode), log))
+        else:
+            if "read" in line:
+                step = log.steps[line["read"]]
+                step.read, step.read_after = at, len(log.steps)
+                step.verified = tuple(
+                    (int(tokens), int(drafts)) for tokens, drafts in line.get("verified", ())
+                )
+                if len(step.verified) != len(step.verify):
+                    raise ValueError(f"line {number}: {len(step.verify)} rows, {len(step.verified)} verified")
+                reads += 1
+            if "phases" in line:
+                number_read, *spent = line["phases"]
+                log.steps[number_read].phases = tuple(int(part) for part in spent)
+            for index, reason, tokens in line.get("end", ()):
+                request = log.requests[index]
+                request.end, request.ended, request.tokens = str(reason), at, int(tokens)
+                request.over = Moment(len(log.steps), reads, ends)
+                ends += 1
+                if "read" not in line:
+                    request.taken_back = request.over
+    return log
+
+
+def _custom_id(line: Mapping[str, Any]) -> str | None:
+    name = line.get("custom_id")
+    if not isinstance(name, str | None):
+        raise ValueError(f"a custom_id is a string, not {name!r:.60}")
+    return name
+
+
+def _max_cached_tokens(line: Mapping[str, Any]) -> int | None:
+    most = line.get("max_cached_tokens")
+    if not line.get("reads_prefix_cache", True):
+        return 0
+    return None if most is None else int(most)
+
+
+def _like(line: Mapping[str, Any], number: int) -> tuple[int, int] | None:
+    if "like" not in line:
+        return None
+    other, tokens = line["like"]
+    if not 0 <= other < number or tokens < 1:
+        raise ValueError(f"request {number} is like {other} in {tokens} tokens")
+    return int(other), int(tokens)
+
+
+def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: StepLog) -> LoggedStep:
+    admitted = tuple(int(request) for request in line.get("admit", ()))
+    chunks = tuple(
+        (int(request), int(slot), int(start), int(length), bool(last))
+        for request, slot, start, length, last in line.get("chunks", ())
+    )
+    parks, resumes = (
+        tuple((int(request), int(slot), int(length)) for request, slot, length in line.get(name, ()))
+        for name in ("park", "resume")
+    )
+    reuses = tuple(
+        (int(request), int(slot), int(source), int(length))
+        for request, slot, source, length in line.get("reuse", ())
+    )
+    copies = tuple((int(source), int(target)) for source, target in line.get("copy", ()))
+    verify = tuple((int(request), int(slot), int(width)) for request, slot, width in line.get("verify", ()))
+    held = tuple(int(request) for request in line.get("held", ()))
+    for request in (*admitted, *held, *(part[0] for part in (*chunks, *parks, *resumes, *reuses, *verify))):
+        log.requests[request]  # raises IndexError for one that was never submitted
+    return LoggedStep(
+        started=at,
+        admitted=admitted,
+        chunks=chunks,
+        decode=decode,
+        parks=parks,
+        resumes=resumes,
+        reuses=reuses,
+        copies=copies,
+        width=int(line.get("width", 0)),
+        verify=verify,
+        held=held,
+        is_late=bool(line.get("late", False)),
+    )
+
+
+def _bars(log: StepLog) -> list[Bar]:
+    """What each slot did; neighbouring steps of one kind are one bar."""
+    holders: dict[int, int] = {}
+    latest: dict[int, Bar] = {}
+    done: list[Bar] = []
+    for number, step in enumerate(log.steps):
+        chunks = {slot: request for request, slot, *_ in step.chunks}
+        holders |= {slot: request for request, slot, _ in step.resumes} | chunks
+        decode = (*step.decode, *(slot for _, slot, _ in step.verify))
+        for slot, kind in (dict.fromkeys(decode, "decode") | dict.fromkeys(chunks, "prefill")).items():
+            request = log.requests[holders[slot]]
+            about = (
+                f"{request.name}: {kind}, {request.prompt_tokens} prompt tokens, {request.end or 'not ended'}"
+            )
+            bar = latest.get(slot)
+            if bar is not None and (bar.last, bar.about) == (number - 1, about):
+                latest[slot] = bar._replace(last=number)
+            else:
+                done += [] if bar is None else [bar]
+                latest[slot] = Bar(slot, number, number, COLOURS[kind], request.name, about)
+    return [*done, *latest.values()]
+
+
+def delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(leave, join): drop the slots of `leave` from `before` and append those of `join` to get `after`."""
+    kept = 0
+    leave = []
+    for slot in before:
+        if kept < len(after) and after[kept] == slot:
+            kept += 1
+        else:
+            leave.append(slot)
+    return leave, list(after[kept:])

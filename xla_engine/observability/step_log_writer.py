@@ -1,0 +1,259 @@
+"""Writing step logs, from an engine or from a simulation; `xla_engine.observability.step_log` says what one holds."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from xla_engine.observability.phases import PhaseTimer
+from xla_engine.observability.step_log import FORMAT, VERSION, delta
+from xla_engine.scheduler import Continuation, Events, FinishReason, Plan, Request, Swap
+
+SHORTEST = 16  # a common beginning of fewer tokens is told only if it is a block, or both whole prompts
+REMEMBERED = 1 << 20  # tokens of the latest prompts
+
+_Entry = tuple[tuple[str | int, ...], int]  # salt and tokens of a prompt, and its number
+
+
+class _Prefixes:
+    """Finds the earlier prompt that has the longest beginning in common with a new one.
+
+    In lexicographic order the two are neighbours.
+
+    What any two prompts have in common follows from these pairs: it is the lesser of what each has with a third.
+    shortest: fewer tokens in common are told of equal prompts only.
+    """
+
+    def __init__(self, shortest: int = SHORTEST) -> None:
+        self._shortest = shortest
+        self._sorted: list[_Entry] = []
+        self._by_age: deque[_Entry] = deque()
+        self._tokens = 0
+
+    def add(self, number: int, prompt: Sequence[int], salt: str = "") -> tuple[int, int] | None:
+        """Enter a prompt; returns the number of an earlier one that has most of it, and how many tokens that is.
+
+        Of prompts with another salt, nothing is told.
+        """
+        entry: _Entry = (salt, *prompt), number
+        at = bisect.bisect(self._sorted, entry)
+        neighbours = self._sorted[max(at - 1, 0) : at + 1]
+        same, equal, other = max(
+            ((_common(entry[0], each), each == entry[0], earlier) for each, earlier in neighbours),
+            default=(0, False, 0),
+        )
+        same -= 1  # the salt
+        self._sorted.insert(at, entry)
+        self._by_age.append(entry)
+        self._tokens += len(prompt)
+        while self._tokens > REMEMBERED:
+            oldest = self._by_age.popleft()
+            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
+            self._tokens -= len(oldest[0]) - 1
+        return (other, same) if equal or same >= self._shortest else None
+
+
+def _common(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> int:
+    """How many elements both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class LoggedEngine(Protocol):
+    """What is written of an engine: `XlaBatchEngine` documents its parts."""
+
+    config: Any
+    checkpoint: Any
+    runner: Any
+    scheduler: Any
+    lag: int
+    on_step: Callable[[Plan, Events | None], None] | None
+    on_submit: Callable[[Request], None] | None
+    on_end: Callable[[str, FinishReason], None] | None
+    phase_timer: PhaseTimer | None
+
+    @property
+    def max_model_len(self) -> int: ...
+    def reset_prefix_cache(self) -> None: ...
+
+
+class StepLogWriter:
+    """Writes a log line by line. Times are seconds on any clock; the log counts from `began` on it."""
+
+    def __init__(
+        self, file: TextIO, *, scheduler: Mapping[str, Any], engine: Mapping[str, Any], began: float
+    ) -> None:
+        self._file = file
+        self._began = began
+        self._numbers: dict[str, int] = {}  # of live requests
+        self._tokens: dict[str, int] = {}  # same keys: tokens credited
+        self._prefixes = _Prefixes(min(SHORTEST, scheduler.get("block_size", SHORTEST)))
+        self._count = 0
+        self._first: int | None = None  # the log's step 0, in the scheduler's count
+        self._decode: tuple[Any, ...] = ()
+        self._slots: tuple[int, ...] = ()
+        head = {"format": FORMAT, "version": VERSION, "scheduler": dict(scheduler), "engine": dict(engine)}
+        self._write(head)
+
+    def submitted(self, request: Request, now: float, custom_id: str | None = None) -> None:
+        """Write that a request was queued. custom_id: the caller's name for it, if any."""
+        self._numbers[request.request_id], self._tokens[request.request_id] = self._count, 0
+        self._count += 1
+        line: dict[str, Any] = {
+            "submit": [request.request_id, len(request.prompt_token_ids), request.max_tokens]
+        }
+        if like := self._prefixes.add(self._count - 1, request.prompt_token_ids, request.group):
+            line["like"] = like
+        if custom_id is not None:
+            line["custom_id"] = custom_id
+        if request.priority:
+            line["priority"] = request.priority
+        if request.host_gated:
+            line["lockstep"] = True
+        if request.max_cached_tokens == 0:
+            line["reads_prefix_cache"] = False  # as logs have had it from the beginning
+        elif request.max_cached_tokens is not None:
+            line["max_cached_tokens"] = request.max_cached_tokens
+        self._write({**line, "at": self._at(now)})
+
+    def started(self, plan: Plan, now: float) -> None:
+        """Write that a step was dispatched."""
+        if plan.decode is not self._decode:
+            self._decode, before = plan.decode, self._slots
+            self._slots = tuple(row.slot.index for row in plan.decode)
+            leave, join = delta(before, self._slots)
+        else:
+            leave, join = [], []
+        self._first = plan.step if self._first is None else self._first
+        self._tokens.update(dict.fromkeys(plan.replays, 0))  # they come again
+        returns: tuple[Swap | Continuation, ...] = (*plan.resumes, *plan.continues)
+        line = {
+            "step": plan.step - self._first,
+            "at": self._at(now),
+            "admit": [self._numbers[name] for name in plan.admitted],
+            "chunks": [
+                [
+                    self._numbers[chunk.request_id],
+                    chunk.slot.index,
+                    chunk.start,
+                    len(chunk.tokens),
+                    int(chunk.is_last),
+                ]
+                for chunk in plan.chunks
+            ],
+            "park": [self._swap(swap) for swap in plan.parks],
+            "resume": [self._swap(swap) for swap in returns],
+            "reuse": [
+                [self._numbers[reuse.request_id], reuse.slot.index, reuse.source, reuse.length]
+                for reuse in plan.reuses
+            ],
+            "copy": [[copy.source, copy.target] for copy in plan.copies],
+            "leave": leave,
+            "join": join,
+            "verify": [[self._numbers[row.request_id], row.slot.index, row.width] for row in plan.verify],
+            "held": sorted(self._numbers[name] for name in plan.held),
+            "late": plan.is_late or [],
+        }
+        line = {name: value for name, value in line.items() if value != []}
+        self._write({**line, "width": plan.width} if plan.width else line)
+
+    def _swap(self, swap: Swap | Continuation) -> list[int]:
+        return [self._numbers[swap.request_id], swap.slot.index, swap.length]
+
+    def read(self, plan: Plan, events: Events, now: float) -> None:
+        """Write that the tokens of a step were credited."""
+        tokens, ends = self._tokens, []
+        for name, _, reason in events:
+            tokens[name] += 1
+            if reason is not None:
+                ends.append([self._numbers.pop(name), str(reason), tokens.pop(name)])
+        line: dict[str, Any] = {"read": plan.step - (self._first or 0), "at": self._at(now)}
+        if events.verified:
+            line["verified"] = events.verified
+        self._write({**line, "end": ends} if ends else line)
+
+    def phases(self, step: int, nanoseconds: Sequence[int], now: float) -> None:
+        """Write where the host's time went for a step that was read; see `LoggedStep`."""
+        self._write({"phases": [step - (self._first or 0), *nanoseconds], "at": self._at(now)})
+
+    def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
+        """Write that a request was ended by its caller or by its time; nothing if a token ended it."""
+        if request_id in self._numbers:
+            number, tokens = self._numbers.pop(request_id), self._tokens.pop(request_id)
+            self._write({"end": [[number, str(reason), tokens]], "at": self._at(now)})
+
+    def _at(self, now: float) -> float:
+        return round(now - self._began, 6)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+@contextlib.contextmanager
+def logging_steps(
+    engine: LoggedEngine, path: Path | str, *, names: Callable[[str], str | None] = lambda request_id: None
+) -> Iterator[None]:
+    """Write everything an idle engine does inside the block to `path`. Raises OSError.
+
+    names: the caller's name for an engine request, None where it has none.
+
+    The prefix cache is forgotten first, so that the plans follow from the log alone.
+    """
+    engine.reset_prefix_cache()
+    with open(path, "w", encoding="utf-8") as file:
+        writer = StepLogWriter(
+            file,
+            scheduler=asdict(engine.scheduler.config),
+            engine=describe_engine(engine),
+            began=time.monotonic(),
+        )
+
+        def on_step(plan: Plan, events: Events | None) -> None:
+            if events is None:
+                writer.started(plan, time.monotonic())
+            else:
+                writer.read(plan, events, time.monotonic())
+
+        engine.on_step = on_step
+        engine.on_submit = lambda request: writer.submitted(
+            request, time.monotonic(), names(request.request_id)
+        )
+        engine.on_end = lambda request_id, reason: writer.ended(request_id, reason, time.monotonic())
+        timer = engine.phase_timer
+        if timer is not None:
+            timer.on_step = lambda step, spent: writer.phases(step, spent, time.monotonic())
+        try:
+            yield
+        finally:
+            engine.on_step = engine.on_submit = engine.on_end = None
+            if timer is not None:
+                timer.on_step = None
+
+
+def describe_engine(engine: LoggedEngine) -> dict[str, Any]:
+    """What the cost of a step depends on beside its plan: sizes of the programs, model and device."""
+    directory = engine.checkpoint.path
+    return {
+        "model": Path(directory).name,
+        "dtype": engine.checkpoint.dtype,
+        "max_model_len": engine.max_model_len,
+        "lag": engine.lag,
+        "slot_bytes": engine.runner.cache_bytes // engine.config.device_rows,
+        "kv_bytes_per_token": engine.runner.kv_bytes_per_token,
+        "prefill_lanes": list(engine.runner.lane_choices),
+        "key_buckets": list(engine.runner.bucket_choices),
+        **engine.runner.platform,
+    }

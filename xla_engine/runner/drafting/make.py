@@ -1,0 +1,55 @@
+"""From options to the one who guesses on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from xla_engine.config import EngineConfig
+from xla_engine.errors import ConfigError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.runner.drafting.draft_model import DraftModel
+from xla_engine.runner.drafting.guesser import Guesser
+from xla_engine.runner.drafting.mtp import Mtp, load_mtp
+from xla_engine.speculative_config import ON_DEVICE
+from xla_engine.text.tokenizer import Tokenizer
+
+MakeGuesser = Callable[[EngineConfig, ModelConfig, int], Guesser]
+
+
+def guesser_of(
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None, draft: Checkpoint | None
+) -> MakeGuesser | None:
+    """What a runner makes its guesser with; None where none guesses on the device.
+
+    draft: a draft model, or an MTP layer, that is there already; None reads the one that the options name, and that of
+    the model. Raises ConfigError where a draft model has another tokenizer, and CheckpointError.
+    """
+    options = config.speculation
+    if options is None or options.method not in ON_DEVICE:
+        return None
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative_config method {options.method!r} runs on one device; use tensor_parallel_size 1"
+        )
+    if options.method == "mtp":
+        layer = load_mtp(checkpoint) if draft is None else draft
+        return lambda config, model, context_length: Mtp(layer, config, context_length)
+    if draft is None:
+        named = checkpoint.path / "draft" if options.model is None else options.model
+        if isinstance(named, Path) and not named.is_dir():
+            raise ConfigError(
+                f"{checkpoint.path} brings no draft model (a directory draft); "
+                'name one of the same tokenizer as "model" in speculative_config'
+            )
+        files = open_model(named)
+        own = Tokenizer.of_model(files)
+        if tokenizer is not None and own is not None and not tokenizer.has_tokens_of(own):
+            raise ConfigError(
+                f"the draft model {str(named)!r} has another tokenizer than the model; use one of the same family"
+            )
+        draft = load_checkpoint(files, dtype=config.dtype)
+    found = draft
+    return lambda config, model, context_length: DraftModel(found, config, model, context_length)

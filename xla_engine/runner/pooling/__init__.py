@@ -1,0 +1,1 @@
+"""Vectors of prompts: the program that pools them, started and read."""

@@ -1,0 +1,1 @@
+"""What of the weights on the device may change while an engine runs."""

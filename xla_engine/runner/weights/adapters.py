@@ -1,0 +1,121 @@
+"""Adapters on the device: room for them, and the program that writes one between two steps."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_engine.config import EngineConfig
+from xla_engine.errors import ConfigError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.inventory import Inventory, Program
+from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.lora.form import RANKS, TARGETS, LoraForm, part_ends
+from xla_engine.graphs.model.decoder import ModelSpec
+
+WRITE = "write_adapter"
+_WHOLE_RANK, _WHOLE_WIDTH = 4, 16  # of the C++ operation
+
+
+def lora_form(
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, products: Products | None
+) -> LoraForm | None:
+    """The room for adapters that an engine asks for; None: none. Raises ConfigError where it cannot have any."""
+    if not config.enable_lora:
+        return None
+    if config.tensor_parallel_size > 1:
+        raise ConfigError("enable_lora is for one device: leave out tensor_parallel_size")
+    if model.experts is not None or model.delta is not None:
+        raise ConfigError(
+            "enable_lora is for dense models; this one has routed experts or recurrent layers. Merge the adapter into "
+            "the checkpoint with PEFT's merge_and_unload()"
+        )
+    packed = products is not None
+    form = LoraForm(
+        slots=config.max_loras,
+        rank=-(-config.max_lora_rank // _WHOLE_RANK) * _WHOLE_RANK,
+        dtype=jnp.dtype(jnp.bfloat16) if packed else dtype,
+        packed=packed,
+    )
+    widths = [size for target in TARGETS for size in _widths(form, model, target)]
+    if packed and any(size % _WHOLE_WIDTH for size in widths):
+        raise ConfigError(
+            "enable_lora: widths of this model are no multiples of 16; set linear_backend 'xla'"
+        )
+    return form
+
+
+def _widths(form: LoraForm, model: ModelConfig, target: str) -> tuple[int, ...]:
+    down, *_ = form.shapes(model, target).values()
+    return (down[-1], *part_ends(model, target))
+
+
+def writing(spec: ModelSpec) -> list[Program]:
+    """The program that writes one adapter, where there is room for any."""
+    if spec.lora is None:
+        return []
+
+    def write(held: list[jax.Array], slot: jax.Array, new: list[jax.Array]) -> list[jax.Array]:
+        return [every.at[slot].set(one) for every, one in zip(held, new, strict=True)]
+
+    held = _abstract(spec)
+    new = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in held]
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    return [Program(name=WRITE, function=write, arguments=(held, scalar, new), donate=(0,))]
+
+
+def write_adapter(
+    inventory: Inventory,
+    spec: ModelSpec,
+    weights: list[jax.Array],
+    put: Callable[[Any], Any],
+    slot: int,
+    leaves: Mapping[str, np.ndarray] | None,
+) -> None:
+    """Write an adapter to a slot, from 1: its part of each of `spec.adapter_leaves`; None writes zeros.
+
+    weights: of the model, in the order of programs; changed in place. Steps that were started have the old ones.
+    """
+    if leaves is None:
+        leaves = {
+            name: np.zeros(leaf.shape[1:], leaf.dtype)
+            for name, leaf in zip(spec.adapter_leaves, _abstract(spec), strict=True)
+        }
+    places = [spec.names.index(name) for name in spec.adapter_leaves]
+    new = put([leaves[name] for name in spec.adapter_leaves])
+    held = [weights[place] for place in places]
+    written = inventory(WRITE, held, put(np.int32(slot - 1)), new)
+    for place, leaf in zip(places, written, strict=True):
+        weights[place] = leaf
+
+
+def empty_adapters(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """The leaves of adapters before one is loaded."""
+    return {
+        name: np.zeros(leaf.shape, leaf.dtype)
+        for name, leaf in zip(spec.adapter_leaves, _abstract(spec), strict=True)
+    }
+
+
+def random_adapter(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """An adapter as large as there is room for, to see what it does to bits."""
+    found = {}
+    for name, leaf in zip(spec.adapter_leaves, _abstract(spec), strict=True):
+        if name.endswith(RANKS):
+            assert spec.lora is not None
+            found[name] = np.full(leaf.shape[1:], spec.lora.rank, leaf.dtype)
+            continue
+        draw = np.random.default_rng(zlib.crc32(name.encode()))
+        values = draw.standard_normal(leaf.shape[1:], dtype=np.float32)
+        found[name] = (values * np.float32(0.05)).astype(leaf.dtype)
+    return found
+
+
+def _abstract(spec: ModelSpec) -> list[jax.ShapeDtypeStruct]:
+    every = dict(zip(spec.names, spec.leaves, strict=True))
+    return [every[name] for name in spec.adapter_leaves]

@@ -1,0 +1,54 @@
+"""The weights that programs take, which may change between two steps: adapters come and go, the model may learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from xla_engine.graphs.inventory import Inventory
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.runner import memory
+from xla_engine.runner.devices import Devices
+from xla_engine.runner.weights.adapters import write_adapter
+
+
+class HeldWeights:
+    """Owner of the leaves of a model on its devices. Steps that were started keep those that they were given.
+
+    _weights: the leaves as `ModelSpec.names` has them; programs are given this list.
+    """
+
+    _spec: ModelSpec
+    _devices: Devices
+    _inventory: Inventory
+    _weights: list[jax.Array]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What is static of the model."""
+        return self._spec
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return memory.weights_bytes(self._spec)
+
+    def write_adapter(self, slot: int, leaves: Mapping[str, np.ndarray] | None) -> None:
+        """Put an adapter into a slot, from 1, for the steps that start from now on; None clears it."""
+        write_adapter(self._inventory, self._spec, self._weights, self._devices.put, slot, leaves)
+
+    def replace_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Take these leaves of a checkpoint, by name, in place of those that there are. Nothing may be in flight.
+
+        Old and new ones are on the device together for a while. Where one cannot be placed nothing is changed.
+        """
+        fresh: dict[str, jax.Array] = {}
+        for name in weights:
+            fresh |= self._devices.leaf(self._spec, weights, name)
+        jax.block_until_ready(fresh)
+        for name, leaf in fresh.items():
+            place = self._spec.names.index(name)
+            self._weights[place].delete()
+            self._weights[place] = leaf

@@ -1,0 +1,1 @@
+"""A soak: an engine under everything that callers and devices do, and what must hold."""

@@ -1,0 +1,74 @@
+"""What a process holds, and whether it grows: memory, objects of requests, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import resource
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.sequence_group import SequenceGroup
+from xla_engine.outputs import RequestOutput
+from xla_engine.runner.in_flight import InFlight
+from xla_engine.runner.kv_moves import ParkedState
+from xla_engine.runner.runner import Runner
+from xla_engine.scheduler.request_state import RequestState
+from xla_engine.text.token_mask import TokenMask
+
+# What must be gone when the engine is.
+MORTAL = (
+    XlaBatchEngine,
+    Runner,
+    LiveSequence,
+    SequenceGroup,
+    TokenMask,
+    RequestState,
+    InFlight,
+    ParkedState,
+    OutputCollector,
+    RequestOutput,
+)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is not paged out; where the system does not tell, the most there has been.
+
+    What glibc's allocator keeps of memory that was freed is given back first: it grows with every engine.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * resource.getpagesize()
+
+
+def survivors() -> Counter[str]:
+    """Objects of `MORTAL` classes that are alive, by class."""
+    gc.collect()
+    kinds = frozenset(MORTAL)
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
+
+
+def threads() -> list[str]:
+    """The names of the threads that wait for steps."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "xla-engine-wait"]
+
+
+def slope(points: Sequence[tuple[int, int]]) -> float:
+    """Least-squares slope of y over x; 0 for fewer than three points."""
+    if len(points) < 3:
+        return 0.0
+    x, y = np.asarray(points, np.float64).T
+    x = x - x.mean()
+    return float(x @ (y - y.mean())) / max(float(x @ x), 1e-9)

@@ -1,0 +1,128 @@
+"""The chat of a line: what its template is given, which tools it may call, and how its answer is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xla_engine.errors import InvalidRequestError
+from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.text.parsers.choose import Dialect, forced
+from xla_engine.text.parsers.scan import Parser, message_of
+from xla_engine.text.parsers.tools import Tools, take_tools
+
+TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
+TEMPLATE_FIELDS = (*TEMPLATE_FLAGS, "chat_template_kwargs")
+OPENING = "<think>"
+_TAIL = 32  # characters of a prompt's end, where the opening tag may stand with blanks after it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Messages that the checkpoint's chat template makes a prompt of.
+
+    options: keyword arguments of `render_chat` that the line gives.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the answer to a chat is read. tools: what it may call. dialect: how the model writes calls and reasoning."""
+
+    tools: Tools = field(default_factory=Tools)
+    dialect: Dialect = field(default_factory=Dialect)
+
+    def parser(self, *, thinking: bool) -> Parser | None:
+        """A parser for one choice; None where its whole text is content.
+
+        thinking: the prompt ended in the opening tag of the reasoning.
+        """
+        if self.tools.is_forced:
+            return forced(self.tools.name)
+        return self.dialect.parser(tools=self.tools.choice == "auto", thinking=thinking)
+
+    def prepared(self, params: SamplingParams) -> SamplingParams:
+        """Parameters whose text shows the tags that parsers look for."""
+        if self.dialect.needs_special_tokens and not self.tools.is_forced:
+            return replace(params, skip_special_tokens=False)
+        return params
+
+
+def take_chat(body: dict[str, Any], dialect: Dialect | None) -> tuple[Chat, Reading]:
+    """Take out of a body what is not sampling; `render_chat` checks the form of messages.
+
+    dialect: None leaves calls that the model was not made to write as text. Raises InvalidRequestError.
+    """
+    messages = body.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError('"messages" must be a list of at least one {"role": ..., "content": ...}')
+    shown, tools = body.get("tools") or [], Tools()
+    if dialect is None and body.get("tool_choice") in (None, "none", "auto"):
+        body.pop("tool_choice", None)
+        if not isinstance(shown, list) or not all(isinstance(tool, dict) for tool in shown):
+            raise InvalidRequestError(f"tools must be a list of objects, not {shown!r}")
+    else:
+        tools = take_tools(body)
+        shown = list(tools.tools)
+    if tools.choice == "auto" and dialect is not None and dialect.tools is None:
+        raise InvalidRequestError(
+            "tools: no format of calls is known of this model's chat template; start with --tool-parser, or give "
+            'tool_choice "required", "none" or a function'
+        )
+    if (constraint := tools.constraint()) is not None:
+        plain = body.get("response_format") in (None, {"type": "text"})
+        if body.get("structured_outputs") or not plain:
+            raise InvalidRequestError("tool_choice that forces a call and response_format exclude each other")
+        body["structured_outputs"] = constraint
+    body.pop("tools", None)
+    options = _template_options(body) | ({"tools": shown} if shown else {})
+    return Chat(messages=tuple(messages), options=options), Reading(tools=tools, dialect=dialect or Dialect())
+
+
+def _template_options(body: dict[str, Any]) -> dict[str, Any]:
+    effort = body.pop("reasoning_effort", None)
+    given = {name: body.pop(name, None) for name in TEMPLATE_FIELDS}
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in TEMPLATE_FLAGS:
+        if not isinstance(options.get(name, False), bool):
+            raise InvalidRequestError(f"{name} must be true or false, not {options[name]!r}")
+    kwargs = options.get("chat_template_kwargs", {})
+    if not isinstance(kwargs, dict):
+        raise InvalidRequestError(f"chat_template_kwargs must be an object, not {kwargs!r}")
+    if effort is not None:
+        options["chat_template_kwargs"] = {"reasoning_effort": effort, **kwargs}
+    return options
+
+
+def begins_thinking(output: RequestOutput, tokenizer: Any) -> bool:
+    """Whether a chat's prompt ended in the opening tag of the reasoning. tokenizer: of prompts given as ids."""
+    text = output.prompt
+    if text is None and tokenizer is not None:
+        text = b"".join(map(tokenizer.token_bytes, output.prompt_token_ids[-_TAIL:])).decode(errors="ignore")
+    return (text or "")[-_TAIL:].rstrip().endswith(OPENING)
+
+
+def part_message(choice: dict[str, Any], parser: Parser, name: str) -> None:
+    """Part a choice's text into content, reasoning and calls, whose ids are made of `name`."""
+    message = choice["message"]
+    found = message_of(parser, message["content"])
+    message["content"] = found.content or (None if found.calls else "")
+    if found.reasoning:
+        message |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
+    if found.calls:
+        message["tool_calls"] = [
+            {
+                "id": "call_" + hashlib.blake2b(f"{name}/{number}".encode(), digest_size=12).hexdigest(),
+                "type": "function",
+                "function": {"name": function, "arguments": arguments},
+            }
+            for number, (function, arguments) in enumerate(found.calls)
+        ]
+        if choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"

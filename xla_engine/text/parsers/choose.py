@@ -1,0 +1,89 @@
+"""Which formats a model writes, by the text of its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from xla_engine.errors import ConfigError
+from xla_engine.text.parsers.formats import Forced, Harmony, Hermes, Plain, Think, Whole
+from xla_engine.text.parsers.scan import Parser
+
+TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": Hermes,
+    "llama3": lambda: Whole(("<|python_tag|>",), bare=True, separator=";"),
+    "mistral": lambda: Whole(("[TOOL_CALLS]",)),
+    "harmony": Harmony,
+}
+REASONING_PARSERS = ("think", "harmony")
+_SIGNS = (
+    ("harmony", "<|channel|>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("hermes", "<tool_call>"),
+    ("llama3", "<|python_tag|>"),
+    ("llama3", '{"name": function name, "parameters":'),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How a model writes. tools, reasoning: a format's name, or None."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+    @classmethod
+    def of(cls, template: str, tools: str = "auto", reasoning: str = "auto") -> Dialect:
+        """The formats asked for; "auto" reads them from a chat template, "none" is none."""
+        found = next((name for name, sign in _SIGNS if sign in template), None)
+        thinks = "harmony" if found == "harmony" else "think" if "<think>" in template else None
+        return cls(
+            tools=found if tools == "auto" else None if tools == "none" else tools,
+            reasoning=thinks if reasoning == "auto" else None if reasoning == "none" else reasoning,
+        )
+
+    @classmethod
+    def named(cls, tools: str | None, reasoning: str | None) -> Dialect:
+        """The formats of these names; None or "none" is none. Raises ConfigError."""
+        formats = (("tool_parser", tools, TOOL_PARSERS), ("reasoning_parser", reasoning, REASONING_PARSERS))
+        for option, name, known in formats:
+            if name not in (None, "none", *known):
+                raise ConfigError(f"{option} must be none, {', '.join(known)}, not {name!r}")
+        return cls(
+            tools=None if tools == "none" else tools, reasoning=None if reasoning == "none" else reasoning
+        )
+
+    @classmethod
+    def take(cls, defaults: dict[str, Any]) -> Dialect | None:
+        """Remove `tool_parser` and `reasoning_parser` from defaults of requests; None where neither is there."""
+        names = [defaults.pop(key, None) for key in ("tool_parser", "reasoning_parser")]
+        if names == [None, None]:
+            return None
+        return cls.named(*names)
+
+    def as_defaults(self) -> dict[str, str]:
+        """The inverse of `take`."""
+        return {"tool_parser": self.tools or "none", "reasoning_parser": self.reasoning or "none"}
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether tags may be special tokens, which the text must show then."""
+        return "harmony" in (self.tools, self.reasoning) or self.tools in ("llama3", "mistral")
+
+    def parser(self, *, tools: bool, thinking: bool) -> Parser | None:
+        """A parser for one answer; None where all of it is content.
+
+        tools: calls are looked for. thinking: the prompt ended in the opening tag of the reasoning.
+        """
+        if "harmony" in (self.tools, self.reasoning):
+            return Harmony()
+        rest = TOOL_PARSERS[self.tools]() if tools and self.tools is not None else None
+        if self.reasoning == "think":
+            return Think(rest or Plain(), begun=thinking)
+        return rest
+
+
+def forced(name: str | None) -> Parser:
+    """A parser for an answer that a grammar holds to a call."""
+    return Forced(name)

@@ -1,0 +1,145 @@
+"""vLLM's engines: one that its caller steps, one for event loops."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from xla_engine import async_llm, llm
+from xla_engine.errors import AdaptersBusyError, InvalidRequestError
+from xla_engine.prompts import Prompt
+from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.vllm.engine_args import EngineArgs
+from xla_engine.vllm.llm import given
+from xla_engine.vllm.outputs import RequestOutput, Stream
+from xla_engine.vllm.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """Requests are added, and each `step` gives what is new of them.
+
+    A request whose adapter finds no room waits here, and those that come after it, until others have ended.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._engine = llm.LLM(args.model, **args.options).engine
+        self._streams: dict[str, Stream] = {}
+        self._held: deque[tuple[str, Prompt, SamplingParams, dict[str, Any]]] = deque()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> LLMEngine:
+        """Load the model and compile."""
+        return cls(engine_args)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> None:
+        """Queue a prompt. Raises InvalidRequestError."""
+        params = SamplingParams.of(self._engine.default_params) if params is None else params.clone()
+        self._held.append((request_id, prompt, params, given(options)))
+        if len(self._held) == 1:
+            self._submit_held()
+
+    def step(self) -> list[RequestOutput]:
+        """Run a turn and return an output for each request that has something new."""
+        shown = []
+        self._submit_held()
+        for output in self._engine.step():
+            stream = (
+                self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
+            )
+            if (found := stream.next(output)) is not None:
+                shown.append(found)
+        return shown
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request has not ended."""
+        return self._engine.has_unfinished or bool(self._held)
+
+    def abort_request(self, request_id: str | list[str]) -> None:
+        """End requests now; the next step tells of it."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self._held = deque(one for one in self._held if one[0] != each)
+            self._engine.abort(each)
+
+    def reset_prefix_cache(self, **_: Any) -> None:
+        """Forget what earlier prompts left in the cache; requests that run keep their slots."""
+        self._engine.reset_prefix_cache()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer."""
+        return self._engine.tokenizer
+
+    def close(self) -> None:
+        """Free device memory."""
+        self._engine.close()
+
+    def _submit_held(self) -> None:
+        while self._held:
+            request_id, prompt, params, options = self._held.popleft()
+            try:
+                self._engine.submit(prompt, params.fixed, request_id=request_id, **options)
+            except AdaptersBusyError:
+                if not self._engine.has_unfinished:
+                    raise  # all adapters are pinned
+                self._held.appendleft((request_id, prompt, params, options))
+                return
+            self._streams[request_id] = Stream(params.output_kind, self._engine.tokenizer)
+
+
+class AsyncLLM:
+    """Streams for the tasks of an event loop."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._llm = async_llm.AsyncLLM(args.model, **args.options)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> AsyncLLM:
+        """Load the model and compile."""
+        return cls(engine_args)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as tokens arrive, as its `output_kind` wants them."""
+        engine = self._llm.engine
+        stream = Stream(sampling_params.output_kind, engine.tokenizer)
+        found = self._llm.generate(prompt, sampling_params.fixed, request_id=request_id, **given(options))
+        try:
+            async for output in found:
+                if (shown := stream.next(output)) is not None:
+                    yield shown
+        finally:
+            await found.aclose()  # type: ignore[attr-defined]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its reader gets a last output."""
+        self._llm.abort(request_id)
+
+    async def pause_generation(
+        self, *, mode: Literal["abort", "keep"] = "abort", clear_cache: bool = True
+    ) -> None:
+        """Run nothing until `resume_generation`; requests that are added meanwhile wait.
+
+        mode: "keep" holds the requests there are, "abort" ends them. clear_cache: forget what prompts left.
+        """
+        if mode not in ("abort", "keep"):
+            raise InvalidRequestError(f'mode must be "abort" or "keep", not {mode!r}: let requests end first')
+        if mode == "abort":
+            self._llm.engine.abort_all()
+        await self._llm.pause()
+        if clear_cache:
+            self._llm.engine.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Go on."""
+        self._llm.resume()
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` holds the requests."""
+        return self._llm.is_paused
+
+    def shutdown(self) -> None:
+        """End what runs and free device memory."""
+        self._llm.engine.close()

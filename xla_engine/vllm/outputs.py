@@ -1,0 +1,130 @@
+"""Outputs in vLLM's shapes: lists, and a dict of log-probabilities for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xla_engine import outputs
+from xla_engine.outputs import RequestMetrics
+from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.vllm.sampling_params import RequestOutputKind
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability; its rank among all tokens, None where only its own was asked for; and its text."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class PoolingOutput(NamedTuple):
+    """The numbers of a text, float32."""
+
+    data: np.ndarray[Any, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One generated sequence.
+
+    logprobs: per token the sampled one and the n likeliest by id, as `SamplingParams.logprobs` asks; else None.
+    token_logprobs: the numbers of the sampled tokens alone.
+    The other fields are those of `xla_engine.CompletionOutput`.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    token_logprobs: list[float] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A request and its sequences; fields are those of `xla_engine.RequestOutput`, tuples as lists."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None
+    num_cached_tokens: int
+    error: str | None = None
+    lora_request: None = None
+
+
+def vllm_output(
+    output: outputs.RequestOutput, tokenizer: Tokenizer | None, since: outputs.RequestOutput | None = None
+) -> RequestOutput:
+    """`output` in vLLM's shape; with `since`, an earlier one, each sequence holds only what is new after it."""
+    before = {} if since is None else {each.index: each for each in since.outputs}
+    return RequestOutput(
+        request_id=output.request_id,
+        prompt=output.prompt,
+        prompt_token_ids=list(output.prompt_token_ids),
+        prompt_logprobs=None
+        if output.prompt_logprobs is None
+        else [None if each is None else _ranked(each) for each in output.prompt_logprobs],
+        outputs=[_completion(each, before.get(each.index), tokenizer) for each in output.outputs],
+        finished=output.finished,
+        metrics=output.metrics,
+        num_cached_tokens=output.num_cached_tokens,
+        error=output.error,
+    )
+
+
+class Stream:
+    """Makes the outputs of one request what an output kind wants."""
+
+    def __init__(self, kind: RequestOutputKind, tokenizer: Tokenizer | None) -> None:
+        self._kind, self._tokenizer = kind, tokenizer
+        self._before: outputs.RequestOutput | None = None
+
+    def next(self, output: outputs.RequestOutput) -> RequestOutput | None:
+        """What to show of the next cumulative output; None for nothing."""
+        if self._kind is RequestOutputKind.FINAL_ONLY and not output.finished:
+            return None
+        before, self._before = self._before, output
+        return vllm_output(output, self._tokenizer, before if self._kind is RequestOutputKind.DELTA else None)
+
+
+def _completion(
+    output: outputs.CompletionOutput, before: outputs.CompletionOutput | None, tokenizer: Tokenizer | None
+) -> CompletionOutput:
+    text, tokens = ("", 0) if before is None else (before.text, len(before.token_ids))
+    ids, numbers = output.token_ids[tokens:], output.logprobs
+    logprobs: list[dict[int, Logprob]] | None = None
+    if output.top_logprobs is not None:
+        logprobs = [_ranked(each) for each in output.top_logprobs[tokens:]]
+    elif numbers is not None:
+        words = [None if tokenizer is None else tokenizer.decode([token]) for token in ids]
+        found = zip(ids, numbers[tokens:], words, strict=True)
+        logprobs = [{token: Logprob(value, None, word)} for token, value, word in found]
+    return CompletionOutput(
+        index=output.index,
+        text=output.text[len(text) :],
+        token_ids=list(ids),
+        cumulative_logprob=output.cumulative_logprob,
+        logprobs=logprobs,
+        token_logprobs=None if numbers is None else list(numbers[tokens:]),
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+    )
+
+
+def _ranked(tokens: dict[int, outputs.Logprob]) -> dict[int, Logprob]:
+    return {token: Logprob(*found) for token, found in tokens.items()}
