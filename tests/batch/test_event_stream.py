@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeEngine
-from xla_engine.batch.event_stream import EventStream
+from xla_engine.batch.stream.event_stream import EventStream
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.sampling_params import SamplingParams
@@ -29,7 +29,9 @@ def serve(engine: Any, *lines: Any, **options: Any) -> tuple[list[Event], RunTot
     )
     sink = io.BytesIO()
     totals = EventStream(engine, io.BytesIO(source), sink, **options).run()
-    return [json.loads(line) for line in sink.getvalue().splitlines()], totals
+    events = [json.loads(line) for line in sink.getvalue().splitlines()]
+    assert [event.pop("seq") for event in events] == list(range(len(events)))
+    return events, totals
 
 
 def by_id(events: list[Event]) -> dict[str, list[Event]]:
@@ -186,7 +188,8 @@ def test_another_program_drives_it_over_pipes() -> None:
             own.append(next(events))
         assert own[0]["text"] == f"<p{n}>" and all(event["id"] == "same" for event in own)
     ask.close()
-    assert json.loads(answers.readline()) == {"event": "end", "requests": 5, "interrupted": False}
+    last = json.loads(answers.readline())
+    assert last.pop("seq") >= 10 and last == {"event": "end", "requests": 5, "interrupted": False}
     thread.join(10)
     assert result[0].ok == 5
     for file in (source, sink, answers):

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support import fuzz_checkpoints
 from tests.support.fuzz_lines import cases, fuzz
+from xla_engine.batch.envelope import CHAT_URL, COMPLETIONS_URL
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.requests import CHAT_URL, COMPLETIONS_URL
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -22,9 +22,10 @@ from xla_engine.model_loader.chat_templates import ChatTemplate
 
 @pytest.fixture
 def chatty(embedded: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
-    """The embedded model, which gets a chat template for the time of a test."""
+    """The embedded model, which has another chat template for the time of a test."""
+    own = embedded.chat_template
     yield embedded
-    embedded.chat_template = None
+    embedded.chat_template = own
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -24,10 +24,11 @@ TEMPLATE = (
 
 @pytest.fixture
 def engine(embedded: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
-    """The session's engine with a chat template."""
+    """The session's engine with another chat template."""
+    own = embedded.chat_template
     embedded.chat_template = ChatTemplate(sources={"default": TEMPLATE}, special_tokens={})
     yield embedded
-    embedded.chat_template = None
+    embedded.chat_template = own
 
 
 def complete(engine: XlaBatchEngine, *lines: bytes) -> list[dict[str, Any]]:

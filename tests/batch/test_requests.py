@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.batch_lines import MESSAGES, batch, finished, parsed, talk
+from xla_engine.batch.envelope import MAX_CUSTOM_ID
 from xla_engine.batch.requests import (
-    MAX_CUSTOM_ID,
     MAX_MESSAGE,
     MAX_PROMPTS,
     Chat,
@@ -207,7 +207,7 @@ def test_invalid_plain_request(name: str) -> None:
 
 
 BATCH_REFUSED = {
-    "embeddings": (batch({"input": "x"}, url="/v1/embeddings"), "not supported"),
+    "moderations": (batch({"input": "x"}, url="/v1/moderations"), "not supported"),
     "no url": (batch({"prompt": "x"}, url=...), 'no "url"'),
     "url of another type": (batch({"prompt": "x"}, url=["/v1/completions"]), "not supported"),
     "GET": (batch({"prompt": "x"}, method="GET"), "POST"),

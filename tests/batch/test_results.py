@@ -142,6 +142,26 @@ def test_prompt_logprobs_and_stop_reason_are_vllms() -> None:
     choice = body_of(TEXT, output)["choices"][0]
     assert choice["prompt_logprobs"] == [None, {"7": {"logprob": -1.5, "rank": 2, "decoded_token": "g"}}]
     assert choice["stop_reason"] == "x"
+    assert (
+        body_of(CHAT, output)["prompt_logprobs"] == choice["prompt_logprobs"]
+    )  # beside the choices of a chat
+
+
+@pytest.mark.parametrize("defaults", [{}, {"tool_parser": "hermes", "reasoning_parser": "think"}])
+def test_calls_and_reasoning_are_parted_where_their_format_is_known(defaults: dict[str, str]) -> None:
+    """Their ids are the same in every run; without a format the text stays as it is."""
+    text = '<think>so</think>I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    raw = talk(tools=[{"type": "function", "function": {"name": "add"}}])
+    request = parsed(raw, **defaults)
+    lines = [result_line(request, [finished(text)], record_id(7, 1), HEADER) for _ in range(2)]
+    message = json.loads(lines[0])["response"]["body"]["choices"][0]["message"]
+    assert lines[0] == lines[1]
+    if not defaults:
+        assert message == {"role": "assistant", "content": text, "refusal": None}
+        return
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'} and call["id"].startswith("call_")
+    assert (message["content"], message["reasoning_content"]) == ("I add.", "so")
 
 
 def test_n_choices_of_several_prompts() -> None:

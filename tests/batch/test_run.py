@@ -18,10 +18,11 @@ from tests.support.batch_runs import LINES, run
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch import requests
 from xla_engine.batch.dry_run import DryRun
-from xla_engine.batch.event_stream import EventStream
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
-from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.batch.stream.event_stream import EventStream
+from xla_engine.config import EngineConfig
+from xla_engine.environment import embedded_model_directory
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.batch_lines import prompts
 from tests.support.batch_runs import LINES, run
 from xla_engine.batch.totals import RunTotals, summary_lines
-from xla_engine.engine.stats import EngineStats
+from xla_engine.observability.stats import EngineStats
 from xla_engine.utils.progress import Progress
 
 

@@ -15,7 +15,9 @@ import pytest
 from tests.support.models import TINY
 from xla_engine.bench import measure as bench
 from xla_engine.bench import peers, rounds
+from xla_engine.bench.card import card
 from xla_engine.bench.peers import PeerFailed, Process, parse_peers
+from xla_engine.runner.native_library.instruction_sets import available
 
 ROOT = Path(__file__).parents[2]
 FAKE = '''
@@ -27,7 +29,7 @@ class Engine:
 
     def load(self, model, dtype="", max_num_seqs=0, max_model_len=0, cache=""):
         print("noise on standard output")
-        return {"versions": "fake", "notes": "", "arrivals": ARRIVALS, "about": "fake"}
+        return {"versions": "fake", "notes": "", "arrivals": ARRIVALS, "about": "fake", "isa": "mmx"}
 
     def run(self, prompts, max_tokens, arrivals, stop_token_ids=None):
         self.runs += 1
@@ -42,6 +44,10 @@ class Engine:
         streams = [[p[0] + i + (FAULT == "wrong") for i in range(n)] for p, n in zip(prompts, counts)]
         if FAULT == "fickle":
             streams[0][-1] += self.runs
+        if FAULT == "dull":
+            streams = [[stream[0]] * len(stream) for stream in streams]
+        if FAULT == "alike":
+            streams = [streams[0][: len(stream)] for stream in streams]
         if FAULT == "short":
             streams[0].pop()
         times = [[a + 0.001 * (i + 1) for i in range(n)] for a, n in zip(arrivals, counts)]
@@ -99,7 +105,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 python=sys.executable,
                 cache=tmp_path,
                 prompt=8,
-                new=12,
+                new=more.pop("new", 12),
                 say=lambda text: None,
                 **more,
             )
@@ -133,6 +139,26 @@ def test_our_wrong_streams_are_void(run: Any, fault: str, reason: str) -> None:
     found, _ = run(ours=fault)
     assert reason in found["uniform", "xla-engine"]["void"]
     assert "ratio" not in found["uniform", "transformers"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "word"), [("dull", "1 distinct tokens of 24"), ("alike", "begin in 1 ways")]
+)
+def test_streams_that_could_hide_a_fault_are_void(run: Any, fault: str, word: str) -> None:
+    found, _ = run(ours=fault, theirs=fault, new=24, judge=0)
+    for name in ("xla-engine", "transformers"):
+        void = found["uniform", name]["void"]
+        assert void.startswith("dull streams") and word in void and "use a model with livelier" in void
+
+
+def test_the_record_names_processor_and_instruction_set(run: Any) -> None:
+    _, record = run()
+    processor = record["processor"]
+    assert processor["model"] and processor["cores"] >= 1
+    assert {flag for each in available() for flag in each.needs} <= set(processor["flags"])
+    assert record["engines"]["xla-engine"]["isa"] == "mmx"
+    text = card(record)
+    assert f"{processor['cores']} cores of {processor['model']}" in text and "instruction set mmx" in text
 
 
 def test_a_peers_wrong_streams_are_void(run: Any) -> None:

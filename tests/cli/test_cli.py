@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
 from tests.support.batch_lines import by_line, interrupt_at, prompts
 from tests.support.command_line import ROOT, assert_not_started, invoke, run_file
 from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
+from xla_engine.cli.run import run
 from xla_engine.errors import CheckpointError
 
 
@@ -89,7 +91,10 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "float32",
         "--no-preemption",
         "--swap-space=0.5",
+        "--data-parallel-size=3",
         "--quantum=8",
+        "--runner=pooling",
+        '--pooler-config={"pooling_type": "MEAN"}',
     ]
     result, records = run_file(
         tmp_path, prompts(1), *options, "--lag", "0", "--seed", "5", "--max-tokens", "101", "--created", "1"
@@ -97,14 +102,24 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
     assert engine.options == {  # type: ignore[attr-defined]
         "model": str(tmp_path / "mine"),
         "max_num_seqs": 3,
+        "runner": "pooling",
+        "pooler_config": {"pooling_type": "MEAN"},
+        "hf_overrides": None,
+        "enable_lora": False,
+        "lora_modules": {},
+        "max_loras": 1,
+        "max_lora_rank": 16,
         "memory_utilization": 0.9,
         "speculative_config": None,
+        "shadow_rate": 0.0,
         "scheduling_policy": "priority",
         "quantum": 8,
         "priority_aging": 64,
         "max_num_batched_tokens": None,
         "preemption": False,
         "swap_space": 0.5,
+        "data_parallel_size": 3,
+        "tensor_parallel_size": 1,
         "max_model_len": 99,
         "dtype": "float32",
         "lag": 0,
@@ -116,6 +131,11 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "attention_backend": "auto",
         "isa": "auto",
         "generation_config": "engine",
+        "keep_finished": 0,
+        "enable_dry": False,
+        "phase_timers": False,
+        "start_timeout_s": None,
+        "step_timeout_s": None,
     }
     assert result.exit_code == 1 and records[0]["error"]["code"] == "token_limit_exceeded"
     _, records = run_file(tmp_path, b'{"prompt": "x"}', *options, "--overwrite")
@@ -283,3 +303,12 @@ def test_flags_keep_their_old_names_unseen() -> None:
         assert new in found and old not in found
         options = cli.main.get_command(None, command).params  # type: ignore[arg-type, union-attr]
         assert any({old, new.split()[0]} <= set(option.opts) for option in options)
+
+
+def test_help_groups_the_options_of_engines_and_loses_none() -> None:
+    text = invoke("run", "--help").stdout
+    model, memory = text.index("\nModel:"), text.index("\nSlots and memory:")
+    assert text.index("\nOptions:") < model < text.index("  --isa") < memory < text.index("  --num-blocks")
+    for parameter in run.params:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            assert parameter.opts[0] in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -149,7 +150,9 @@ def test_a_dry_run_finds_every_bad_line(tmp_path: Path) -> None:
     ]
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n".join(lines))
-    result = invoke("run", source, *DRY)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ raise_exception('no chats') }}")
+    result = invoke("run", source, *DRY, "--chat-template", template)
     assert result.exit_code == 1, result.output
     errors = [line.split(":")[:2] for line in result.stdout.splitlines() if line.startswith("line ")]
     assert errors == [
@@ -165,7 +168,7 @@ def test_a_dry_run_finds_every_bad_line(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
-    """The embedded model has none."""
+    """It goes before the model's."""
     chat = b'{"messages": [{"role": "user", "content": "abc"}]}'
     template = tmp_path / "template.jinja"
     template.write_text("{% for each in messages %}# {{ each.content }}\n{% endfor %}")
@@ -272,3 +275,43 @@ def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embe
     whole = io.BytesIO()
     BatchRun(embedded, read_lines(io.BytesIO(lines)), whole, header=header, ordered=True).run()
     assert out.read_bytes() == whole.getvalue()
+
+
+def test_metrics_are_written_beside_the_status(tmp_path: Path, engine: FakeEngine) -> None:
+    metrics, status = tmp_path / "m.prom", tmp_path / "s.json"
+    result, _ = run_file(tmp_path, prompts(5), "--metrics-file", str(metrics), "--status-file", str(status))
+    assert result.exit_code == 0
+    text, stats = metrics.read_text(), json.loads(status.read_text())["stats"]
+    assert (
+        f'vllm:request_success_total{{model_name="fake",finished_reason="length"}} {stats["finished"]["length"]}'
+        in text
+    )
+    assert stats["distributions"]["inter_token_seconds"]["counts"] and stats["phases"] is None
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+    result, _ = run_file(
+        tmp_path, prompts(5), "--overwrite", "--metrics-file", str(tmp_path / "none" / "m.prom")
+    )
+    assert_not_started(result, "none")
+
+
+def test_phase_timers_are_an_option_of_the_engine(tmp_path: Path, engine: FakeEngine) -> None:
+    run_file(tmp_path, prompts(2), "--phase-timers")
+    assert engine.options["phase_timers"] is True  # type: ignore[attr-defined]
+    run_file(tmp_path, prompts(2), "--overwrite")
+    assert engine.options["phase_timers"] is False  # type: ignore[attr-defined]
+
+
+def test_verbose_shows_the_log_of_the_command_and_no_longer(tmp_path: Path, engine: FakeEngine) -> None:
+    log = logging.getLogger("xla_engine.engine")
+
+    def say(step: int) -> None:
+        if step == 1:
+            log.info("a line")
+
+    engine._on_step = say
+    before = logging.getLogger("xla_engine").handlers[:]
+    for options, shown in ((("-v", "--overwrite"), 1), (("--overwrite",), 0)):
+        engine.steps = 0
+        result, _ = run_file(tmp_path, prompts(2), *options)
+        assert result.exit_code == 0 and result.stderr.count("INFO xla_engine.engine: a line") == shown
+    assert logging.getLogger("xla_engine").handlers == before

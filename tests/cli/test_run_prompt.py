@@ -11,8 +11,9 @@ import pytest
 from tests.support.command_line import assert_not_started, invoke
 from tests.support.fake_engine import FakeEngine
 from xla_engine import LLM, SamplingParams
-from xla_engine.config import embedded_model_directory
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.environment import embedded_model_directory
+from xla_engine.runner import memory
 
 
 def test_a_prompt_is_completed_in_the_shell(
@@ -38,11 +39,15 @@ def test_what_cannot_run_says_why(engine: FakeEngine, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_says_what_max_model_len_is_where_it_was_cut(tmp_path: Path) -> None:
+def test_a_start_says_what_max_model_len_is_where_it_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(embedded_model_directory(), model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     plain = ("run", "--prompt", "import", "--max-tokens", "1", "--max-num-seqs", "1", "--model", model)
+    assert "max_model_len" not in invoke(*plain).stderr  # it fits
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 150_000_000)
     assert "max_model_len is 2048; the model allows 4096" in invoke(*plain).stderr
     assert "max_model_len" not in invoke(*plain, "--max-model-len", "512").stderr

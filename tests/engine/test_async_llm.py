@@ -229,3 +229,40 @@ def test_a_loop_that_was_closed_with_live_requests_does_not_lock_the_engine(
 
     run(main())
     assert engine.stats().finished["abort"] == 1
+
+
+def test_a_pause_changes_nothing_but_the_time(tiny: XlaBatchEngine, alone: list[tuple[int, ...]]) -> None:
+    """Nothing arrives while it lasts; what was there, and what comes meanwhile, goes on with its own tokens."""
+    llm = AsyncLLM.from_engine(tiny)
+
+    async def main() -> None:
+        seen: list[RequestOutput] = []
+        early = [asyncio.create_task(read(llm, PROMPTS[n], events=seen)) for n in range(3)]
+        while len(seen) < 6:
+            await asyncio.sleep(0)
+        await llm.pause()
+        before, steps = len(seen), tiny.stats().steps
+        late = asyncio.create_task(read(llm, PROMPTS[3]))
+        gone = asyncio.create_task(read(llm, PROMPTS[4], request_id="gone"))
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert llm.is_paused and (len(seen), tiny.stats().steps) == (before, steps)
+        assert llm.abort("gone") and (await gone).outputs[0].finish_reason == "abort"
+        llm.resume()
+        assert [(await task).outputs[0].token_ids for task in (*early, late)] == alone[:4]
+
+    run(main())
+
+
+@pytest.mark.parametrize("end", ["drain", "close"])
+def test_a_paused_engine_can_be_ended(make_engine: Callable[..., XlaBatchEngine], end: str) -> None:
+    llm = AsyncLLM.from_engine(make_engine())
+
+    async def main() -> str | None:
+        await llm.pause()
+        task = asyncio.create_task(read(llm, PROMPTS[0]))
+        await asyncio.sleep(0)
+        await (llm.drain() if end == "drain" else llm.close())
+        return (await task).outputs[0].finish_reason
+
+    assert run(main()) == {"drain": "length", "close": "abort"}[end]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tests.support.fake_engine import FakeEngine
+from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.protocol import Engine
 from xla_engine.engine.requests.output_collector import OutputCollector
@@ -123,6 +125,43 @@ def test_a_snapshot_has_every_live_request_once(engine: Engine) -> None:
     engine.drain()
 
 
+def test_a_snapshot_tells_how_old_requests_are(engine: Engine) -> None:
+    submit(engine, engine.max_num_seqs + 2)
+    engine.step()
+    snapshot = engine.snapshot()
+    views = [*(slot.request for slot in snapshot.slots), *snapshot.waiting, *snapshot.draining]
+    for view in views:
+        if view is not None:
+            assert view.times is not None and view.times.age >= view.times.queued >= 0
+            assert view.times.first_token is None or view.times.first_token <= view.times.age
+    engine.drain()
+
+
+def test_a_peek_names_who_comes_next_and_why_the_others_wait(engine: Engine) -> None:
+    names = submit(engine, engine.max_num_seqs + 2)
+    before = engine.snapshot()
+    peek = engine.peek()
+    again = engine.snapshot()
+    assert [view.request_id for view in again.waiting] == [view.request_id for view in before.waiting]
+    assert again.counters == before.counters and engine.peek().plan == peek.plan
+    assert list(peek.plan.admitted) == names[: engine.max_num_seqs]
+    late = names[engine.max_num_seqs :]
+    assert set(peek.why_not) >= set(late) and all(peek.why_not[name] for name in late)
+    assert "<td>" in peek._repr_html_()
+    engine.step()
+    assert {view.request_id for view in engine.snapshot().waiting} <= set(late)
+    engine.drain()
+    assert engine.peek().plan.admitted == () and engine.peek().why_not == {}
+
+
+def test_metrics_are_text_with_what_the_stats_say(engine: Engine) -> None:
+    submit(engine, 3)
+    engine.drain()
+    lines = engine.metrics_text().splitlines()
+    (steps,) = [line for line in lines if line.startswith("xla_engine_steps_total{")]
+    assert float(steps.split()[-1]) == engine.stats().steps > 0
+
+
 def test_stats_count_what_ended(engine: Engine) -> None:
     before = engine.stats()
     submit(engine, 3)
@@ -136,6 +175,42 @@ def test_stats_count_what_ended(engine: Engine) -> None:
 
 def test_an_identity_is_that_of_the_engine(engine: Engine) -> None:
     assert engine.identity() == engine.identity() and len(engine.identity().digest()) == 16
+
+
+@pytest.mark.parametrize("kind", ["real", "fake"])
+def test_a_request_that_has_ended_goes_on_under_its_id(
+    kind: str, make_engine: Callable[..., XlaBatchEngine]
+) -> None:
+    engine: Engine = make_engine(replace(TINY_ENGINE, keep_finished=4)) if kind == "real" else FakeEngine()
+    names = submit(engine, 2)
+    with pytest.raises(InvalidRequestError):
+        engine.extend("r0", 4)  # it is live
+    first = {output.request_id: output for output in engine.drain()}
+    collector = OutputCollector(every_token=False)
+    engine.extend("r0", 4, collector=collector)
+    engine.extend("r1", 4)
+    with pytest.raises(InvalidRequestError):
+        engine.extend("r0", 4)
+    with pytest.raises(InvalidRequestError, match="r0"):
+        submit(engine, 1)
+    (drained,) = engine.drain()
+    (own,) = collector.take()
+    second = {output.request_id: output for output in (drained, own.output())}
+    assert sorted(second) == names and ends(list(second.values())) == dict.fromkeys(names, "length")
+    for name in names:
+        before, after = first[name].outputs[0], second[name].outputs[0]
+        assert len(after.token_ids) > len(before.token_ids)
+        assert after.token_ids[: len(before.token_ids)] == before.token_ids
+        assert first[name].outputs[0].finish_reason is not None
+    for bad in ("r0", 0), ("r0", True), ("r0", 1000), ("unknown", 1):
+        with pytest.raises(InvalidRequestError):
+            engine.extend(*bad)
+    assert engine.num_running + engine.num_waiting == 0 and not engine.has_unfinished
+    engine.extend("r0", 4)
+    assert engine.abort("r0") and ends(engine.drain()) == {"r0": "abort"}
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.extend("r1", 1)
 
 
 @pytest.mark.parametrize("kind", ["real", "fake"])

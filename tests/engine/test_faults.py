@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -75,6 +76,41 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
             interrupts += 1
     assert interrupts == 3
     assert {name: bits(output.outputs[0]) for name, output in ends(outputs).items()} == alone
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["_deliver", "_end"])
+def test_a_turn_that_breaks_off_between_commit_and_delivery_loses_no_end(
+    tiny: XlaBatchEngine,
+    cases: list[Case],
+    alone: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    error: BaseException,
+) -> None:
+    """The scheduler has ended requests then whose callers know nothing: they are told, with all their tokens."""
+    before, counted, broken = tiny.stats(), tiny.snapshot().counters, 0
+    real = getattr(tiny, where)
+
+    def breaks(*arguments: Any) -> Any:
+        nonlocal broken
+        if tiny.scheduler.untold and broken < 2:
+            broken += 1
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(tiny, where, breaks)
+    submit_all(tiny, cases)
+    outputs = []
+    while tiny.has_unfinished:
+        with contextlib.suppress(KeyboardInterrupt):
+            outputs += tiny.drain()
+        tiny.scheduler.check()
+    assert broken == 2
+    assert {name: bits(output.outputs[0]) for name, output in ends(outputs).items()} == alone
+    after = tiny.stats().finished
+    assert sum(after.values()) - sum(before.finished.values()) == len(cases)
+    assert sum(tiny.snapshot().counters.finished.values()) - sum(counted.finished.values()) == len(cases)
 
 
 def test_an_interrupt_before_the_device_state_is_replaced_lets_abort_and_submit_work(

@@ -56,6 +56,27 @@ def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int
     assert num_parked(tiny.runner) == 0
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_slot_lost_while_a_step_is_read_changes_no_bit(tiny: XlaBatchEngine, lag: int) -> None:
+    """As `AsyncLLM` may have it: the first token, the one behind it and later ones are on their way then."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompt = list(range(3, 30))  # two chunks, in one step
+    tiny.submit(prompt, params, request_id="it")
+    expected = answers(tiny.drain())
+    tiny.lag = lag
+    for way in tiny.ways_to_preempt:
+        for turns in range(5):
+            tiny.reset_prefix_cache()
+            tiny.submit(prompt, params, request_id="it")
+            for _ in range(turns):
+                tiny.step()
+            step = tiny.begin_turn()
+            assert tiny.preempt("it", how=way), (way, turns)
+            if step is not None:
+                tiny.end_turn(step, tiny.runner.wait(step))
+            assert answers(tiny.drain()) == expected, (way, turns)
+
+
 def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) -> None:
     if not embedded.runner.has_one_row_code:
         pytest.skip("this machine has no C++ products")

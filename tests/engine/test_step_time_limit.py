@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -73,3 +75,42 @@ def test_a_time_limit_changes_no_identity_and_no_bit(
     for engine in (limited, tiny):
         engine.submit([1, 2], SamplingParams(max_tokens=12, logprobs=0), request_id="same")
     assert bits(limited.drain()[0].outputs[0]) == bits(tiny.drain()[0].outputs[0])
+
+
+def test_a_step_that_hangs_before_it_runs_ends_every_request_too(
+    make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`start` does not come back; a deadline that passes meanwhile does not keep the limit from counting."""
+    engine = make_engine(replace(TINY_ENGINE, step_timeout_s=30.0))
+    release, hung, now = threading.Event(), threading.Event(), [0.0]
+    real, calls = engine.runner.start, []
+
+    def start(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            hung.set()
+            assert release.wait(60)
+        return real(*arguments)
+
+    def sleep(done: threading.Event, seconds: float) -> bool:
+        while not hung.is_set():
+            if done.wait(0.001):
+                return True
+        now[0] += seconds
+        return False
+
+    monkeypatch.setattr(engine.runner, "start", start)
+    monkeypatch.setattr(engine, "clock", lambda: now[0])
+    monkeypatch.setattr(engine._waiter, "sleep", sleep)
+    try:
+        for number in range(3):
+            engine.submit(
+                [number + 1], SamplingParams(max_tokens=20, ignore_eos=True), deadline_s=10 + 100 * number
+            )
+        outputs = engine.drain()
+        assert len(outputs) == 3 and now[0] == pytest.approx(30.0, abs=1.0)
+        assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+        assert all("step_timeout_s" in str(output.error) for output in outputs)
+        engine.close()
+    finally:
+        release.set()

@@ -135,6 +135,10 @@ def test_every_request_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> 
             rows.append(Row(live(buffer, "new")))
     for row in (*rows, *over):
         row.check()
+    gaps = buffer.histograms.inter_token_seconds.now()
+    lives = [row.times for row in (*rows, *over) if row.times]
+    assert gaps.count == sum(len(times) - 1 for times in lives)
+    assert gaps.total == sum(times[-1] - times[0] for times in lives)
 
 
 def test_what_was_read_long_ago_is_forgotten_and_no_step_does_much() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -148,6 +148,8 @@ def test_options_of_another_version_are_refused(honest: Record) -> None:
     with pytest.raises(RecordMismatchError, match="warp: not known to this version"):
         engine_config(newer)
     assert engine_config(newer, force=True) == config
+    two = altered(honest, put("engine", "tensor_parallel_size", value=2))  # left out of records where it is 1
+    assert engine_config(two) == replace(config, tensor_parallel_size=2)
     older = altered(honest, lambda data: data["engine"].pop("chunk_size"))
     with pytest.raises(RecordMismatchError, match="chunk_size: not in the record"):
         engine_config(older)

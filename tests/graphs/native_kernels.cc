@@ -1,12 +1,15 @@
 // Kernels of graphs/native against sums in double precision, without XLA: also for machines that are emulated.
 //
-// Prints what failed and exits with 1; prints "ok" otherwise. `native_kernels time` prints how fast products are.
+// Prints what failed and exits with 1; prints "ok" otherwise. `native_kernels time` prints how fast products are,
+// `native_kernels bits` hashes of what kernels make of fixed numbers: the same on all machines, but for products where pairs are
+// summed by bfdot.
 
 #include <chrono>
 #include <cstdio>
 #include <random>
 
 #include "attention_cache.h"
+#include "attention_heads.h"
 #include "attention_scores.h"
 #include "attention_vectors.h"
 #include "packed_dots.h"
@@ -95,6 +98,16 @@ void CheckProducts(int64_t width) {
         const double product = Wide(rows[n * width + k]) * Wide(weights[f * width + k]);
         sum += product, size += std::abs(product);
       }
+#ifndef XLA_ENGINE_BFDOT
+      if constexpr (std::is_same_v<T, BFloat16>) {  // one fused multiply-add for each, the second of a pair first
+        float fused = 0;
+        for (int64_t k = 0; k < width; ++k) {
+          const float x = static_cast<float>(Wide(rows[n * width + (k ^ 1)]));
+          fused = std::fma(x, static_cast<float>(Wide(weights[f * width + (k ^ 1)])), fused);
+        }
+        Check(!std::memcmp(&fused, &whole[n * 32 + f], sizeof fused), "the bits of a sum", n * 32 + f);
+      }
+#endif
       const double error = std::abs(static_cast<double>(whole[n * 32 + f]) - sum);
       Check(error <= (std::is_same_v<T, int8_t> ? 0.0 : size * 1e-6), "a sum", n * 32 + f);
     }
@@ -158,6 +171,78 @@ void CheckAttention(int64_t head_dim, int64_t count, int64_t rows) {
   }
 }
 
+// Multiples of 2^-16 between -1 and 1, and rounded to T, by integers alone: the same on all machines.
+template <typename T>
+std::vector<T> Fixed(int64_t count) {
+  std::vector<T> drawn(count);
+  for (T& each : drawn) each = Storage<T>::Round(static_cast<float>(static_cast<int32_t>(generator() >> 15) - 65536) / 65536.0f);
+  return drawn;
+}
+
+// FNV-1a of the bits of numbers.
+struct Hash {
+  uint64_t value = 14695981039346656037u;
+  template <typename T>
+  void Add(const T* from, int64_t count) {
+    for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); ++at)
+      value = (value ^ reinterpret_cast<const uint8_t*>(from)[at]) * 1099511628211u;
+  }
+  void Print(const char* name) const { std::printf("%s %016llx\n", name, static_cast<unsigned long long>(value)); }
+};
+
+template <typename T>
+void HashAttention(Hash& hash, int64_t head_dim, int64_t count, int64_t rows) {
+  const int64_t page = 256, kept = page * head_dim, stride = (count + 15) / 16 * 16 + 16;
+  const auto keys = Fixed<T>(count * head_dim), values = Fixed<T>(count * head_dim), queries = Fixed<T>(rows * head_dim);
+  std::vector<T> key_store(kept + 64), value_store(kept + 64);
+  const int32_t table = 0;
+  const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, kept, head_dim};
+  for (int64_t t = 0; t < count; ++t) head.Write(t, keys.data() + t * head_dim, values.data() + t * head_dim, true);
+  Context<T> context;
+  context.List(head, 0, count);
+  Seen seen = {};
+  seen.rows = rows;
+  for (int64_t r = 0; r < rows; ++r) seen.last[r] = count - rows + 1 + r, seen.sink[r] = kLowest;
+  std::vector<float> scores(kQueries * stride), out(kQueries * kMaxWidth), sums(kQueries);
+  AttendVectors(context, queries.data(), seen, {0.25f, 0.0f}, scores.data(), stride, out.data(), sums.data());
+  hash.Add(out.data(), rows * head_dim);
+  hash.Add(sums.data(), rows);
+}
+
+// Heads normed and rotated, by vectors and by what is left of them.
+void HashHeads(Hash& hash, int64_t head_dim) {
+  const auto halves = Fixed<BFloat16>(6 * head_dim);
+  std::vector<float> numbers, out(kMaxWidth);
+  for (const BFloat16& half : halves) numbers.push_back(Storage<BFloat16>::Widen(half) * 1.1f);
+  const float* rope = numbers.data() + 3 * head_dim;
+  const Projection projection = {numbers.data(), rope, 3 * head_dim, head_dim, (head_dim + 15) / 16 * 16, 1e-5f};
+  for (const float* norm : {static_cast<const float*>(nullptr), rope + head_dim}) {
+    for (int64_t head = 0; head < 3; ++head) {
+      projection.Rotated(0, head, norm, out.data());
+      hash.Add(out.data(), head_dim);
+    }
+  }
+}
+
+void PrintBits() {
+  Hash products, rest;
+  for (int64_t width : {16, 576}) {
+    const auto weights = Fixed<BFloat16>(32 * width), rows = Fixed<BFloat16>(7 * width);  // weights packed as they are
+    const Plain<BFloat16> operand = {rows.data(), width};
+    const auto sums = Multiplied(operand, 0, 7, reinterpret_cast<const char*>(weights.data()));
+    products.Add(sums.data(), sums.size());
+  }
+  for (float x = -90.0f; x <= 0.0f; x += 0.0625f) {
+    const float found = First(Exp(All(x)));
+    rest.Add(&found, 1);
+  }
+  for (int64_t keys : {1, 17, 200}) HashAttention<BFloat16>(rest, 64, keys, 1), HashAttention<float>(rest, 48, keys, 1);
+  HashAttention<BFloat16>(rest, 96, 200, 16), HashAttention<float>(rest, 64, 200, 7);
+  for (int64_t head_dim : {32, 64, 80, 128}) HashHeads(rest, head_dim);
+  products.Print("products");
+  rest.Print("rest");
+}
+
 // Gigaflops and bytes of weights of one thread.
 template <typename T>
 void Time(const char* name, int64_t count, int64_t width, int64_t tasks) {
@@ -189,7 +274,11 @@ void Time(const char* name, int64_t count, int64_t width, int64_t tasks) {
 
 }  // namespace
 
-int main(int count, char**) {
+int main(int count, char** words) {
+  if (count > 1 && !std::strcmp(words[1], "bits")) {
+    PrintBits();
+    return 0;
+  }
   if (count > 1) {
     for (int64_t rows : {1, 2, 4, 8, 12, 16, 32, 64, 256}) {
       Time<BFloat16>("bf16", rows, 576, rows > 64 ? 48 : 2000);

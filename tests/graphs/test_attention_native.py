@@ -18,6 +18,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.backends import choose_attention
 from xla_engine.runner.native_library import build as native
 from xla_engine.runner.native_library.instruction_sets import available
@@ -127,8 +128,7 @@ def _prefill(
     attention: NativeAttention, shape: Shape, layer: LayerCache, qkv: Any, rope: Any, *place: Any
 ) -> Any:
     call = AttentionCall(shape.form(), shape.weights(), rope, S, layer.keys.dtype)
-    slot, start, count = place
-    return attention.attend_prefill(layer, qkv, call, slot=slot, start=start, count=count)
+    return attention.attend_prefill(layer, qkv, call, Extents(*place))
 
 
 def angles(position: Array, head_dim: int) -> Array:
@@ -258,12 +258,12 @@ def test_a_layer_of_a_store_is_as_it_is_alone(attention: NativeAttention, tables
             own = shape.form(), shape.weights(), rope, S, jnp.dtype(shape.dtype)
             return AttentionCall(*own, block_tables=tables, layer_in_store=layer_in_store)
 
-        lanes = {"slot": np.array([1, 0]), "start": np.array([5, 60]), "count": np.array([16, 9])}
+        lanes = Extents(*(np.array(each, np.int32) for each in ([1, 0], [5, 60], [16, 9])))
         store, first = attention.attend_prefill(
             store,
             sequence(shape, 32, 1),
             call(angles(np.arange(32).reshape(2, 16), shape.head_dim)),
-            **jax.tree.map(np.int32, lanes),
+            lanes,
         )
         rows = {"length": np.array([69, 21], np.int32), "live": np.array([True, True])}
         rope = angles(rows["length"], shape.head_dim)

@@ -18,6 +18,7 @@ from xla_engine.graphs.delta_net.layer import (
     delta_prefill,
     make_state,
 )
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.native_library.build import NativeBuildError, register
 from xla_engine.runner.native_library.instruction_sets import available
 
@@ -93,12 +94,7 @@ def lanes(pieces: list[tuple[int, int, np.ndarray]], count: int) -> dict[str, An
     for lane, (where, first, rows) in enumerate(pieces):
         projected[lane, : len(rows)] = rows
         slot[lane], start[lane], used[lane] = where, first, len(rows)
-    return {
-        "projected": projected.reshape(count * WIDTH, -1),
-        "slot": slot,
-        "start": start,
-        "count": used,
-    }
+    return {"projected": projected.reshape(count * WIDTH, -1), "lanes": Extents(slot, start, used)}
 
 
 def run(

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.reference import Reference
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.sampling_params import SamplingParams

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import feature_major
 from xla_engine.graphs.ops import reductions as vocabulary
+from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.ops.top_k import largest_by_rank
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows
 from xla_engine.graphs.sampling import sampler as sampling
@@ -45,6 +46,25 @@ def random_logits(vocabulary: int, seed: int, spread: float = 3.0) -> np.ndarray
 
 
 sample = jax.jit(sampling.sample)
+
+
+def test_one_column_gets_the_bits_it_has_among_eight() -> None:
+    """Draws of every kind, and the sums they rest on: programs of few rows rest on it."""
+    logits = random_logits(1024, 9)
+    given = rows(top_p=[1, 0.9] * 4, min_p=[0, 0, 0.1, 0] * 2, top_k=[0, 0, 0, 7] * 2, num_logprobs=3)
+    position = jnp.arange(ROWS, dtype=jnp.int32)
+    every = sample(logits, given, position)
+    for row in range(ROWS):
+        one = slice(row, row + 1)
+        alone = sample(logits[:, one], jax.tree.map(lambda leaf, one=one: leaf[one], given), position[one])
+        for found, expected in zip(alone, every, strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(found).view(np.int32), np.asarray(expected)[..., one].view(np.int32)
+            )
+    values = np.random.default_rng(1).random((50, 64, ROWS)).astype(np.float32) ** 8
+    together = np.asarray(jax.jit(sum_middle)(values))
+    for row in range(ROWS):
+        np.testing.assert_array_equal(jax.jit(sum_middle)(values[..., row : row + 1])[:, 0], together[:, row])
 
 
 def kept(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:

@@ -45,14 +45,16 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
 
 
 def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchEngine) -> None:
-    """`n` is as many requests with seeds of their own, prompt_logprobs are compared by `test_sampling_features`."""
+    """`n` is as many requests with own seeds; prompt_logprobs are compared by `test_sampling_features`, and from
+    a position on by `test_scoring`."""
     pytest.importorskip("llguidance")
     drawn = [case.params for case in draw_cases(embedded, 220, seed=0, every_field=True)]
     plain = SamplingParams()
     known = {field.name for field in fields(SamplingParams)}
     never = {name for name in known if all(getattr(each, name) == getattr(plain, name) for each in drawn)}
     text_only = {"include_stop_str_in_output", "skip_special_tokens", "detokenize"}
-    assert never == {"n", "prompt_logprobs"} | text_only
+    dry = {name for name in known if name.startswith("dry_")} | {"penalty_last_n"}  # `tests.graphs.test_dry`
+    assert never == {"n", "prompt_logprobs", "logprobs_start"} | text_only | dry
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_environment_is_read_in_one_place() -> None:
         for path in modules(package)
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert readers == {"xla_engine/config.py"}
+    assert readers == {"xla_engine/environment.py"}
 
 
 def test_nothing_unpickles() -> None:
@@ -162,6 +163,42 @@ def test_folders_and_files_stay_small(package: str) -> None:
     assert {name: count for name, count in folders.items() if count > 15} == {}
     lines = {place(path): len(path.read_text().splitlines()) for path in paths}
     assert {name: count for name, count in lines.items() if count > 350} == {}
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Imports for types count too: two files that need each other's names are one file, or three."""
+    files = {".".join(inside(path)): path for package in PACKAGES for path in modules(package)}
+    needed = {
+        name: {
+            found
+            for each in imported_names(path)
+            for found in (each, each.rpartition(".")[0])
+            if found in files
+        }
+        for name, path in files.items()
+    }
+    for name, found in needed.items():  # a package's own names come from its modules
+        needed[name] = {each for each in found if not name.startswith(f"{each}.") and each != name}
+    try:
+        TopologicalSorter(needed).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def inside(path: Path) -> tuple[str, ...]:
+    """The name by which a module is imported, in parts."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return parts if parts[0] == "xla_engine" else ("xla_engine", *parts)
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Modules, and names in modules, that a file imports, also inside functions and for types."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def test_files_of_a_user_with_these_names_do_no_harm(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import EngineClosedError
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.graphs.row_state.rows import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.steps import decode, prefill
@@ -95,11 +96,10 @@ def test_what_is_wrong_alone_as_well_is_caught_by_the_reference(
     assert gap_to_reference(engine) > 1e-2
 
 
-def writes_one_further_after_a_chunk(
-    self: Any, layer: Any, qkv: Any, call: Any, *, start: Any, **rest: Any
-) -> Any:
+def writes_one_further_after_a_chunk(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extents) -> Any:
     """Every chunk but the first is written one position too far, and attends from there."""
-    return attend_prefill(self, layer, qkv, call, start=start + (start > 0), **rest)
+    start = lanes.start + (lanes.start > 0)
+    return attend_prefill(self, layer, qkv, call, lanes._replace(start=start))
 
 
 def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_verify(
@@ -160,10 +160,10 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     assert report.differing_bits > 0
 
 
-def chunk_length_shows(self: Any, layer: Any, qkv: Any, call: Any, *, count: Any, **rest: Any) -> Any:
+def chunk_length_shows(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extents) -> Any:
     """A machine on which the bits of a position depend on the length of its chunk."""
-    layer, out = attend_prefill(self, layer, qkv, call, count=count, **rest)
-    return layer, out * (1 + jnp.repeat(count, len(out) // len(count))[:, None] * 1e-3)
+    layer, out = attend_prefill(self, layer, qkv, call, lanes)
+    return layer, out * (1 + jnp.repeat(lanes.size, len(out) // len(lanes.slot))[:, None] * 1e-3)
 
 
 def cut_shorter_under_load(
@@ -177,8 +177,8 @@ def cut_shorter_under_load(
             if len(self) == 1 or len(chunk.tokens) <= half:
                 yield chunk
             else:
-                yield replace(chunk, tokens=chunk.tokens[:half], is_last=False)
-                yield replace(chunk, start=chunk.start + half, tokens=chunk.tokens[half:], is_first=False)
+                yield chunk._replace(tokens=chunk.tokens[:half], is_last=False)
+                yield chunk._replace(start=chunk.start + half, tokens=chunk.tokens[half:], is_first=False)
 
     return cut
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests.support.fake_runner import decoded_of
 from tests.support.simulation import COST
+from xla_engine.observability.step_log import read_step_log
+from xla_engine.observability.step_log_writer import StepLogWriter
 from xla_engine.scheduler import (
     NO_CHOICE,
     FinishReason,
@@ -21,8 +23,6 @@ from xla_engine.scheduler import (
     StepResult,
 )
 from xla_engine.simulator.compare import compare
-from xla_engine.tracing.step_log import read_step_log
-from xla_engine.tracing.step_log_writer import StepLogWriter
 
 VOCABULARY = 199
 
@@ -162,7 +162,7 @@ def draw_requests(draw: random.Random, count: int, alike: bool) -> Iterator[Requ
             stop_token_ids=frozenset(draw.sample(range(1, VOCABULARY), draw.choice((0, 0, 6)))),
             host_gated=draw.random() < 0.1,
             cache_salt=draw.choice(("",) * 6 + ("tenant",)),
-            reads_prefix_cache=draw.random() < 0.95,
+            max_cached_tokens=draw.choice((None,) * 18 + (0, 5)),
             priority=draw.choice((-1, 0, 0, 0, 2)),
         )
 

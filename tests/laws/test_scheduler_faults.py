@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from tests.support import fake_loop
 from tests.support.faults import credit_goes_to_the_slot
 from tests.support.storms import storm
-from xla_engine.scheduler import Events, Plan, Scheduler, Slot, Slots, StepResult, WaitingQueue, policy
+from xla_engine.scheduler import Chunk, Events, Plan, Scheduler, Slot, Slots, StepResult, WaitingQueue, policy
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps import commit as crediting
 from xla_engine.scheduler.steps.commit import Committer
@@ -35,7 +36,8 @@ def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
         def today(part):  # type: ignore[no-untyped-def]
             state = self._states.get(part.request_id)
-            return replace(part, slot=state.tenancy) if state and state.tenancy else part
+            change = part._replace if isinstance(part, Chunk) else partial(replace, part)
+            return change(slot=state.tenancy) if state and state.tenancy else part
 
         plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
         return commit(self, plan, result)

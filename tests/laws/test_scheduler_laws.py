@@ -73,6 +73,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.loop.submit(request)
 
+    @rule(numbers=st.frozensets(st.integers(0, 7), max_size=3))
+    def hold(self, numbers: frozenset[int]) -> None:
+        """The masks of these are not there yet."""
+        self.loop.held = frozenset(f"r{number}" for number in numbers)
+
     @rule()
     def plan(self) -> None:
         self.loop.plan()

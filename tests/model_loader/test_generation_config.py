@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from xla_engine import LLM, SamplingParams, cli
-from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.config import EngineConfig
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.model_loader.generation_config import sampling_defaults
 

@@ -18,13 +18,15 @@ from tests.support.gguf_checks import GOLDEN, embedded_tokenizer
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY
 from xla_engine.bench.models import write_checkpoint
-from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.environment import embedded_model_directory
 from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.weights import read_rows
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -47,6 +49,15 @@ def test_a_float32_file_has_the_bits_of_its_source(name: str, tmp_path: Path) ->
     assert stored.weights.keys() == source.weights.keys()
     for leaf in source.weights:
         np.testing.assert_array_equal(stored.weights[leaf], source.weights[leaf])
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_rows_are_those_of_the_whole_leaf(blocks: Path, tmp_path: Path, kind: Kind) -> None:
+    """As several devices read them, each its own part."""
+    weights = load_checkpoint(write_gguf(blocks, tmp_path / "m.gguf", kind=kind)).weights
+    for leaf, whole in weights.items():
+        part = read_rows(weights, leaf, np.array([2, -1, 0]))
+        np.testing.assert_array_equal(part, np.stack([whole[2], np.zeros_like(whole[0]), whole[0]]))
 
 
 @pytest.mark.parametrize(

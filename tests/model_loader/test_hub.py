@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from xla_engine.config import embedded_model_directory
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.model_files import open_model
@@ -147,7 +147,7 @@ def test_offline_mode_is_respected(cache: Path, no_network: None, monkeypatch: p
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'xla-engine\[hub\]'"):
+    with pytest.raises(CheckpointError, match=r"pip install '\.\[hub\]'"):
         open_model("owner/name")
 
 
@@ -173,3 +173,62 @@ def test_code_and_pickles_are_never_asked_for(cache: Path, monkeypatch: pytest.M
     )
     assert list(kept) == ["config.json", "model-1.safetensors"]
     assert json.loads((cache / "models--owner--name" / "snapshots" / COMMIT / "config.json").read_text())
+
+
+def put_gguf(cache: Path, *names: str) -> Path:
+    """A snapshot with GGUF files, as "owner/name"."""
+    repository = cache / "models--owner--name"
+    snapshot = repository / "snapshots" / COMMIT
+    for name in names:
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_bytes(b"GGUF")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    return snapshot
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("file", ["model-Q8_0.gguf", "model.q8_0.gguf", "Q8_0/Model-Q8_0.gguf"])
+def test_a_gguf_file_of_a_kind_is_taken_from_the_cache(cache: Path, file: str) -> None:
+    others = (
+        "model-Q4_0.gguf",
+        "model-IQ8_0.gguf",
+        "mmproj-model-Q8_0.gguf",
+        "model-Q8_0-00001-of-00002.gguf",
+    )
+    snapshot = put_gguf(cache, file, *others)
+    for name in ("owner/name:Q8_0", "owner/name:q8_0", f"owner/name@{COMMIT}:Q8_0"):
+        assert open_model(name).path == snapshot / file
+
+
+def test_a_gguf_file_is_fetched_and_nothing_else(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def download(*_: str, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not cached")
+        asked.extend(options["allow_patterns"])
+        return str(put_gguf(cache, "model-Q8_0.gguf"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert open_model("owner/name:Q8_0").path.name == "model-Q8_0.gguf"
+    names = ["a-Q8_0.gguf", "a-Q4_0.gguf", "config.json", "model.safetensors", "a-q8_0.gguf"]
+    assert list(filter_repo_objects(names, allow_patterns=asked)) == ["a-Q8_0.gguf", "a-q8_0.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (("model-Q4_0.gguf", "model-Q8_0-00001-of-00002.gguf"), ["no file", "in one part", "owner/name"]),
+        (("a-Q8_0.gguf", "b-Q8_0.gguf"), ["several files", "a-Q8_0.gguf", "b-Q8_0.gguf"]),
+    ],
+)
+def test_a_kind_that_names_no_file_is_explained(
+    cache: Path, files: tuple[str, ...], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = put_gguf(cache, *files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(snapshot))
+    with pytest.raises(CheckpointError) as caught:
+        open_model("owner/name:Q8_0")
+    for word in ("owner/name:Q8_0", *words):
+        assert word in str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 import warnings
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import xla_engine.model_loader.tensor_files as tensor_files
-import xla_engine.utils.progress as progress
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointWarning
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.weights import all_finite
+from xla_engine.utils.startup import StartupStep
 
 
 @pytest.fixture
@@ -76,35 +75,20 @@ def test_finite_is_what_numpy_calls_finite(values: list[float]) -> None:
 
 
 def test_progress_counts_the_bytes_of_the_weights() -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[StartupStep] = []
     checkpoint = tiny_checkpoint()
-    with XlaBatchEngine(
-        checkpoint, None, TINY_ENGINE, load_progress=lambda done, total: seen.append((done, total))
-    ) as engine:
+    with XlaBatchEngine(checkpoint, None, TINY_ENGINE, progress=seen.append) as engine:
         assert engine.runner.weights_bytes == sum(leaf.nbytes for leaf in checkpoint.weights.values())
-    done, totals = zip(*seen, strict=True)
-    assert (
-        list(done) == sorted(set(done)) and set(totals) == {done[-1]} and len(seen) == len(checkpoint.weights)
+        programs = len(engine.inventory_report())
+    done, totals = zip(
+        *((step.done, step.total) for step in seen if step.doing == "loading weights"),
+        strict=True,
     )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_a_bar_that_is_gone_when_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "BAR_SECONDS", 0)
-    screen = Terminal()
-    with progress.loading(screen) as show:
-        assert show is not None
-        show(10**9, 4 * 10**9)
-        show(4 * 10**9, 4 * 10**9)
-        shown = screen.getvalue()
-    assert "loading: " in shown and "1.00G/4.00G" in shown
-    assert shown.rstrip("\r").endswith(" ") and screen.getvalue() == shown  # wiped, once
-    with progress.loading(io.StringIO()) as silent:
-        assert silent is None
+    assert (
+        list(done) == sorted(set(done)) and set(totals) == {done[-1]} and len(done) == len(checkpoint.weights)
+    )
+    compiled = [step for step in seen if step.doing.startswith("compiling ") and step.done]
+    assert [step.done for step in compiled] == [*range(1, programs + 1)]
 
 
 MEASURE = """

@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.models import TINY_ENGINE
-from xla_engine.config import ISAS, EngineConfig, requested_isa
+from tests.support.models import TINY, TINY_ENGINE
+from xla_engine.config import ISAS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.environment import requested_isa
+from xla_engine.equivalence.across_configurations import across_configurations, run_together, table
+from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
 
+WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2)
+ONE_ORDER = ("avx512_bf16", "avx512", "avx2")
 HERE = [each.name for each in available()]
 LEVELS = [
     pytest.param(isa, marks=[pytest.mark.slow] if place else []) for place, isa in enumerate([*HERE, "none"])
@@ -35,6 +40,36 @@ def test_law_1_holds_in_every_instruction_set(
     report = verify(engine, requests=40, schedules=2, seed=2, lags=(0, 1))
     assert report.ok, "\n".join(report.lines())
     assert report.compiles_after_warmup == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("isa", HERE)
+def test_configurations_change_no_bit_in_any_instruction_set(
+    make_engine: Callable[..., XlaBatchEngine], isa: str, quantization: str | None
+) -> None:
+    """Widths, lanes, chunks, lag, and prefill in place of decode: no bit is another."""
+    engine = make_engine(replace(TINY_ENGINE, isa=isa, quantization=quantization), model=WIDE)
+    assert engine.runner.has_one_row_code and engine.runner.isa == isa
+    results = across_configurations(engine, requests=30, seed=5)
+    assert len(results) == 11 and all(result.tokens > 100 for result in results)
+    assert not any(result.differing_tokens or result.differing_bits for result in results), "\n".join(
+        table(results)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_instruction_sets_that_sum_in_one_order_give_the_same_bits(
+    make_engine: Callable[..., XlaBatchEngine], quantization: str | None
+) -> None:
+    """On one machine at least: XLA's part is compiled for the processor (findings/042)."""
+    results = []
+    for isa in (isa for isa in HERE if isa in ONE_ORDER):
+        engine = make_engine(replace(TINY_ENGINE, isa=isa, quantization=quantization), model=WIDE)
+        found = run_together(engine, draw_cases(engine, 60, seed=4))
+        results.append({name: (each.token_ids, each.logprobs) for name, each in found.items()})
+    assert results.count(results[0]) == len(results)
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

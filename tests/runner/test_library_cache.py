@@ -167,7 +167,7 @@ def test_no_home_is_no_crash(tmp_path: Path) -> None:
         "import pwd\n"
         "def no_entry(number): raise KeyError(number)\n"
         "pwd.getpwuid = no_entry\n"
-        "from xla_engine.config import native_cache_directory\n"
+        "from xla_engine.environment import native_cache_directory\n"
         "print(native_cache_directory())"
     )
     environment = {

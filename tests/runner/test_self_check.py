@@ -19,6 +19,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.graphs.row_state.rows import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
@@ -77,14 +78,14 @@ def bucket_changes_decode(self: Any, layer: Any, qkv: Any, call: Any, **rest: An
     return layer, out * (1 + call.key_length * 1e-4)
 
 
-def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
-    layer, out = attend_prefill(self, layer, qkv, call, **rest)
+def bucket_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extents) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, call, lanes)
     return layer, out * (1 + call.key_length * 1e-4)
 
 
-def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, *, slot: Any, **rest: Any) -> Any:
-    layer, out = attend_prefill(self, layer, qkv, call, slot=slot, **rest)
-    return layer, out * (1 + len(slot) * 1e-2)
+def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extents) -> Any:
+    layer, out = attend_prefill(self, layer, qkv, call, lanes)
+    return layer, out * (1 + len(lanes.slot) * 1e-2)
 
 
 def slot_changes_logits(logits: Any, rows: SamplingRows, *rest: Any, **named: Any) -> Any:

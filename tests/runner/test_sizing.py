@@ -15,16 +15,23 @@ from hypothesis import strategies as st
 
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.cli import main
-from xla_engine.config import EngineConfig
+from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.config import RopeScaling
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.footprint import block_bytes
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables, pack_rows
 from xla_engine.runner import memory
-from xla_engine.runner.backends import choose_attention
-from xla_engine.runner.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE, resolve_sizes
+from xla_engine.runner.backends import choose_attention, make_spec
+from xla_engine.runner.sizing import (
+    DEFAULT_SHARE,
+    MOST_ROWS,
+    MOST_ROWS_ELSEWHERE,
+    resolve_length,
+    resolve_sizes,
+)
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla"), None)
@@ -166,3 +173,31 @@ def test_over_asking_fails_at_start_on_the_command_line(tmp_path: Any) -> None:
     ]
     ran = CliRunner().invoke(main, words)
     assert ran.exit_code == 2 and "100000000 slots x" in ran.output, ran.output
+
+
+LONG = replace(TINY, max_position_embeddings=1 << 20)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_the_length_that_nobody_asked_for_takes_a_quarter_of_the_memory_at_most(share: float) -> None:
+    config = replace(TINY_ENGINE, max_model_len=None, memory_utilization=share)
+    for free in (10**7, 10**8, 10**9, 10**12):
+        found = resolve_length(config, LONG, "bfloat16", Device(free)).context_length(1 << 20)
+        budget = int(free * min(share, DEFAULT_SHARE))
+
+        def fits(length: int, budget: int = budget) -> bool:
+            spec = make_spec(config, LONG.within(length), jnp.dtype("bfloat16"))
+            return memory.plan_memory(spec, config, length, budget).fits
+
+        assert found == DEFAULT_MAX_MODEL_LEN or fits(found)
+        assert found == 1 << 20 or not fits(2 * found)
+
+
+def test_free_memory_decides_no_length_that_bits_depend_on() -> None:
+    scaling = RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=4096)
+    model = replace(LONG, rope_scaling=scaling)
+    config = replace(TINY_ENGINE, max_model_len=None)
+    assert resolve_length(config, model, "bfloat16", Device(10**12)) == config
+    assert resolve_length(config, TINY, "bfloat16", Device(10**12)) == config  # shorter than the default
+    asked = replace(config, max_model_len=4096)
+    assert resolve_length(asked, LONG, "bfloat16", Device(10**5)) == asked

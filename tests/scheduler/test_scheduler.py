@@ -39,7 +39,8 @@ from xla_engine.scheduler import (
 )
 
 
-def test_row_of_the_last_chunk_decodes_in_the_same_plan() -> None:
+def test_row_of_the_last_chunk_decodes_in_the_same_plan_unless_no_other_does() -> None:
+    """Alone, its own decode step would hold its first token up; beside others, it would miss a step."""
     engine = make()
     engine.submit(ask("a", prompt=6, tokens=5))
     plan = engine.plan()
@@ -47,7 +48,10 @@ def test_row_of_the_last_chunk_decodes_in_the_same_plan() -> None:
         (0, (0, 1, 2, 3), False),
         (4, (4, 5), True),
     ]
-    assert names(plan.first_rows) == names(plan.decode) == ["a"]
+    assert (names(plan.first_rows), plan.decode, plan.joins) == (["a"], (), plan.step + 1)
+    engine.submit(ask("b", prompt=6, tokens=5))
+    plan = engine.plan()
+    assert (names(plan.first_rows), names(plan.decode), plan.joins) == (["b"], ["a", "b"], plan.step)
 
 
 def test_every_slot_is_used_and_the_lowest_first() -> None:
@@ -58,7 +62,7 @@ def test_every_slot_is_used_and_the_lowest_first() -> None:
             engine.submit(ask(f"r{index}"))
         plan = engine.plan()
         assert plan.admitted == tuple(f"r{index}" for index in range(count))
-        assert [row.slot.index for row in plan.decode] == list(range(count))
+        assert [row.slot.index for row in engine.plan().decode] == list(range(count))
 
 
 def test_arrival_order_is_admission_order_and_survives_removal() -> None:
@@ -218,15 +222,21 @@ def test_empty_plan_takes_no_step_number_and_needs_no_commit() -> None:
 @pytest.mark.parametrize(
     ("first", "decode", "message"),
     [
-        ([], [1], "1 first tokens; the result has 0"),
-        ([Sample(1)], [], r"decodes slots \[0\]; the result has 0 slots"),
-        ([Sample(1)], [NO_TOKEN], "no sample for 'a'"),  # a live row fell silent: its request would never end
+        ([], [1, 1], "1 first tokens; the result has 0"),
+        ([Sample(1)], [], r"decodes slots \[0, 1\]; the result has 0 slots"),
+        (
+            [Sample(1)],
+            [1, NO_TOKEN],
+            "no sample for 'a'",
+        ),  # a live row fell silent: its request would never end
     ],
 )
 def test_result_that_does_not_fit_is_an_error_and_loses_nobody(
     first: list[Sample], decode: list[int], message: str
 ) -> None:
     engine = make()
+    engine.submit(ask("peer"))
+    step(engine)
     engine.submit(ask("a"))
     plan = engine.plan()
     with pytest.raises(ResultMismatchError, match=message):
@@ -238,7 +248,7 @@ def test_result_that_does_not_fit_is_an_error_and_loses_nobody(
 def test_plan_that_travelled_as_bytes_is_credited_the_same() -> None:
     engine = make()
     engine.submit(ask("a", tokens=4))
-    plans = [pickle.loads(pickle.dumps(engine.plan())) for _ in range(3)]
+    plans = [pickle.loads(pickle.dumps(engine.plan())) for _ in range(4)]
     events = [event for plan in plans for event in engine.commit(plan, result(plan))]
     assert len(events) == 4
     assert ends(events) == {"a": LENGTH}
@@ -247,6 +257,7 @@ def test_plan_that_travelled_as_bytes_is_credited_the_same() -> None:
 def test_decode_tuple_is_the_same_object_until_membership_changes() -> None:
     engine = make()
     engine.submit(ask("a", tokens=30))
+    engine.plan()
     first, second = engine.plan(), engine.plan()
     assert first.decode is second.decode
     engine.submit(ask("b", tokens=3))

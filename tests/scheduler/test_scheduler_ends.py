@@ -60,11 +60,14 @@ def test_cap_of_one_uses_no_decode_row_and_frees_its_slot_in_the_same_plan() -> 
 
 def test_stop_at_the_first_token_drops_the_decode_of_the_same_plan() -> None:
     engine = make()
+    engine.submit(ask("peer"))
+    step(engine)
     engine.submit(ask("a"))
     plan = engine.plan()
-    sampled = StepResult(first=[Sample(END)], decode=decoded_of(plan.decode, [Sample(7)]))
-    assert list(engine.commit(plan, sampled)) == [TokenEvent("a", Sample(END), STOP)]
-    assert not engine.has_unfinished
+    sampled = StepResult(first=[Sample(END)], decode=decoded_of(plan.decode, [Sample(7), Sample(7)]))
+    events = [TokenEvent("a", Sample(END), STOP), TokenEvent("peer", Sample(7), None)]
+    assert list(engine.commit(plan, sampled)) == events
+    assert not engine.abort("a")
     assert engine.snapshot().counters.tokens_dropped == 1
 
 
@@ -80,13 +83,12 @@ def test_slot_is_handed_over_when_the_last_token_is_planned() -> None:
     engine = make(slots=1)
     engine.submit(ask("a", tokens=2))
     engine.submit(ask("b", tokens=9))
-    first, second = engine.plan(), engine.plan()
-    assert names(second.decode) == ["b"]
+    plans = [engine.plan() for _ in range(4)]
+    assert (names(plans[1].decode), names(plans[2].chunks)) == (["a"], ["b"])
     assert names(engine.snapshot().draining) == ["a"]
-    events = list(engine.commit(first, result(first)))
-    assert names(events) == ["a", "a"]
+    events = [event for plan in plans for event in engine.commit(plan, result(plan))]
+    assert names(events) == ["a", "a", "b", "b"]
     assert ends(events) == {"a": LENGTH}
-    assert names(list(engine.commit(second, result(second)))) == ["b", "b"]
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 6))
@@ -95,9 +97,7 @@ def test_never_more_tokens_planned_than_asked_for(max_tokens: int) -> None:
     engine.submit(ask("a", tokens=max_tokens))
     plans = [engine.plan() for _ in range(8)]
     assert sum(len(plan.first_rows) + len(plan.decode) for plan in plans) == max_tokens
-    assert [plan.is_empty for plan in plans] == [False] * max(max_tokens - 1, 1) + [True] * (
-        8 - max(max_tokens - 1, 1)
-    )
+    assert [plan.is_empty for plan in plans] == [False] * max_tokens + [True] * (8 - max_tokens)
 
 
 def test_finish_frees_the_slot_for_the_next_plan() -> None:
@@ -116,7 +116,7 @@ def test_abort_ends_a_request_in_every_state(state: str) -> None:
     engine = make(slots=1, chunk=2, budget=2)
     if state == "waiting":
         engine.submit(ask("peer", prompt=2, tokens=3))
-    prompt, tokens = {"prefilling": (8, 5), "running": (2, 5)}.get(state, (2, 2))
+    prompt, tokens = {"prefilling": (8, 5), "running": (2, 5)}.get(state, (2, 1))
     engine.submit(ask("a", prompt, tokens))
     plan = engine.plan()
     view = engine.snapshot()
@@ -155,9 +155,9 @@ def test_resubmitted_id_never_gets_the_tokens_of_its_former_life(lag: int) -> No
     assert engine.abort("a")
     engine.submit(ask("a", tokens=20))
     new = engine.plan()
-    assert new.decode[0].slot.index == old[0].decode[0].slot.index
+    assert new.chunks[0].slot.index == old[0].chunks[0].slot.index
     assert [list(engine.commit(plan, result(plan, 1))) for plan in old] == [[]] * lag
-    assert [event.sample.token_id for event in engine.commit(new, result(new, 2))] == [2, 2]
+    assert [event.sample.token_id for event in engine.commit(new, result(new, 2))] == [2]
 
 
 def test_id_resubmitted_while_it_waits_gets_nothing_from_steps_in_flight() -> None:

@@ -14,7 +14,7 @@ def test_decisions_say_why() -> None:
     engine.submit(ask("b"))
     engine.submit(ask("c"))
     told = [
-        [(said.request_id, said.action, said.reason) for said in engine.plan().decisions] for _ in range(3)
+        [(said.request_id, said.action, said.reason) for said in engine.plan().decisions] for _ in range(4)
     ]
     waits = ("b", "wait", "no free slot: 1 of 1 busy")
     assert told == [
@@ -28,6 +28,7 @@ def test_decisions_say_why() -> None:
             ),
         ],
         [waits, ("a", "prefill", "1 of the 1 chunks left; within the token budget 5")],
+        [waits],
         [waits, ("a", "hand over", "all 3 new tokens are planned; slot 0 is free")],
     ]
 
@@ -70,8 +71,8 @@ def test_snapshot_tells_slots_queue_and_counters() -> None:
     view = engine.snapshot()
     a, b, free = view.slots
     assert a.request is not None and b.request is not None and free.request is None
-    assert (a.slot, a.position) == (Slot(index=0, epoch=0), 3 + 2)  # the third token is sampled, not written
-    assert (a.request.status, a.request.planned, a.request.credited) == (Status.RUNNING, 3, 2)
+    assert (a.slot, a.position) == (Slot(index=0, epoch=0), 3 + 1)  # the second token is sampled, not written
+    assert (a.request.status, a.request.planned, a.request.credited) == (Status.RUNNING, 2, 1)
     assert (b.slot.index, b.position, b.request.status, b.request.prefilled) == (1, 8, Status.PREFILLING, 8)
     assert (free.slot, free.position) == (Slot(index=2, epoch=0), 0)
     assert [(seen.request_id, seen.decision) for seen in view.waiting] == [("c", None)]

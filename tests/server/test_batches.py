@@ -18,11 +18,13 @@ import httpx
 import openai
 import pytest
 
-from tests.server.bodies import BODIES
+from tests.server.bodies import BODIES, TOOL
 from tests.server.conftest import Running
+from xla_engine.batch.envelope import CHAT_URL
 from xla_engine.errors import ConfigError
 from xla_engine.server.batches.records import BatchRecord
 from xla_engine.server.batches.store import Store
+from xla_engine.text.parsers.choose import Dialect
 
 
 def lines_of(bodies: list[dict[str, Any]], url: str = "/v1/completions") -> bytes:
@@ -93,7 +95,7 @@ def test_a_line_that_cannot_run_harms_no_other(client: openai.OpenAI) -> None:
     [
         (b"", "empty_file"),
         (b"{\n", "invalid_json_line"),
-        (lines_of([{}]) * 2, "duplicate_custom_id"),
+        (lines_of([{"prompt": "x"}]) * 2, "duplicate_custom_id"),
         (lines_of([{"prompt": "x"}], "/v1/chat/completions"), "mismatched_endpoint"),
         (lines_of([{"prompt": "x", "model": "gpt"}]), "model_not_found"),
     ],
@@ -259,3 +261,29 @@ def a_stream_ends_before_its_server(server: Process) -> None:
     assert last == "length"
     server.client.close()
     assert server.process.wait(60) == 0
+
+
+def test_a_line_has_the_message_of_a_post(client: openai.OpenAI, http: httpx.Client, server: Running) -> None:
+    """Calls and reasoning are parted in a batch as in a POST; the model is held to a text, so that there are some."""
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    text = f"<think>so</think>I add.<tool_call>{call}</tool_call>"
+    chat = {"messages": [{"role": "user", "content": "add"}], "max_tokens": 100, "tools": [TOOL], "seed": 1}
+    bodies = [{**chat, "structured_outputs": {"choice": [text]}}, {**chat, "tool_choice": "required"}]
+    before = server.service.dialect
+    server.service.dialect = Dialect(tools="hermes", reasoning="think")
+    try:
+        batch = finished(client, create(client, lines_of(bodies, CHAT_URL), CHAT_URL).id)
+        found = results(client, batch.output_file_id)
+        posted = [http.post(CHAT_URL, json=body).json()["choices"][0] for body in bodies]
+    finally:
+        server.service.dialect = before
+    lines = [found[f"r{number}"]["response"]["body"]["choices"][0] for number in range(len(bodies))]
+    ids = [each.pop("id") for choice in (*lines, *posted) for each in choice["message"]["tool_calls"]]
+    assert lines == posted and len(set(ids)) == len(ids) and lines[0]["message"]["reasoning"] == "so"
+
+
+def test_a_line_that_streams_fails_its_file(client: openai.OpenAI) -> None:
+    data = lines_of([{"prompt": "x", "max_tokens": 1}, {"prompt": "x", "stream": True}, {"max_tokens": 1}])
+    batch = finished(client, create(client, data).id)
+    assert batch.status == "failed"
+    assert [(each.line, each.param) for each in batch.errors.data] == [(2, "body.stream"), (3, "body.prompt")]

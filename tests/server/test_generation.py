@@ -12,6 +12,8 @@ import pytest
 
 from tests.server.bodies import BODIES, CHAT, TEXT
 from tests.server.conftest import Running
+from xla_engine.observability.metrics import CACHE_CONFIG, METRICS
+from xla_engine.server.metrics import SERVER_METRICS
 
 
 def post(http: httpx.Client, url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -237,5 +239,9 @@ def test_metrics_bear_vllms_names(http: httpx.Client) -> None:
         "vllm:cache_config_info",
     ):
         assert families[name].samples, name
+    assert set(families) == {
+        name.removesuffix("_total")
+        for name in (*(each.name for each in (*METRICS, *SERVER_METRICS)), CACHE_CONFIG)
+    }
     whole = [s for s in families["vllm:e2e_request_latency_seconds"].samples if s.name.endswith("_count")]
     assert whole[0].value >= 1

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xla_engine.server.parsers.choose import TOOL_PARSERS, Dialect, forced
-from xla_engine.server.parsers.formats import Hermes, Plain, Think
-from xla_engine.server.parsers.scan import Message, Parser, message_of
+from xla_engine.text.parsers.choose import TOOL_PARSERS, Dialect, forced
+from xla_engine.text.parsers.formats import Hermes, Plain, Think
+from xla_engine.text.parsers.scan import Message, Parser, message_of
 
 PARSERS: dict[str, Callable[[], Parser]] = {
     **TOOL_PARSERS,

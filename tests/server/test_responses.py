@@ -10,6 +10,7 @@ import pytest
 
 from tests.server.bodies import TOOL
 from xla_engine.server.responses.body import chat_body
+from xla_engine.server.responses.memory import Memory
 
 ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}
 FUNCTION: Any = {"type": "function", **TOOL["function"], "strict": True}
@@ -49,6 +50,40 @@ def test_a_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "be short"}, {"role": "user", "content": ASK["input"]}]
     chat = client.chat.completions.create(model="embedded", messages=messages, max_tokens=12, temperature=0)
     assert response.output_text == chat.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_follows_another_that_was_kept(client: openai.OpenAI, stream: bool) -> None:
+    """It has the text of one whose input holds all that came before."""
+    first = client.responses.create(**ASK, store=True)
+    assert client.responses.retrieve(first.id) == first and first.store is True
+    follow: Any = {**ASK, "input": "and sub", "previous_response_id": first.id, "store": True}
+    answer: Any = client.responses.create(**follow, stream=stream)
+    second = list(answer)[-1].response if stream else answer
+    before = [{"role": "user", "content": ASK["input"]}, *(item.to_dict() for item in first.output)]
+    whole = client.responses.create(**{**ASK, "input": [*before, {"role": "user", "content": "and sub"}]})
+    assert plain(second) == plain(whole) and second.previous_response_id == first.id and whole.store is False
+    client.responses.delete(first.id)
+    third = client.responses.create(
+        **{**ASK, "previous_response_id": second.id}
+    )  # the second holds all it needs
+    assert third.usage.input_tokens > second.usage.input_tokens  # type: ignore[union-attr]
+    for gone in (first.id, whole.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone)
+        with pytest.raises(openai.BadRequestError, match="is not kept here"):
+            client.responses.create(**{**ASK, "previous_response_id": gone})
+
+
+def test_memory_is_bounded_and_shows_nobody_anothers_responses() -> None:
+    memory = Memory(tenant_bytes=1000, total_bytes=1500)
+    for number in range(40):
+        memory.keep("a" if number % 4 else "b", {"id": f"r{number}"}, ["x" * 100])
+        assert memory.find("b" if number % 4 else "a", f"r{number}") is None
+    kept = [number for number in range(40) if memory.find("a" if number % 4 else "b", f"r{number}")]
+    assert kept[-1] == 39 and 10 <= len(kept) <= 12 and {number % 4 == 0 for number in kept} == {True, False}
+    memory.keep("c", {"id": "large"}, ["x" * 2000])  # does not fit, and moves nobody out
+    assert memory.find("c", "large") is None and memory.find("a", "r39") is not None
 
 
 def test_items_become_messages() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
-from xla_engine.server.parsers.choose import Dialect
+from xla_engine.text.parsers.choose import Dialect
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]
 
@@ -35,6 +35,25 @@ def test_a_forced_call_parses_and_fits_its_schema(client: openai.OpenAI, choice:
                 arguments += piece.function.arguments or ""
         assert (name, arguments) == (call.function.name, call.function.arguments)  # type: ignore[union-attr]
         assert reasons[-1] == "tool_calls"
+
+
+@pytest.mark.parametrize("tools", [1, 2])
+def test_a_schema_may_refer_to_its_own_definitions(client: openai.OpenAI, tools: int) -> None:
+    """The grammar of a forced call holds the schemas of all tools; each keeps its `#/$defs`."""
+    for_ref = {
+        "$defs": {"Side": {"enum": [3, 4]}},
+        "properties": {"a": {"$ref": "#/$defs/Side"}},
+        "required": ["a"],
+    }
+    schema = {"type": "object", "additionalProperties": False, **for_ref}
+    given: Any = [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": schema}}
+        for number in range(tools)
+    ]
+    options: Any = {"model": "embedded", "messages": MESSAGES, "seed": 1, "max_tokens": 60}
+    answer = client.chat.completions.create(**options, tools=given, tool_choice="required").choices[0]
+    (call,) = answer.message.tool_calls or ()
+    assert json.loads(call.function.arguments) in ({"a": 3}, {"a": 4})  # type: ignore[union-attr]
 
 
 def chat(http: httpx.Client, **fields: Any) -> httpx.Response:

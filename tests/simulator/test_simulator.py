@@ -19,6 +19,8 @@ from tests.support.simulation import COST, record
 from xla_engine.cli import main
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import RecordError
+from xla_engine.observability.step_log import read_step_log
+from xla_engine.observability.step_log_writer import StepLogWriter
 from xla_engine.scheduler import Scheduler, SchedulerConfig
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import compare
@@ -27,8 +29,6 @@ from xla_engine.simulator.fit import fit
 from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import Arrival, heavy_tailed, read_csv
-from xla_engine.tracing.step_log import read_step_log
-from xla_engine.tracing.step_log_writer import StepLogWriter
 
 UNEVEN = replace(COST, noise=(0.0, 4e-4, -3e-4, -1e-4), overlap=0.5, wake=1e-3)
 MACHINE = Machine(lanes=(2, 8), key_buckets=(512,), rows=8)
@@ -177,15 +177,14 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
     first = (
         2 * COST.submit
         + COST.host(HostWork(0, 0, 1))
-        + COST.device(DeviceWork((2,), 16, 1, 17, prompt_tokens=16))
+        + COST.device(DeviceWork((2,), 16, 0, 0, prompt_tokens=16))
     )
-    second = COST.host(HostWork(2, 0, 0)) + COST.device(DeviceWork((), 0, 1, 18))
-    third = COST.host(HostWork(1, 1, 1)) + COST.device(DeviceWork((2,), 16, 0, 0, prompt_tokens=16))
-    assert report.steps == 3
-    assert report.wall == pytest.approx(first + second + third)
-    assert report.first_token.total == pytest.approx(first + (first + second + third))
-    # The second token comes out of the first step too.
-    assert (report.inter_token.count, report.inter_token.total) == (2, pytest.approx(second))
+    decoded = [COST.host(HostWork(1, 0, 0)) + COST.device(DeviceWork((), 0, 1, keys)) for keys in (17, 18)]
+    last = COST.host(HostWork(1, 1, 1)) + COST.device(DeviceWork((2,), 16, 0, 0, prompt_tokens=16))
+    assert report.steps == 4
+    assert report.wall == pytest.approx(first + sum(decoded) + last)
+    assert report.first_token.total == pytest.approx(first + (first + sum(decoded) + last))
+    assert (report.inter_token.count, report.inter_token.total) == (2, pytest.approx(sum(decoded)))
 
 
 def test_host_that_works_beside_the_device_delays_it_and_steps_differ() -> None:

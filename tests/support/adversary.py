@@ -49,7 +49,7 @@ def draw_request(draw: random.Random, name: str, sampled: list[tuple[int, ...]])
         stop_token_ids=frozenset(draw.sample(range(VOCABULARY), draw.choice((0, 0, 1)))),
         host_gated=draw.random() < 0.2,
         cache_salt=draw.choice(("", "", "", "tenant")),
-        reads_prefix_cache=draw.random() < 0.9,
+        max_cached_tokens=draw.choice((None,) * 8 + (0, draw.randrange(64))),
         priority=draw.choice((0, 0, 0, -2, 1, 10)),
     )
 
@@ -78,6 +78,7 @@ def adversary(draw: random.Random, turns: int = 14) -> Loop:
             loop.restart()
         if draw.random() < 0.02:
             loop.scheduler.reset_prefix_cache()
+        loop.held = frozenset(name for name in loop.live if draw.random() < 0.3)
         loop.turn(lag)
         loop.scheduler.check()
     return loop

@@ -18,6 +18,7 @@ from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.backends import choose_attention
 
 INTERPRET = jax.default_backend() != "gpu"
@@ -157,7 +158,7 @@ def _prefill(
     angles = rope[start[:, None] + jnp.arange(chunks.shape[1])]
     call = AttentionCall(form, weights, angles, key_length, dtype, tables)
     qkv = chunks.reshape(-1, chunks.shape[2])
-    return backend.attend_prefill(layer, qkv, call, slot=slot, start=start, count=count)
+    return backend.attend_prefill(layer, qkv, call, Extents(slot, start, count))
 
 
 def _stored(backend: Attention, cache: tuple[np.ndarray, np.ndarray]) -> LayerCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,17 @@ from xla_engine.runner.runner import Runner
 def program_text(runner: Runner, name: str) -> str:
     """Optimised HLO of a program."""
     return runner._inventory.text(name)
+
+
+def program_code(runner: Runner, name: str) -> str:
+    """Optimised HLO of a program without the places in the source that each instruction stems from.
+
+    Of functions that several programs share, jax keeps the places of the first one traced.
+    """
+    parts = program_text(runner, name).split("\n\n")
+    tables = ("FileNames\n", "FunctionNames\n", "FileLocations\n", "StackFrames\n")
+    code = "\n\n".join(part for part in parts if not part.startswith(tables))
+    return re.sub(r', metadata=\{(?:[^{}"]|"[^"]*")*\}', "", code)
 
 
 def num_parked(runner: Runner) -> int:

@@ -10,18 +10,33 @@ from typing import Any, Unpack
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.stats import EngineStats
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.observability.metrics import EngineFacts, engine_metrics
+from xla_engine.observability.prometheus import text_of
+from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import FinishReason, RequestView, Slot, SlotView, Snapshot, Status
+from xla_engine.scheduler import (
+    Decision,
+    FinishReason,
+    Peek,
+    Plan,
+    RequestView,
+    Row,
+    Slot,
+    SlotView,
+    Snapshot,
+    Status,
+    Times,
+)
 from xla_engine.scheduler.snapshot import Counters
 
 LONGEST = 100  # prompt and new tokens of a request
 
 
 class FakeRequest:
-    """One request. Its tokens are two, whatever the prompt; its text is the prompt in angle brackets."""
+    """One request. Its tokens are two, whatever the prompt, and two more each time it goes on; its text is the prompt
+    in angle brackets."""
 
     def __init__(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, collector: OutputCollector
@@ -31,6 +46,7 @@ class FakeRequest:
         self.params = params
         self.collector = collector
         self.has_run = False
+        self.lives = 1
         self.reason: FinishReason | None = None
 
     @property
@@ -45,14 +61,17 @@ class FakeRequest:
             outputs=(
                 CompletionOutput(
                     index=0,
-                    text=f"<{self.prompt}>" if self.has_run else "",
-                    token_ids=(1, 2) if self.has_run else (),
+                    text=f"<{self.prompt}>" * (self.lives - (not self.has_run)),
+                    token_ids=(1, 2) * (self.lives - (not self.has_run)),
                     finish_reason=None if self.reason is None else str(self.reason),
                 ),
             ),
             finished=self.finished,
             metrics=RequestMetrics(arrival_time=0.0, first_token_time=0.5, token_times=(0.5, 0.75)),
         )
+
+
+KEPT = 64  # requests that may go on after their end, the latest
 
 
 class FakeEngine:
@@ -76,6 +95,7 @@ class FakeEngine:
         self.collector = OutputCollector()
         self.finished: Counter[FinishReason] = Counter()
         self.closed = False
+        self.ended: dict[str, FakeRequest] = {}
         self._random = random.Random(seed)
         self._on_step = on_step
 
@@ -90,6 +110,9 @@ class FakeEngine:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.live or self.collector)
+
+    def adapter_named(self, name: str | None) -> None:
+        """It has none."""
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
@@ -106,6 +129,7 @@ class FakeEngine:
         request_id: str | None = None,
         add_special_tokens: bool = True,
         collector: OutputCollector | None = None,
+        on_refused: Callable[[Exception], object] | None = None,
         **options: Unpack[RequestOptions],
     ) -> str:
         self._check_open()
@@ -131,6 +155,28 @@ class FakeEngine:
             return False
         self._end(request, FinishReason.ABORT)
         return True
+
+    def extend(
+        self,
+        request_id: str,
+        max_tokens: int,
+        *,
+        collector: OutputCollector | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> None:
+        self._check_open()
+        old = self.ended.get(request_id)
+        if old is None or request_id in self.live:
+            raise InvalidRequestError(f"request {request_id!r} cannot go on")
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens must be at least 1, not {max_tokens!r}")
+        if len(old.prompt) + 2 * old.lives + max_tokens > LONGEST:
+            raise TokenLimitError(f"{max_tokens} more are too many")
+        collector = self.collector if collector is None else collector
+        new = FakeRequest(request_id, old.prompt, old.params, collector)
+        new.lives = old.lives + old.has_run
+        del self.ended[request_id]
+        self.live[request_id] = new
 
     def advance(self) -> None:
         self._check_open()
@@ -181,7 +227,30 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         finished = {str(reason): self.finished[reason] for reason in FinishReason}
-        return EngineStats(steps=self.steps, generation_tokens=self.steps, finished=finished)
+        return EngineStats(
+            steps=self.steps,
+            generation_tokens=self.steps,
+            finished=finished,
+            submitted=len(self.submitted),
+            running=self.num_running,
+            waiting=self.num_waiting,
+            slots_used=self.num_running,
+            slots=self.max_num_seqs,
+        )
+
+    def peek(self) -> Peek:
+        views = [self._view(place, request) for place, request in enumerate(self.live.values())]
+        rows = tuple(
+            Row(slot=Slot(index=index, epoch=0), request_id=view.request_id)
+            for index, view in enumerate(views[: self.max_num_seqs])
+        )
+        fresh = tuple(row.request_id for row in rows if not self.live[row.request_id].has_run)
+        plan = Plan(step=self.steps, admitted=fresh, chunks=(), decode=rows, decisions=())
+        return Peek(plan=plan, then=self.snapshot())
+
+    def metrics_text(self) -> str:
+        facts = EngineFacts(model_name="fake", block_size=1, num_blocks=1, enable_prefix_caching=False)
+        return text_of(engine_metrics(self.stats(), facts))
 
     def identity(self) -> EngineIdentity:
         return EngineIdentity(model="fake", dtype="none", config={}, platform={})
@@ -198,6 +267,9 @@ class FakeEngine:
     def _end(self, request: FakeRequest, reason: FinishReason) -> None:
         del self.live[request.request_id]
         request.reason = reason
+        self.ended[request.request_id] = request
+        if len(self.ended) > KEPT:
+            del self.ended[next(iter(self.ended))]
         self.finished[reason] += 1
         request.collector.put(request)
 
@@ -212,5 +284,8 @@ class FakeEngine:
             prefilled=0,
             planned=0,
             credited=0,
-            decision=None,
+            decision=None
+            if place < self.max_num_seqs
+            else Decision(request_id=request.request_id, action="wait", reason="no free slot"),
+            times=Times(age=0.0, queued=0.0, first_token=None),
         )

@@ -20,6 +20,7 @@ from xla_engine.scheduler import (
     Status,
     StepResult,
 )
+from xla_engine.scheduler.peek import peek
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.restart import restarted
 
@@ -50,7 +51,12 @@ class Life:
 
 
 class Loop:
-    """The engine's loop: `turn(lag)` plans a step, starts it, and reads those older than `lag` steps."""
+    """The engine's loop: `turn(lag)` plans a step, starts it, and reads those older than `lag` steps.
+
+    peeks: look first at what each plan will be, and see that it is that.
+    """
+
+    peeks = False
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.scheduler = Scheduler(config)
@@ -64,6 +70,7 @@ class Loop:
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.preempted: Counter[str] = Counter()
         self.speculation: Speculation | None = None  # of the next plans
+        self.held: frozenset[str] = frozenset()  # likewise
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
@@ -127,9 +134,9 @@ class Loop:
         """Plan and start one step."""
         before = self.scheduler.snapshot()
         free = sum(slot.request is None for slot in before.slots)
-        unread = [view.request_id for view in before.waiting if view.credited < view.planned]
+        unread = [view.request_id for view in before.waiting if self._is_not_next(view)]
         oldest = min(self.live, key=lambda name: self.live[name].place, default=None)
-        plan = self.scheduler.plan(self.speculation)
+        plan = self._next_plan()
         by_preemption = [each for each in plan.decisions if each.action in WAYS_TO_PREEMPT]
         pooled = self.scheduler.config.num_blocks is not None
         require(self.scheduler.config.preemption or pooled or not by_preemption, f"preempted unasked: {plan}")
@@ -166,6 +173,24 @@ class Loop:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
 
+    def _is_not_next(self, view: RequestView) -> bool:
+        """Whether a request that waits gets no slot: tokens of it are unread, or it needs a mask that is not there."""
+        if view.credited < view.planned:
+            return True
+        gated = self.live[view.request_id].request.host_gated and view.request_id in self.held
+        return gated and view.status is Status.WAITING and view.credited > 0
+
+    def _next_plan(self) -> Plan:
+        if not self.peeks:
+            return self.scheduler.plan(self.speculation, self.held)
+        before = self.scheduler.snapshot()
+        foreseen = peek(self.scheduler, self.speculation, held=self.held, now=self.now)
+        require(self.scheduler.snapshot() == before, "a look at the next plan has changed something")
+        plan = self.scheduler.plan(self.speculation, self.held)
+        require(foreseen.plan == plan and not foreseen.expired, f"{foreseen.plan} was foreseen, not {plan}")
+        require(foreseen.then == self.scheduler.snapshot(), f"{foreseen.then} was foreseen")
+        return plan
+
     def _check_order(self, held: list[RequestView]) -> None:
         """Where places count, the first in line waits for requests of earlier places only, or for a read."""
         waiting = self.scheduler.snapshot().waiting
@@ -174,7 +199,7 @@ class Loop:
             and self.scheduler.config.num_blocks is None
             and held
             and waiting
-            and waiting[0].credited == waiting[0].planned
+            and not self._is_not_next(waiting[0])
         ):
             last = max(self.live[view.request_id].place for view in held)
             require(last < self.queue[waiting[0].request_id], f"{waiting[0]} waits for one behind it")
@@ -191,11 +216,16 @@ class Loop:
             if self.runner.requests[row.request_id].host_gated
         }
         require(not asked & in_flight, f"{asked & in_flight} decode before their last token was read")
+        decoding = {row.request_id for row in (*plan.decode, *plan.verify)}
+        gated = {name for name in self.held & self.live.keys() if self.live[name].request.host_gated}
+        require(
+            plan.held == gated and not decoding & gated, f"{decoding & gated} decode without a mask: {plan}"
+        )
         leaving = {swap.slot for swap in plan.parks}
         for row in self.runner.rows:
             if row.request_id is None or row.slot is None or row.over or row.token is None:
                 continue
-            if row.slot in leaving:
+            if row.slot in leaving or row.request_id in self.held:
                 continue
             if self.runner.requests[row.request_id].host_gated and row.slot not in in_flight:
                 require(row.slot in asked, f"{row} could decode, but does not")
@@ -237,7 +267,7 @@ class Loop:
 
     def drain(self, lag: int = 0) -> None:
         """Run to the end, and check that every request got what is its own."""
-        quiet = 0
+        quiet, self.held = 0, frozenset()
         while self.live:
             self.turn(lag)
             self.scheduler.check()

@@ -18,6 +18,7 @@ from xla_engine.scheduler import (
     NO_TOKEN,
     BlockTable,
     Chunk,
+    Continuation,
     Decoded,
     FinishReason,
     Plan,
@@ -143,6 +144,8 @@ class FakeRunner:
             self._set_table(table)
         for swap in plan.resumes:
             self._resume(swap)
+        for continuation in plan.continues:
+            self._go_on(continuation)
         for reuse in plan.reuses:
             self._reuse(reuse)
         first = [self._prefill(chunk) for chunk in plan.chunks]
@@ -219,6 +222,17 @@ class FakeRunner:
             self.config.num_blocks is None or list(swap.blocks[shared:]) == own, f"{swap} is not for {own}"
         )
 
+    def _go_on(self, part: Continuation) -> None:
+        """The row is as the request left it, whoever came since."""
+        row = self.rows[part.slot.index]
+        require(row.over and row.request_id == part.request_id, f"{part} finds {row}")
+        require(row.slot is not None and row.slot.epoch + 1 == part.slot.epoch, f"{part} finds {row}")
+        require(
+            row.token is not None and row.token not in row.stop_ids, f"{part} goes on after the end of {row}"
+        )
+        require(len(row.kv) == part.length and part.remaining > 0, f"{part} is not {row}")
+        row.slot, row.remaining, row.over, row.guessed = part.slot, part.remaining, False, False
+
     def _reuse(self, reuse: Reuse) -> None:
         """What the source holds is the very context of the request, as prefill writes it."""
         if self.config.num_blocks is None:
@@ -248,7 +262,11 @@ class FakeRunner:
         end = chunk.start + len(chunk.tokens)
         require(chunk.start == len(row.kv), f"{chunk} leaves a gap or goes back in {row}")
         alone = self.config.cut_invariant and chunk.is_first and end == len(row.prompt) == chunk.start + 1
-        require(chunk.start % self.config.chunk_size == 0 or alone, f"{chunk} is off the chunk grid")
+        most = self.requests[chunk.request_id].max_cached_tokens if self.config.cut_invariant else None
+        grids = {
+            start % self.config.chunk_size for start in (0, most or 0)
+        }  # behind what may be cached at most
+        require(chunk.start % self.config.chunk_size in grids or alone, f"{chunk} is off the chunk grid")
         require(chunk.tokens == row.prompt[chunk.start : end], f"{chunk} is not the prompt of {row}")
         require(chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last")
         require(chunk.is_last or len(chunk.tokens) == self.config.chunk_size, f"{chunk} is short")
@@ -298,6 +316,8 @@ class FakeRunner:
     def _check_all_decode(self, plan: Plan) -> None:
         asked = [row.slot for row in (*plan.decode, *plan.verify)]
         require(len(set(asked)) == len(asked), f"a row decodes twice in {plan.decode}")
+        if plan.joins > plan.step:  # rows that have just got their first token begin in the next step
+            asked += [chunk.slot for chunk in plan.first_rows]
         for row in self.rows:
             free = row.request_id is not None and not self.requests[row.request_id].host_gated
             stalls = free and row.token is not None and not row.over and row.slot not in asked

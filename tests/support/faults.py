@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tests.support.models import TINY_ENGINE
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.row_state.rows import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
-from xla_engine.scheduler import Events, Plan, Scheduler, StepResult
+from xla_engine.scheduler import Chunk, Events, Plan, Scheduler, StepResult
 
 # Without a prefix cache slots are used again at once, and so what their owners before left in them matters most.
 FAULTY = replace(
@@ -59,7 +60,8 @@ def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def today(part):  # type: ignore[no-untyped-def]
             state = holders.get(part.slot.index)
-            return replace(part, slot=state.slot, request_id=state.request_id) if state else part
+            change = part._replace if isinstance(part, Chunk) else partial(replace, part)
+            return change(slot=state.slot, request_id=state.request_id) if state else part
 
         plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
         return commit(self, plan, result)

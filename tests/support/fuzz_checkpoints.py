@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.gguf_files import Kind, rewrite_gguf, write_gguf
-from xla_engine.config import EngineConfig, embedded_model_directory
+from xla_engine.config import EngineConfig
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointWarning, XlaEngineError
 from xla_engine.inspection import inspect_model
 from xla_engine.model_loader.checkpoint import load_checkpoint

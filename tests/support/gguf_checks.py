@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from xla_engine.config import embedded_model_directory
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 

@@ -11,7 +11,7 @@ class PolicyLoop(Loop):
     """The loop without the order of the line that `Loop` expects of the default policy."""
 
     def plan(self) -> Plan:
-        plan = self.scheduler.plan()
+        plan = self._next_plan()
         for lost in (each for each in plan.decisions if each.action in WAYS_TO_PREEMPT):
             self._lost_its_slot(lost.request_id, lost.action)
         for request_id in plan.admitted:

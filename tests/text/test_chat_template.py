@@ -16,7 +16,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ChatTemplateError, CheckpointError, InvalidRequestError
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.model_files import open_model
-from xla_engine.text.chat_template import _PROCESS, chosen_template, render_chat
+from xla_engine.text.chat_template import _PROCESS, Message, chosen_template, render_chat
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -225,7 +225,22 @@ def test_chat_completes_the_rendered_prompt(embedded: XlaBatchEngine) -> None:
     assert single.prompt_token_ids == tuple(text)
 
 
-def test_a_model_without_a_template_says_so_before_anything_runs(embedded: XlaBatchEngine) -> None:
+def test_the_embedded_model_answers_chats(embedded: XlaBatchEngine) -> None:
+    """Of what the user says it makes a comment, and of its answer a function."""
+    said = [{"type": "text", "text": "Add two\nnumbers."}]
+    asked: list[Message] = [{"role": "user", "content": said}]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    [first] = LLM.from_engine(embedded).chat(asked, params, use_tqdm=False)
+    assert first.prompt == "# Add two\n# numbers.\ndef"
+    answer: Message = {"role": "assistant", "content": first.outputs[0].text}
+    [second] = LLM.from_engine(embedded).chat([*asked, answer, *HELLO], params, use_tqdm=False)
+    assert str(second.prompt).startswith(first.prompt + first.outputs[0].text + "\n")
+
+
+def test_a_model_without_a_template_says_so_before_anything_runs(
+    embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "chat_template", None)
     with pytest.raises(
         ChatTemplateError, match=r"conversation 0: the model has no chat template.*pass chat_template"
     ):

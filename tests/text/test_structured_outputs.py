@@ -184,11 +184,13 @@ def test_response_format_is_openais() -> None:
     assert of({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
     named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
     assert of(named) == StructuredOutputsParams(json=SCHEMA)
+    assert of({"type": "json_object", "schema": SCHEMA}) == StructuredOutputsParams(json=SCHEMA)
     for wrong in (
         {"type": "xml"},
         {},
         "json_object",
         {"type": "json_schema"},
+        {"type": "json_object", "schema": 123},
         {"type": "json_schema", "json_schema": {}},
     ):
         with pytest.raises(InvalidRequestError, match="response_format"):
@@ -217,7 +219,7 @@ def test_without_llguidance_the_request_is_refused_with_the_remedy(
 
     assert embedded.tokenizer is not None
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(InvalidRequestError, match=r"pip install 'xla-engine\[structured\]'"):
+    with pytest.raises(InvalidRequestError, match=r"pip install '\.\[structured\]'"):
         Grammars(embedded.tokenizer, 4096, (0,))
 
 

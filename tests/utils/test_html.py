@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from xla_engine import SamplingParams, XlaBatchEngine
-from xla_engine.engine.stats import EngineStats
+from xla_engine.observability.stats import EngineStats
+from xla_engine.observability.step_log import read_step_log
+from xla_engine.observability.step_log_writer import logging_steps
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.tracing.step_log import read_step_log
-from xla_engine.tracing.step_log_writer import logging_steps
 
 EVIL = "<script>alert('x')</script>"
 

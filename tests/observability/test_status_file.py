@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.observability.status_file import StatusFile
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.tracing.status_file import StatusFile
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

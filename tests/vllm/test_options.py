@@ -38,10 +38,10 @@ def test_options_of_vllm_are_taken() -> None:
     ("options", "message"),
     [
         (
-            {"tensor_parallel_size": 2},
-            r"tensor_parallel_size=2 is not possible here \(1 is\): an engine runs on one",
+            {"pipeline_parallel_size": 2},
+            r"pipeline_parallel_size=2 is not possible here \(1 is\): `tensor_parallel_size` is how",
         ),
-        ({"enable_lora": True}, "no adapters yet"),
+        ({"lora_dtype": "float32"}, "the type of the weights"),
         ({"max_logprobs": 100}, "0 to 20"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
         ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.5}, "give it once"),

@@ -21,13 +21,13 @@ from xla_engine.equivalence.record_file import write_record
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import draw_schedule
 from xla_engine.errors import ConfigError
+from xla_engine.observability.step_log import Moment, StepLog, read_step_log
+from xla_engine.observability.step_log_writer import SHORTEST, _Prefixes, logging_steps
 from xla_engine.scheduler import Scheduler
 from xla_engine.simulator.trace import of_step_log as arrivals_of
 from xla_engine.timeline import Timeline, read_timeline, write_timeline
 from xla_engine.timeline.model import Segment, of_step_log
 from xla_engine.timeline.trace_events import trace_events
-from xla_engine.tracing.step_log import Moment, StepLog, read_step_log
-from xla_engine.tracing.step_log_writer import SHORTEST, _Prefixes, logging_steps
 
 
 @pytest.fixture
@@ -122,9 +122,15 @@ def test_timeline_shows_each_slot_doing_what_the_plans_say(log_path: Path) -> No
     timeline, log = read_timeline(log_path), read_step_log(log_path)
     check_cells(timeline, log)
     decoded = Counter(request for kind, request in drawn(timeline).values() if kind == "decode")
+    joined = {
+        request: slot in step.decode
+        for step in log.steps
+        for request, slot, _, _, is_last in step.chunks
+        if is_last
+    }
     for index, each in enumerate(log.requests[:19]):
-        # One decode step a token; the first comes with the last chunk, and with it, in the same step, the second.
-        assert decoded[index] == max(each.max_tokens - 2, 0), each
+        # One decode step a token; the first comes with the last chunk, and with it, where rows decode, the second.
+        assert decoded[index] == max(each.max_tokens - 1 - joined[index], 0), each
     assert timeline.waiting[0] == 20 - timeline.slots
     assert timeline.waiting[-1] == 0
 
@@ -273,7 +279,7 @@ def test_what_any_two_prompts_have_in_common_is_told(monkeypatch: pytest.MonkeyP
         assert common([*told[one]], [*told[two]]) == (
             real if real >= SHORTEST or prompts[one] == prompts[two] else 0
         )
-    monkeypatch.setattr("xla_engine.tracing.step_log_writer.REMEMBERED", 100)
+    monkeypatch.setattr("xla_engine.observability.step_log_writer.REMEMBERED", 100)
     for number in range(50):
         prefixes.add(number, [number] * 20)
     assert len(prefixes._sorted) == len(prefixes._by_age) == 5 and prefixes._tokens == 100

@@ -1,0 +1,303 @@
+"""Tables in and out of a run: every row gives one row, with its columns and its result or its error."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import engine
+from tests.support.batch_lines import interrupt_at
+from tests.support.command_line import invoke, records_of
+from tests.support.fake_engine import FakeEngine
+from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
+from xla_engine.batch.lines import LineReader
+from xla_engine.batch.requests import LineError
+from xla_engine.errors import ConfigError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+__all__ = ["engine"]
+
+QUIET = ("--created", "17", "--no-progress")
+NAMES = ["red", "green", "blue", None, "no!", "x" * 200]
+RESULTS = [
+    "custom_id",
+    "generated_text",
+    "finish_reason",
+    "num_input_tokens",
+    "num_generated_tokens",
+    "error",
+    "response",
+]
+
+
+def a_table(rows: int = len(NAMES)) -> Any:
+    return pa.table(
+        {
+            "key": [10 * row for row in range(rows)],
+            "name": [NAMES[row % len(NAMES)] for row in range(rows)],
+            "tags": [["a", "b"][: row % 3] for row in range(rows)],
+            "score": [row / 4 for row in range(rows)],
+        }
+    )
+
+
+def run(source: Path | str, target: Path | str, *options: str) -> Any:
+    return invoke("run", source, "-o", target, *QUIET, *options)
+
+
+def test_parquet_in_and_out(tmp_path: Path, engine: FakeEngine) -> None:
+    pq.write_table(a_table(), tmp_path / "in.parquet")
+    target = tmp_path / "out.parquet"
+    done = run(tmp_path / "in.parquet", target, "--prompt-column", "name", "--id-column", "key")
+    assert done.exit_code == 1, done.output  # three rows have errors
+    found = pq.read_table(target)
+    assert found.column_names == [*a_table().column_names, *RESULTS]
+    assert found.select(a_table().column_names) == a_table()
+    rows = found.to_pylist()
+    assert [row["custom_id"] for row in rows] == ["0", "10", "20", "30", "40", "50"]
+    assert [row["generated_text"] for row in rows] == ["<red>", "<green>", "<blue>", None, None, None]
+    assert rows[0] | {"num_input_tokens": 3, "num_generated_tokens": 2, "finish_reason": "length"} == rows[0]
+    assert json.loads(rows[0]["response"])["choices"][0]["text"] == "<red>"
+    assert rows[3]["error"] == "invalid_row: column 'name' is empty in this row"
+    assert rows[4]["error"] == "invalid_request: not this one" and rows[4]["response"] is None
+    assert rows[5]["error"].startswith("token_limit_exceeded: ")
+    assert (tmp_path / "out.parquet.journal.jsonl").exists()  # for --retry-failed
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.csv", "out.csv.gz", "out.jsonl"])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, engine: FakeEngine, name: str) -> None:
+    pq.write_table(a_table(60), tmp_path / "in.parquet", row_group_size=7)
+    options = ("--prompt-template", "{name}/{key}", "--id-column", "key", "--ordered")
+    whole, target = tmp_path / f"whole-{name}", tmp_path / name
+    assert run(tmp_path / "in.parquet", whole, *options).exit_code == 1
+    engine._on_step, engine.steps = interrupt_at(4), 0
+    engine.submitted.clear()
+    assert run(tmp_path / "in.parquet", target, *options).exit_code == 130
+    assert not target.exists() or name.endswith(".jsonl")
+    begun = len(engine.submitted)
+    engine._on_step = None
+    assert run(tmp_path / "in.parquet", target, *options, "--resume").exit_code in (0, 1)
+    assert target.read_bytes() == whole.read_bytes() and begun < 40
+    before = len(engine.submitted)
+    assert run(tmp_path / "in.parquet", target, *options, "--resume").exit_code in (0, 1)
+    assert len(engine.submitted) == before  # nothing is run twice
+    assert target.read_bytes() == whole.read_bytes()
+
+
+def test_failed_rows_run_again(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(a_table(), tmp_path / "in.parquet")
+    target = tmp_path / "out.parquet"
+    options = ("--prompt-column", "name")
+    run(tmp_path / "in.parquet", target, *options)
+    monkeypatch.setattr("tests.support.fake_engine.LONGEST", 1000)
+    assert run(tmp_path / "in.parquet", target, *options).exit_code == 2  # results are never replaced unasked
+    assert run(tmp_path / "in.parquet", target, *options, "--retry-failed").exit_code == 1
+    rows = pq.read_table(target).to_pylist()
+    assert [row["error"] is None for row in rows] == [True, True, True, False, False, True]
+
+
+def test_csv_rows_that_cannot_be_read_are_errors_of_their_own(tmp_path: Path, engine: FakeEngine) -> None:
+    (tmp_path / "in.csv").write_text(
+        'id,text\na,"one, two"\nb\nc,"three\nlines"\n\nd,four,five\na,twice\n,none\n'
+    )
+    target = tmp_path / "out.csv"
+    done = run(tmp_path / "in.csv", target, "--prompt-column", "text", "--id-column", "id")
+    assert done.exit_code == 1
+    with open(target, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["generated_text"] for row in rows] == ["<one, two>", "", "<three\nlines>", "", "", ""]
+    assert [row["error"].partition(":")[0] for row in rows] == [
+        "",
+        "invalid_row",
+        "",
+        "invalid_row",
+        "duplicate_custom_id",
+        "invalid_row",
+    ]
+    assert "1 fields, not the 2" in rows[1]["error"] and "no id for this row" in rows[5]["error"]
+
+
+def test_two_columns_of_a_name_are_refused(tmp_path: Path, engine: FakeEngine) -> None:
+    (tmp_path / "in.csv").write_text("prompt,a,a\nx,1,2\n")
+    done = run(tmp_path / "in.csv", tmp_path / "out.jsonl")
+    assert done.exit_code == 2 and "two columns 'a'" in done.stderr
+
+
+def test_json_lines_and_arrays(tmp_path: Path, engine: FakeEngine) -> None:
+    rows = [{"q": "one", "n": 1}, {"q": "two", "n": 2.5, "more": [1]}, {"n": 3}]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    for name, count in (("lines.jsonl", 4), ("array.json", 3)):
+        target = tmp_path / f"{name}.parquet"
+        assert run(tmp_path / name, target, "--prompt-column", "q").exit_code == 1
+        found = pq.read_table(target).to_pylist()
+        assert [row["generated_text"] for row in found[:2]] == ["<one>", "<two>"] and len(found) == count
+        assert found[1]["n"] == 2.5 and found[1]["more"] == "[1]"
+        assert all(row["error"].startswith("invalid_row") for row in found[2:])
+
+
+def test_a_folder_a_saved_dataset_and_a_pattern(tmp_path: Path, engine: FakeEngine) -> None:
+    """Files in order of their names; what `datasets` saves has a list of its own."""
+    folder, saved = tmp_path / "folder", tmp_path / "saved"
+    for place in (folder, saved):
+        place.mkdir()
+    for index in range(3):
+        part = pa.table({"prompt": [f"p{index}-{row}" for row in range(4)]})
+        pq.write_table(part, folder / f"{index}.parquet")
+        with (
+            pa.OSFile(str(saved / f"data-{index}.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, part.schema) as out,
+        ):
+            out.write_table(part)
+    files = [{"filename": f"data-{index}.arrow"} for index in range(3)]
+    (saved / "state.json").write_text(json.dumps({"_data_files": files}))
+    expected = [f"<p{index}-{row}>" for index in range(3) for row in range(4)]
+    for number, source in enumerate((folder, saved, f"{folder}/*.parquet")):
+        target = tmp_path / f"out-{number}.parquet"
+        assert run(source, target).exit_code == 0
+        assert pq.read_table(target).column("generated_text").to_pylist() == expected
+        assert not list(tmp_path.glob("*.journal.jsonl"))
+
+
+def test_chats_and_sampling_params_of_columns(tmp_path: Path, engine: FakeEngine) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "hi", "name": None}], "sampling_params": {"max_tokens": 5}},
+        {"messages": [{"role": "user", "content": "ho", "name": "x"}], "sampling_params": None},
+        {"messages": [{"role": "user", "content": "no"}], "sampling_params": {"max_tokens": -5}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    assert run(tmp_path / "in.parquet", tmp_path / "out.parquet").exit_code == 1
+    found = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["generated_text"] for row in found] == ["<hi>", "<ho>", None]
+    assert "max_tokens" in found[2]["error"]
+
+
+def test_urls(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    memory = fsspec.filesystem("memory")
+    with memory.open("/bucket/in.parquet", "wb") as file:
+        pq.write_table(a_table(3), file)
+    with memory.open("/bucket/in.jsonl.gz", "wb") as file:
+        file.write(gzip.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
+    assert (
+        run(
+            "memory://bucket/in.parquet", "memory://bucket/deep/out.parquet", "--prompt-column", "name"
+        ).exit_code
+        == 0
+    )
+    with memory.open("/bucket/deep/out.parquet", "rb") as file:
+        assert pq.read_table(file).column("generated_text").to_pylist() == ["<red>", "<green>", "<blue>"]
+    assert run("memory://bucket/in.jsonl.gz", "memory://bucket/out.jsonl", "--ordered").exit_code == 0
+    assert memory.cat("/bucket/out.jsonl").count(b"\n") == 2 and not list(tmp_path.iterdir())
+    done = run("memory://bucket/in.jsonl.gz", "memory://bucket/out.jsonl", "--resume")
+    assert done.exit_code == 0 and "nothing is left to do" in done.stderr
+    done = run("nothing://bucket/in.parquet", "out.jsonl")
+    assert done.exit_code == 2 and "Traceback" not in done.output
+
+
+def test_request_lines_to_a_table(tmp_path: Path, engine: FakeEngine) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a", "custom_id": "x"}\n{"prompt": "no!"}\n')
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.parquet").exit_code == 1
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found.column_names == RESULTS and found.column("custom_id").to_pylist() == ["x", "line-2"]
+
+
+def test_shards_of_a_table(tmp_path: Path, engine: FakeEngine) -> None:
+    pq.write_table(a_table(30), tmp_path / "in.parquet")
+    options = ("--prompt-template", "{key}", "--id-column", "key")
+    assert run(tmp_path / "in.parquet", tmp_path / "whole.parquet", *options).exit_code == 0
+    parts = []
+    for index in range(4):
+        target = tmp_path / f"part-{index}.parquet"
+        assert run(tmp_path / "in.parquet", target, *options, "--shard", f"{index}/4").exit_code == 0
+        parts.append(pq.read_table(target))
+    assert pa.concat_tables(parts).sort_by("key") == pq.read_table(tmp_path / "whole.parquet")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "no column is the prompt; name one of key, name, tags, score"),
+        (("--prompt-column", "nam"), "did you mean 'name'"),
+        (("--prompt-column", "name", "--prompt-template", "{name}"), "give one"),
+        (("--prompt-template", "{name!r}"), "name of a column alone"),
+        (("--prompt-template", "{"), "for a brace"),
+        (("--prompt-column", "name", "--keep-columns", "names"), "no column 'names' to keep"),
+        (("--prompt-column", "name", "--errors", "e.jsonl"), "has a column for errors"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_engine_starts(
+    tmp_path: Path, engine: FakeEngine, options: tuple[str, ...], message: str
+) -> None:
+    pq.write_table(a_table(), tmp_path / "in.parquet")
+    done = run(tmp_path / "in.parquet", tmp_path / "out.parquet", *options)
+    assert done.exit_code == 2 and message in done.stderr, done.output
+    assert not hasattr(engine, "options")
+
+
+def test_options_without_an_effect_are_refused(tmp_path: Path, engine: FakeEngine) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a"}\n')
+    for options in (("--keep-columns", "a"), ("--journal", "j.jsonl")):
+        done = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
+        assert done.exit_code == 2 and "for a table" in done.stderr
+    assert invoke("run", tmp_path / "in.jsonl", "--stream", "--prompt-column", "prompt").exit_code == 2
+    assert invoke("run", "--prompt", "x", "--shard", "0/2").exit_code == 2
+
+
+def test_an_output_of_a_run_is_input_of_the_next_without_its_columns(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    pq.write_table(a_table(3), tmp_path / "in.parquet")
+    run(tmp_path / "in.parquet", tmp_path / "one.parquet", "--prompt-column", "name")
+    again = ("--prompt-column", "generated_text")
+    done = run(tmp_path / "one.parquet", tmp_path / "two.parquet", *again)
+    assert done.exit_code == 2 and "--keep-columns" in done.stderr
+    assert (
+        run(tmp_path / "one.parquet", tmp_path / "two.parquet", *again, "--keep-columns", "key").exit_code
+        == 0
+    )
+    assert pq.read_table(tmp_path / "two.parquet").column_names == ["key", *RESULTS]
+
+
+def test_a_dry_run_reads_tables(tmp_path: Path) -> None:
+    pq.write_table(a_table(3), tmp_path / "in.parquet")
+    done = invoke(
+        "run", tmp_path / "in.parquet", "--dry-run", "--prompt-column", "name", "--max-model-len", "64"
+    )
+    assert done.exit_code == 0 and "3: 3 ok" in done.stdout
+
+
+def test_braces_of_a_template() -> None:
+    assert template_columns("{{}} {a}{b} {a}") == ["a", "b", "a"]
+    columns = RowColumns(template='{{"x": {a}}}').of(["a"])
+    (line,) = row_lines([{"a": 5}], columns)
+    assert json.loads(line.raw or b"") == {"prompt": '{"x": 5}'}
+    with pytest.raises(ConfigError, match="no column 'b'"):
+        RowColumns(template="{b}").of(["a"])
+
+
+def test_values_that_are_no_json_are_errors_of_their_row() -> None:
+    rows: list[Any] = [{"prompt": b"bytes"}, {"prompt": float("nan")}, {"prompt": "good"}, "torn"]
+    lines = list(row_lines(rows, RowColumns(prompt="prompt")))
+    read = [LineReader().read(line) for line in lines]
+    assert [isinstance(each, LineError) for each in read] == [True, True, False, True]
+    assert isinstance(read[3], LineError) and read[3].message == "torn" and read[3].line == 4
+
+
+def test_the_journal_has_the_same_lines_as_a_run_to_lines(tmp_path: Path, engine: FakeEngine) -> None:
+    """A table is another form of the same results."""
+    pq.write_table(a_table(), tmp_path / "in.parquet")
+    options = ("--prompt-column", "name", "--ordered")
+    run(tmp_path / "in.parquet", tmp_path / "out.jsonl", *options)
+    run(
+        tmp_path / "in.parquet", tmp_path / "out.parquet", *options, "--journal", str(tmp_path / "kept.jsonl")
+    )
+    assert records_of(tmp_path / "kept.jsonl") == records_of(tmp_path / "out.jsonl")

@@ -1,0 +1,172 @@
+"""Libraries that came with the package serve where they fit; where they do not, one line says why."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.support.models import TINY_ENGINE
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.runner.native_library import build, bundled, recipe
+from xla_engine.runner.native_library.bundled import Manifest, file_name, read_manifest
+from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
+
+BEST = available()[0]
+NAMES = [variant.name for each in available() for variant in each.variants()]
+VERSION = recipe.ffi_version(Path(jax.ffi.include_dir()))
+
+
+def made(folder: Path, **changes: object) -> Path:
+    """A folder of libraries for this machine that are made of words."""
+    folder.mkdir(exist_ok=True)
+    digests = {}
+    for name in NAMES:
+        (folder / file_name(name)).write_text(name)
+        digests[name] = hashlib.sha256(name.encode()).hexdigest()
+    manifest = Manifest(recipe.source_digest(build._SOURCES), VERSION, "0.0", "g++", digests)
+    replace(manifest, **changes).write(folder)  # type: ignore[arg-type]
+    return folder
+
+
+@pytest.fixture
+def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """What is loaded, in order; nothing really is."""
+    loaded: list[Path] = []
+    monkeypatch.setattr(build, "_BUNDLE", tmp_path / "libraries")
+    monkeypatch.setattr(build, "_bind", lambda isa, path: loaded.append(path) is None)
+    monkeypatch.setattr(build, "build", lambda isa: Path("compiled"))
+    build._register.cache_clear()
+    yield loaded
+    build._register.cache_clear()
+
+
+def test_a_library_that_fits_serves_without_a_compiler(
+    tmp_path: Path, bound: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    folder = made(tmp_path / "libraries")
+    assert build.register() == BEST.name and build.origin(BEST.name) == build.BUNDLED
+    assert bound == [folder / file_name(BEST.here().name)] and not caplog.records
+
+
+def test_a_processor_gets_the_variant_of_its_extras(tmp_path: Path, bound: list[Path]) -> None:
+    folder = made(tmp_path / "libraries")
+    for each in available():
+        build.register(each.name)
+    assert bound == [folder / file_name(each.here().name) for each in available()]
+    plain = {each.name: "" for each in available()}
+    bound.clear()
+    build._register.cache_clear()
+    made(folder, libraries={name: hashlib.sha256(name.encode()).hexdigest() for name in plain})
+    for each in available():  # an older compiler knew no extras
+        build.register(each.name)
+    assert bound == [folder / file_name(each.name) for each in available()]
+
+
+def damage(folder: Path) -> None:
+    (folder / file_name(BEST.here().name)).write_text("something else")
+
+
+def lose(folder: Path) -> None:
+    (folder / file_name(BEST.here().name)).unlink()
+
+
+def garble(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def empty(folder: Path) -> None:
+    (folder / "manifest.json").write_text(json.dumps({"ffi": [0, 1]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sources": "0" * 64}, "made from other sources"),
+        ({"ffi": (VERSION[0], VERSION[1] + 1)}, "with jaxlib 0.0 for version"),
+        ({"ffi": (VERSION[0] + 1, 0)}, "with jaxlib 0.0 for version"),
+        (damage, "it is damaged"),
+        (lose, "it cannot be read"),
+        (garble, "its manifest cannot be read"),
+        (empty, "its manifest cannot be read"),
+    ],
+)
+def test_a_library_that_does_not_fit_is_left_alone_with_one_line(
+    tmp_path: Path,
+    bound: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, object] | Callable[[Path], None],
+    words: str,
+) -> None:
+    if isinstance(change, dict):
+        made(tmp_path / "libraries", **change)
+    else:
+        change(made(tmp_path / "libraries"))
+    assert build.register() == build.register() == BEST.name and build.origin(BEST.name) == build.COMPILED
+    assert bound == [Path("compiled")]
+    (record,) = caplog.records
+    assert words in record.getMessage() and record.levelno == logging.WARNING
+
+
+def test_an_older_interface_of_the_same_major_version_serves(tmp_path: Path, bound: list[Path]) -> None:
+    made(tmp_path / "libraries", ffi=(VERSION[0], VERSION[1] - 1))
+    build.register()
+    assert build.origin(BEST.name) == build.BUNDLED and len(bound) == 1
+
+
+def test_a_library_that_cannot_be_loaded_gives_way_to_the_compiler(
+    tmp_path: Path, bound: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Words are no shared library; nor is one for a newer system."""
+    made(tmp_path / "libraries")
+    really = build.ctypes.CDLL
+
+    def bind(isa: object, path: Path) -> bool:
+        return bool(path.name == "compiled" or really(str(path)))
+
+    monkeypatch.setattr(build, "_bind", bind)
+    assert build.register() == BEST.name and build.origin(BEST.name) == build.COMPILED
+    (record,) = caplog.records
+    assert "came with the package is not used" in record.getMessage()
+
+
+def test_without_a_compiler_a_lesser_library_of_the_package_serves(
+    tmp_path: Path, bound: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if len(available()) < 2:
+        pytest.skip("needs a machine with two instruction sets")
+    lesser = available()[1]
+    digests = {each.name: hashlib.sha256(each.name.encode()).hexdigest() for each in lesser.variants()}
+
+    def fails(isa: object) -> Path:
+        raise build.NativeBuildError("no C++ compiler")
+
+    monkeypatch.setattr(build, "build", fails)
+    made(tmp_path / "libraries", libraries=digests)
+    assert build.register() == lesser.name
+    assert f"for {lesser.name} only: no C++ compiler" in caplog.records[-1].getMessage()
+    with pytest.raises(build.NativeBuildError, match="no C\\+\\+ compiler"):
+        build.register(BEST.name)
+
+
+def test_a_checkout_has_no_libraries() -> None:
+    assert read_manifest(Path(bundled.__file__).parent / bundled.FOLDER) is None
+
+
+def test_the_start_says_where_the_library_came_from(make_engine: Callable[..., XlaBatchEngine]) -> None:
+    engine = make_engine(TINY_ENGINE)
+    assert engine.runner.library == build.COMPILED and engine.self_check is not None
+    assert f"by C++ that was compiled on this machine ({BEST.name})" in engine.self_check.promise
+
+
+def test_variants_have_a_name_and_flags_of_their_own() -> None:
+    variants = [variant for each in INSTRUCTION_SETS for variant in each.variants()]
+    assert len({each.name for each in variants}) == len({each.flags for each in variants}) == len(variants)
+    assert not any("native" in flag for each in variants for flag in each.flags)

@@ -1,0 +1,104 @@
+"""The wheel: built as `python -m build` builds it, installed and run where no compiler is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from xla_engine.runner.native_library.instruction_sets import available
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+CHECK = ROOT / ".ci" / "installed.py"
+
+
+def run(words: Sequence[str | Path], *, path: str, cwd: Path, cxx: str = "") -> str:
+    """What a command prints, with this PATH and no other setting of ours."""
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+    done = subprocess.run(
+        list(map(str, words)),
+        cwd=cwd,
+        env=kept | {"PATH": path} | ({"CXX": cxx} if cxx else {}),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+def checkout(folder: Path) -> Path:
+    """What is built from, without what earlier builds left."""
+    for name in ("xla_engine", "graphs", "scheduler"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "libraries"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def built(source: Path, out: Path, *options: str, path: str, cxx: str = "") -> Path:
+    run(
+        [sys.executable, "-m", "build", "--no-isolation", *options, "-o", out, source],
+        path=path,
+        cwd=out.parent,
+        cxx=cxx,
+    )
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def test_an_installed_wheel_needs_no_compiler(tmp_path: Path) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler to build with")
+    source = checkout(tmp_path / "source")
+    wheel = built(source, tmp_path / "dist", path=os.environ["PATH"])  # by way of the source archive
+    assert "-py3-none-" in wheel.name and "none-any" not in wheel.name
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    assert archive.name.startswith("xla_engine-")
+
+    clean = tmp_path / "clean"
+    run([sys.executable, "-m", "venv", clean], path=os.environ["PATH"], cwd=tmp_path)
+    python = clean / "bin" / "python"
+    run([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], path="", cwd=tmp_path)
+    site = run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], path="", cwd=tmp_path
+    )
+    # The packages that ours needs; a line of a .pth file follows no other .pth file, so none of our checkouts.
+    Path(site.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    printed = run([python, CHECK], path=str(clean / "bin"), cwd=tmp_path)
+    assert f"{available()[0].name}: " in printed
+    shown = run(
+        [clean / "bin" / "xla-engine", "inspect", ROOT / "xla_engine" / "embedded"],
+        path=str(clean / "bin"),
+        cwd=tmp_path,
+    )
+    assert f"({available()[0].name}; C++ came with the package)" in shown
+
+
+def test_without_a_compiler_a_wheel_for_every_platform_is_built(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "source")
+    wheel = built(source, tmp_path / "dist", "--wheel", path=os.environ["PATH"], cxx="no-such-compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "xla_engine/graphs/native/linear.cc" in names and not any(name.endswith(".so") for name in names)
+
+
+def test_an_editable_install_compiles_nothing(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "source")
+    code = (
+        "import sys; sys.path.insert(0, 'xla_engine/runner/native_library/wheel'); import backend; "
+        "print(backend.get_requires_for_build_editable()); print(backend.build_editable(sys.argv[1]))"
+    )
+    said = run([sys.executable, "-c", code, tmp_path], path=os.environ["PATH"], cwd=source)
+    assert "jax" not in said.split("]")[0]
+    assert "none-any.whl" in said and not list(source.rglob("*.so"))

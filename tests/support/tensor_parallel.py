@@ -1,0 +1,177 @@
+"""Engines over several devices of a CPU, in a process of their own: a job comes in as JSON, results go out so.
+
+`run(job, ...)` starts the process; `python -m tests.support.tensor_parallel` is it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.models import TINY
+from xla_engine.graphs.config import DeltaForm, RoutedExperts
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "families"
+_WIDE = replace(TINY, hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+MODELS = {  # whose layers are C++ operations; what devices share comes out even, or not
+    "tiny": TINY,
+    "routed": replace(
+        _WIDE,
+        experts=RoutedExperts(
+            num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96, shared_expert_intermediate_size=64
+        ),
+        mlp_only_layers=(1,),
+    ),
+    "clamped": replace(
+        _WIDE,
+        experts=RoutedExperts(
+            num_experts=4, num_experts_per_tok=3, moe_intermediate_size=64, bias=True, swiglu_limit=7.0
+        ),
+        attention_sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+    ),
+    "recurrent": replace(
+        _WIDE,
+        layer_types=("linear_attention", "full_attention"),
+        delta=DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=32, kernel=4, norm_eps=1e-6),
+        attn_output_gate=True,
+        qk_norm="head",
+    ),
+    "normed": replace(
+        _WIDE, qk_norm="all", pre_norm=False, post_norm=True, mlp_bias=True, num_key_value_heads=4
+    ),
+}
+# Of which four devices have 128 features of each product each: from there on XLA's give the bits of more features.
+WIDE = replace(
+    TINY, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=512,
+    max_position_embeddings=256,
+)  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 8, "max_model_len": 160, "chunk_size": 16, "prefill_lanes": (2,), "self_check": False,
+    "block_size": 32,
+}  # fmt: skip
+_COLLECTIVES = ("all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "all-gather")
+
+
+def run(*jobs: dict[str, Any], sizes: tuple[int, ...] = (1, 2, 4)) -> list[dict[int, dict[str, Any]]]:
+    """What each job gives at each `tensor_parallel_size`; see `_result`."""
+    devices = f"--xla_force_host_platform_device_count={max(sizes)}"
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, json.dumps(jobs), *map(str, sizes)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    every = json.loads(done.stdout.splitlines()[-1])
+    return [{int(size): result for size, result in found.items()} for found in every]
+
+
+def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
+    """What one engine gives for requests of every kind that arrive while others run.
+
+    model: a golden family, or one of `MODELS`. dtype. engine: options. tokens: of each request. preempts: requests
+    lose their slots in every fourth of the first 60 turns. verifies: so many requests of `verify`, before.
+    """
+    import numpy as np
+
+    from tests.support.models import tiny_checkpoint
+    from xla_engine.config import EngineConfig
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.equivalence.verify import verify
+    from xla_engine.model_loader.checkpoint import load_checkpoint
+
+    dtype = job.get("dtype", "bfloat16")
+    if (model := (MODELS | {"wide": WIDE}).get(job["model"])) is not None:
+        checkpoint = tiny_checkpoint(dtype, model=model)
+    else:
+        checkpoint = load_checkpoint(GOLDEN / job["model"], dtype=dtype)
+    config = EngineConfig(**OPTIONS | job.get("engine", {}), tensor_parallel_size=size)
+    generator = np.random.default_rng(5)
+    beginning = generator.integers(1, 198, 48).tolist()
+    with XlaBatchEngine(checkpoint, None, config) as engine:
+        report = verify(engine, requests=asked, schedules=1) if (asked := job.get("verifies")) else None
+        outputs: dict[str, Any] = {}
+        submitted: list[str] = []
+        turns = itertools.count()
+
+        def turn() -> None:
+            outputs.update((output.request_id, output) for output in engine.step() if output.finished)
+            live = [name for name in submitted if name not in outputs]
+            if job.get("preempts") and (now := next(turns)) % 4 == 3 and now < 60 and live:
+                engine.preempt(live[now % len(live)], how=("park", "replay")[now // 4 % 2])
+
+        for index in range(6):
+            prompt = beginning + generator.integers(1, 198, 5 + 9 * index).tolist()
+            submitted.append(
+                engine.submit(prompt, _params(index, job.get("tokens", 16)), request_id=str(index))
+            )
+            for _ in range(3 * (index % 3)):
+                turn()
+        while engine.has_unfinished:
+            turn()
+        stats = engine.stats()
+        inventory = engine.runner._inventory
+        texts = {report.name: inventory.text(report.name) for report in engine.inventory_report()}
+        return {
+            "outputs": {name: _bits(outputs[name]) for name in sorted(outputs)},
+            "verified": report is None or report.ok,
+            "products": engine.runner.platform["linear"],
+            "preemptions": stats.preemptions,
+            "cached": stats.cached_tokens,
+            "drafted": stats.drafted_tokens,
+            "accepted": stats.accepted_tokens,
+            "compiles": stats.compiles_after_warmup,
+            "collectives": {name: _collectives(text) for name, text in texts.items()},
+            "weights": engine.runner.weights_bytes,
+            "cache": engine.runner.cache_bytes,
+        }
+
+
+def _params(index: int, tokens: int) -> Any:
+    from xla_engine.sampling_params import SamplingParams
+
+    greedy: dict[str, Any] = {"temperature": 0, "logprobs": 3}
+    drawn = (
+        greedy,
+        {"temperature": 0.9, "top_p": 0.9, "seed": index, "logprobs": 0},
+        {"temperature": 1.3, "top_k": 20, "min_p": 0.01, "seed": index, "prompt_logprobs": 2},
+        {**greedy, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {7: 2.0, 8: -2.0}},
+    )
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, **{"logprobs": 0, **drawn[index % 4]})
+
+
+def _bits(output: Any) -> list[Any]:
+    """Tokens and every log-probability in full, of prompt and completion."""
+    (one,) = output.outputs
+    top = [
+        None if each is None else [(token, value.logprob.hex()) for token, value in each.items()]
+        for each in (*(output.prompt_logprobs or ()), *(one.top_logprobs or ()))
+    ]
+    return [list(one.token_ids), [value.hex() for value in one.logprobs], top]
+
+
+def _collectives(text: str) -> dict[str, list[str]]:
+    """The element types that each kind of collective of a compiled program works on."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        match = re.search(r"= (\(?[a-z0-9]+\[.*?) (" + "|".join(_COLLECTIVES) + r")(-start)?\(", line)
+        if match:
+            kinds = re.findall(r"([a-z]+[0-9]+)\[", match[1])
+            found[match[2]] = sorted({*found.get(match[2], []), *kinds})
+    return found
+
+
+if __name__ == "__main__":
+    sizes = sys.argv[2:]
+    print(json.dumps([{size: _result(job, int(size)) for size in sizes} for job in json.loads(sys.argv[1])]))

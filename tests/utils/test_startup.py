@@ -1,0 +1,46 @@
+"""The line that says what an engine does before it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+
+import pytest
+
+from xla_engine.utils import startup
+from xla_engine.utils.startup import StartupStep, startup_line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_each_step_and_a_clock_and_is_clean_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(startup, "REDRAW_SECONDS", 0.001)
+    screen = Terminal()
+    with startup_line(screen) as show:
+        for step in (StartupStep("C++ operations"), StartupStep("loading weights", 1, 4)):
+            show(step)
+            wanted = "loading weights: 25 % [00:0" if step.total == 4 else "C++ operations [00:0"
+            while wanted not in screen.getvalue():
+                time.sleep(0.001)
+    assert screen.getvalue().rstrip("\r").endswith(" ")  # wiped
+
+
+def test_what_is_no_terminal_gets_nothing() -> None:
+    screen = io.StringIO()
+    with startup_line(screen) as show:
+        show(StartupStep("loading weights", 1, 4))
+    assert screen.getvalue() == ""
+
+
+def test_a_start_that_fails_leaves_no_line() -> None:
+    screen = Terminal()
+    with contextlib.suppress(ZeroDivisionError), startup_line(screen) as show:
+        show(StartupStep("self-check"))
+        raise ZeroDivisionError
+    assert screen.getvalue().split("\r")[-2].strip() == ""
