@@ -55,8 +55,8 @@ finished = [output for output in engine.stream() if output.finished]
 # ends. Point at a bar to read what it was. `xla-engine timeline` draws a larger picture that zooms.
 
 # %%
-from xla_engine.tracing.step_log import read_step_log
-from xla_engine.tracing.step_log_writer import logging_steps
+from xla_engine.observability.step_log import read_step_log
+from xla_engine.observability.step_log_writer import logging_steps
 
 path = Path(mkdtemp()) / "steps.jsonl"
 with logging_steps(engine, path):

@@ -22,8 +22,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from xla_engine import EngineConfig, SamplingParams, XlaBatchEngine
-from xla_engine.tracing.step_log import read_step_log
-from xla_engine.tracing.step_log_writer import logging_steps
+from xla_engine.observability.step_log import read_step_log
+from xla_engine.observability.step_log_writer import logging_steps
 
 path = Path(mkdtemp()) / "steps.jsonl"
 draw = random.Random(1)

@@ -32,8 +32,9 @@ def child(began: float) -> None:
     marks = [began, time.monotonic()]
     import jax  # noqa: F401
 
-    from xla_engine.config import EngineConfig, embedded_model_directory
+    from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.environment import embedded_model_directory
     from xla_engine.model_loader.checkpoint import load_checkpoint
     from xla_engine.sampling_params import SamplingParams
     from xla_engine.text.tokenizer import Tokenizer

@@ -5,6 +5,9 @@ source of the running interpreter's own standard library, and writes them in the
 
     python spikes/010_train_embedded_model.py --minutes 50 --out xla_engine/embedded
     python spikes/010_train_embedded_model.py --benchmark
+    python spikes/010_train_embedded_model.py --draft-of xla_engine/embedded --minutes 30 --out draft
+
+The last trains the draft model: 0.9 M parameters, the tokenizer of the model it drafts for.
 """
 
 # %%
@@ -13,6 +16,7 @@ import ast
 import hashlib
 import json
 import math
+import sys
 import sysconfig
 import textwrap
 import time
@@ -66,7 +70,8 @@ class Shape:
         return self.kv_heads * self.head_dim
 
 
-SHAPE = Shape()
+DRAFT = Shape(hidden=128, layers=2, heads=4, intermediate=352)
+SHAPE = DRAFT if "--draft-of" in sys.argv else Shape()
 
 # %% [markdown]
 # ## Corpus
@@ -798,6 +803,9 @@ def report(
 def train(files: list[TokenisedFile], held_out_rows: Document, arguments: argparse.Namespace) -> Parameters:
     """Runs for `--steps`, or until the clock says `--minutes`; exports every `--export-minutes`."""
     state, step, earlier = initial_state(), 0, 0.0
+    if arguments.start:
+        parameters = import_weights(arguments.start / "model.safetensors")
+        state = parameters, OPTIMIZER.init(parameters)
     if arguments.checkpoint and arguments.checkpoint.exists():
         state, step, earlier = load_checkpoint(arguments.checkpoint)
     steps = {length: compiled_step(length) for length in (SHORT_CONTEXT, CONTEXT)}
@@ -846,6 +854,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=50.0, help="the learning rate follows the clock")
     parser.add_argument("--steps", type=int, help="the learning rate follows the step instead: reproducible")
     parser.add_argument("--out", type=Path, default=Path("embedded"))
+    parser.add_argument("--draft-of", type=Path, help="train a draft model for the model in this folder")
+    parser.add_argument(
+        "--start", type=Path, help="the folder of a model of this shape that is trained further"
+    )
     parser.add_argument("--checkpoint", type=Path, help="an .npz file to continue from and to write")
     parser.add_argument("--export-minutes", type=float, default=4.0)
     parser.add_argument("--benchmark", action="store_true", help="only time a training step")
@@ -863,7 +875,10 @@ def main() -> None:
         return
     size = sum(len(file.text.encode()) for file in training)
     print(f"corpus: {len(training)} files, {size} bytes; {len(held_out)} files held out", flush=True)
-    tokenizer = train_tokenizer(file.text for file in training)
+    if arguments.draft_of:
+        tokenizer = Tokenizer.from_file(str(arguments.draft_of / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(file.text for file in training)
     export_tokenizer(tokenizer, arguments.out)
     tokenised = tokenise(tokenizer, training)
     whole, pieces, functions = (

@@ -43,6 +43,7 @@ from xla_engine.graphs.ops import reductions as vocabulary
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.graphs.sampling import logprobs
 from xla_engine.graphs.steps import decode as decode_graph
 from xla_engine.runner.backends import choose_attention
@@ -231,9 +232,7 @@ def prefill_form(dtype: str, row_axis: int) -> Form:
             layer,
             tokens.reshape(lanes * WIDTH, -1),
             AttentionCall(form_of(rope), AttentionWeights(), wide, POSITIONS, jnp.dtype(dtype)),
-            slot=jnp.arange(lanes, dtype=jnp.int32),
-            start=length,
-            count=jnp.ones(lanes, jnp.int32),
+            Extents(jnp.arange(lanes, dtype=jnp.int32), length, jnp.ones(lanes, jnp.int32)),
         )
         return out.reshape(lanes, WIDTH, -1)[:, 0].astype(jnp.float32)
 

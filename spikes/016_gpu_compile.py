@@ -53,6 +53,7 @@ from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops import fixed_order_sums as sums
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables
 from xla_engine.graphs.steps import decode
 from xla_engine.graphs.steps.decode import decode_step
@@ -259,7 +260,7 @@ def kernels_alone() -> None:
     )
     compile_alone(
         lambda layer, qkv, rope, lane: attention.attend_prefill(
-            layer, qkv, call(rope), slot=lane, start=lane, count=lane
+            layer, qkv, call(rope), Extents(lane, lane, lane)
         ),
         lambda: (
             attention.make_store(c, (0,), ROWS, POSITIONS, jnp.dtype(kept)),

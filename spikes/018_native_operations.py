@@ -28,6 +28,7 @@ from xla_engine.graphs.kv_cache.cache import make_cache, places
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.native_library.build import register
 
 arguments = argparse.ArgumentParser()
@@ -120,7 +121,7 @@ def layers(
             spec.config.attention(index), own, rope, keys, BF16, layer_in_store=layer_in_store
         )
         updated[store], out = spec.attention.attend_prefill(
-            updated[store], qkv, call, slot=slot, start=start, count=count
+            updated[store], qkv, call, Extents(slot, start, count)
         )
         return out
 

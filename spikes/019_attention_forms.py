@@ -22,6 +22,7 @@ from spikes.support.timing import SMOLLM2_135M, Times, describe_machine, interle
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.native_library.build import register
 
 arguments = argparse.ArgumentParser()
@@ -83,12 +84,8 @@ class Call:
             if width == 1:
                 live = np.ones(rows, bool)
                 return attention.attend_decode(each, x, call._replace(rope=rope[:, 0]), length=at, live=live)
-            place = {
-                "slot": np.arange(rows, dtype=np.int32),
-                "start": at,
-                "count": np.full(rows, width, np.int32),
-            }
-            return attention.attend_prefill(each, x, call, **place)
+            lanes = Extents(np.arange(rows, dtype=np.int32), at, np.full(rows, width, np.int32))
+            return attention.attend_prefill(each, x, call, lanes)
 
         def layers(cache: list[LayerCache], x: jax.Array) -> tuple[list[LayerCache], jax.Array]:
             updated = []
@@ -136,13 +133,9 @@ class Before:
         slot = np.arange(len(length), dtype=np.int32)
         return self._call(layer, qkv.T, call.rope, slot, length, live.astype(np.int32), feature_major=True)
 
-    def attend_prefill(
-        self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, slot: Any, start: Any, count: Any
-    ) -> Any:
-        rope = call.rope
-        return self._call(
-            layer, qkv, rope.reshape(-1, *rope.shape[2:]), slot, start, count, feature_major=False
-        )
+    def attend_prefill(self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents) -> Any:
+        rope = call.rope.reshape(-1, *call.rope.shape[2:])
+        return self._call(layer, qkv, rope, *lanes, feature_major=False)
 
     def _call(self, layer: LayerCache, qkv: jax.Array, rope: Any, *place: Any, feature_major: bool) -> Any:
         layer = LayerCache(*(leaf[0] for leaf in layer))  # it knows one layer only

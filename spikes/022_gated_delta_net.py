@@ -21,6 +21,7 @@ from xla_engine.graphs.delta_net import rule as delta_rule
 from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, delta_prefill, make_state
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, Products
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.native_library.build import register
 
 arguments = argparse.ArgumentParser()
@@ -98,9 +99,7 @@ for segment in (*options.segment, 0):
             options.lanes,
             functools.partial(delta_prefill, FORM, native=None if segment else ISA),
             projected,
-            slot=slot,
-            start=jnp.zeros_like(slot),
-            count=jnp.full_like(slot, options.width),
+            lanes=Extents(slot, jnp.zeros_like(slot), jnp.full_like(slot, options.width)),
         )
 for name, form in (("pure JAX", ROWS_LEFT), ("C++", NativeProducts(ISA))):
     if form is not None:

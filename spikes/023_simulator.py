@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spikes.support.timing import markdown_table
+from xla_engine.observability.step_log import StepLog, read_step_log
 from xla_engine.scheduler import Decoded, Plan, Request, Sample, Scheduler, SchedulerConfig, StepResult
 from xla_engine.simulator.clock import Clock
 from xla_engine.simulator.compare import FIGURES, compare, figure
@@ -32,7 +33,6 @@ from xla_engine.simulator.cost import CostModel, Machine, machine_of
 from xla_engine.simulator.fit import fit
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import heavy_tailed, of_step_log
-from xla_engine.tracing.step_log import StepLog, read_step_log
 
 if TYPE_CHECKING:
     from xla_engine import XlaBatchEngine
@@ -90,7 +90,7 @@ def record(
     """Run the workloads on a real engine, each into a log of its own."""
     from xla_engine import EngineConfig, XlaBatchEngine
     from xla_engine.bench.models import find_model
-    from xla_engine.config import cache_directory
+    from xla_engine.environment import cache_directory
 
     config = EngineConfig(max_num_seqs=slots, max_model_len=512)
     logs.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def record(
 def run(engine: XlaBatchEngine, load: Load, path: Path) -> float:
     """Record one workload; returns the share of the machine's cores that other processes took."""
     from xla_engine import SamplingParams
-    from xla_engine.tracing.step_log_writer import logging_steps
+    from xla_engine.observability.step_log_writer import logging_steps
 
     draw = random.Random(0)
     busy = cpu_seconds()

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table, random_weights
-from xla_engine.config import EngineConfig, compiler
+from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.environment import compiler
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.kv_cache.cache import make_cache, places
@@ -35,6 +36,7 @@ from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import Norm
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.graphs.row_state.rows import make_rows, make_tables
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 from xla_engine.model_loader.checkpoint import random_checkpoint
@@ -143,9 +145,7 @@ class Parts:
                     updated[store],
                     qkv,
                     AttentionCall(*own_call, layer_in_store=layer_in_store),
-                    slot=self.lanes.slot,
-                    start=self.lanes.start,
-                    count=self.lanes.count,
+                    Extents(self.lanes.slot, self.lanes.start, self.lanes.count),
                 )
                 return out
 

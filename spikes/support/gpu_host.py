@@ -103,10 +103,10 @@ def _turns(engine: XlaBatchEngine, lag: int, turns: int) -> tuple[float, float, 
 def _bare(scale: Scale, engine: XlaBatchEngine) -> float:
     """The engine's own decode program, of which nothing is read. The engine is of no use afterwards."""
     runner = engine.runner
-    scheduled = runner._dispatch._rows
-    assert scheduled is not None
+    joined = runner._dispatch._rows
+    assert joined is not None
 
     def run() -> jax.Array:
-        return runner._dispatch.run(decode_name(runner.buckets[-1]), scheduled.scheduled)[0]
+        return runner._dispatch.run(decode_name(runner.buckets[-1], joined.few), joined.work)[0]
 
     return milliseconds(scale, run)

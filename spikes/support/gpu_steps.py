@@ -32,7 +32,7 @@ from spikes.support.timing import greedy
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
-from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
+from xla_engine.graphs.attention.backend import KEY_SPAN, AttentionCall, LayerCache
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.products import ROWS_LEFT
@@ -109,15 +109,15 @@ def _no_attention(
 
 
 def _written_by_xla(
-    self: Any, layer: LayerCache, qkv: jax.Array, rope: jax.Array, position: jax.Array, *_: Any
+    self: Any, layer: LayerCache, qkv: jax.Array, position: jax.Array, call: AttentionCall
 ) -> Any:
     """Rotation and write as XLA fuses them, in place of the write kernel: qkv `[B, H + 2 KV, Dh]`."""
     rows, kv_heads, positions, head_dim = layer.keys.shape
     q, k, v = split_heads(qkv.reshape(rows, -1), kv_heads, head_dim)
     at = (jnp.arange(rows), slice(None), jnp.where(position >= 0, position, positions))
-    new = zip(layer, (apply_rope(k, rope), v), strict=True)
+    new = zip(layer, (apply_rope(k, call.rope), v), strict=True)
     written = (c.at[at].set(x.astype(c.dtype), mode="drop", unique_indices=True) for c, x in new)
-    return LayerCache(*written), apply_rope(q, rope).astype(layer.keys.dtype).reshape(
+    return LayerCache(*written), apply_rope(q, call.rope).astype(layer.keys.dtype).reshape(
         rows, kv_heads, -1, head_dim
     )
 
