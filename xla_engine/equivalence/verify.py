@@ -19,6 +19,7 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.recorder import RecordKeeper
 from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, run_schedule
 from xla_engine.outputs import CompletionOutput
+from xla_engine.runner.compile_cache import compiles_of_this_thread
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 
@@ -52,7 +53,8 @@ class VerifyReport:
     finish_reasons: of the alone-runs, counted.
     differing_tokens: tokens with another id than alone.
     differing_bits: equal tokens whose logprobs differ in their float32 bits.
-    compiles_after_warmup: must be zero.
+    compiles_after_warmup: by the calling thread; must be zero.
+    failed_steps: steps that failed and were run again.
     start_up_check: what the engine's own check promises.
     divergences: the first difference of each request that differs.
     """
@@ -68,6 +70,7 @@ class VerifyReport:
     differing_tokens: int = 0
     differing_bits: int = 0
     compiles_after_warmup: int = 0
+    failed_steps: int = 0
     start_up_check: str = "not run"
     divergences: list[Divergence] = field(default_factory=list)
 
@@ -90,6 +93,7 @@ class VerifyReport:
             f"differing tokens           {self.differing_tokens}",
             f"differing logprob bits     {self.differing_bits}",
             f"compiles after warm-up     {self.compiles_after_warmup}",
+            *([f"steps that failed          {self.failed_steps}"] if self.failed_steps else []),
             f"start-up check             {self.start_up_check}",
         ]
         lines.extend(f"  {divergence}" for divergence in self.divergences[:20])
@@ -116,7 +120,7 @@ def verify(
     if engine.self_check is not None:
         report.start_up_check = engine.self_check.promise
     cases = draw_cases(engine, requests, seed, every_field=True)
-    before = engine.stats().compiles_after_warmup
+    compiled, failed = compiles_of_this_thread(), engine.stats().recoveries
 
     def count(action: Action, took_effect: bool) -> None:
         report.admitted_mid_stream += action.kind == "submit" and engine.num_running > 0
@@ -144,7 +148,8 @@ def verify(
             if progress is not None:
                 progress("batched")
     report.cached_tokens = engine.stats().cached_tokens - known
-    report.compiles_after_warmup = engine.stats().compiles_after_warmup - before
+    report.compiles_after_warmup = compiles_of_this_thread() - compiled
+    report.failed_steps = engine.stats().recoveries - failed
     return report
 
 

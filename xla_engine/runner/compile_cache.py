@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,22 @@ from xla_engine.runner.native_library.cache import private_directory
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _total = 0
 _listening = False
+_of_thread = threading.local()
 
 
 def _count(event: str, duration_secs: float, **_: Any) -> None:
     global _total
-    _total += event == _COMPILE_EVENT
+    if event == _COMPILE_EVENT:
+        _total += 1
+        _of_thread.count = compiles_of_this_thread() + 1
+
+
+def compiles_of_this_thread() -> int:
+    """Backend compilations that the calling thread made since the first `CompileCounter`.
+
+    What tells a compilation of an engine that one thread drives from those of other engines of the process.
+    """
+    return getattr(_of_thread, "count", 0)
 
 
 class CompileCounter:
