@@ -82,7 +82,7 @@ class WidthChooser:
     def choose(self, rows: int, proposals: Sequence[tuple[int, int]]) -> int:
         """The width for so many rows, of which some have proposals: (tokens, match)."""
         best, width = self._best(rows, proposals)
-        if best >= (1.0 if self._on else GAIN):
+        if best >= GAIN:
             self._on, self._idle = True, 0
             return width
         if self._on:
