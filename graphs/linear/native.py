@@ -62,7 +62,7 @@ class NativeProducts:
         assert not isinstance(x, FeatureMajor)
         if bias is not None:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
-        values, scale = _parts(weight)
+        values, scale = parts_of(weight)
         if len(values) % _WHOLE:  # a router of few experts
             return finished(self.head(weight, norm, x).T, None, residual)
         in_place = {} if residual is None else {5: 0}
@@ -81,7 +81,7 @@ class NativeProducts:
         if bias is not None:
             both = self.linear(weight, x, norm=norm, bias=bias)
             return activated(both, activation).astype(kept_dtype(weight))
-        values, scale = _parts(weight)
+        values, scale = parts_of(weight)
         call = self._call(GATED_LINEAR, (len(x), len(values) // 2), kept_dtype(weight))
         gelu = activation == "gelu_tanh"
         return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm), gelu=gelu)
@@ -107,7 +107,7 @@ class NativeProducts:
         return weight if self.isa == "amx" else self.pack(weight)
 
     def head(self, weight: Weight, norm: Norm | None, x: jax.Array) -> jax.Array:
-        values, scale = _parts(weight)
+        values, scale = parts_of(weight)
         call = self._call(HEAD, (len(values), len(x)), jnp.float32)
         return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm))
 
@@ -158,7 +158,7 @@ def _unpacked(values: jax.Array, rows: jax.Array) -> jax.Array:
     return values.at[at].get(mode="promise_in_bounds")
 
 
-def _parts(weight: Weight) -> tuple[jax.Array, jax.Array]:
+def parts_of(weight: Weight) -> tuple[jax.Array, jax.Array]:
     """A weight and its scales, none in bf16."""
     return weight if isinstance(weight, Quantized) else (weight, or_nothing(None))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_engine.graphs.linear.native import NativeProducts, eps_of, norm_weight, or_nothing
+from xla_engine.graphs.linear.native import NativeProducts, eps_of, norm_weight, or_nothing, parts_of
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
@@ -24,12 +24,13 @@ from xla_engine.graphs.linear.products import (
     Term,
     Weight,
     XlaProducts,
+    finished,
     kept_dtype,
     normed,
 )
 from xla_engine.graphs.lora.form import Matrices
 
-LORA, GATED_LORA = "xla_engine_lora", "xla_engine_gated_lora"
+LORA, LINEAR_LORA, GATED_LORA = "xla_engine_lora", "xla_engine_linear_lora", "xla_engine_gated_lora"
 
 
 def with_adapters(products: Products, adapter: jax.Array | None) -> Products:
@@ -52,7 +53,7 @@ def of_weight(products: Products, matrices: Matrices | None) -> Products:
 
 @dataclass(frozen=True, slots=True)
 class NativeLora(NativeProducts):
-    """In C++ (`native/lora.cc`): rows of one adapter share one reading of its matrices."""
+    """In C++ (`native/lora.h`), within the call of the product: rows of one adapter share one reading of A."""
 
     adapter: jax.Array | None = None
     matrices: Matrices | None = None
@@ -60,12 +61,21 @@ class NativeLora(NativeProducts):
     def linear(
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
-        out = NativeProducts.linear(self, weight, x, norm=norm, bias=bias, residual=residual)
         if self.matrices is None:
-            return out
+            return NativeProducts.linear(self, weight, x, norm=norm, bias=bias, residual=residual)
         assert not isinstance(x, FeatureMajor)
-        call = self._call(LORA, out.shape, jnp.float32, {7: 0})
-        return call(*self._given(x, norm), out, eps=eps_of(norm), ends=np.array(self.matrices.ends))
+        if bias is not None:
+            return finished(self.linear(weight, x, norm=norm), bias, residual)
+        values, scale = parts_of(weight)
+        shape, ends = (len(x), len(values)), np.array(self.matrices.ends)
+        if len(values) % self.task:
+            out = NativeProducts.linear(self, weight, x, norm=norm, residual=residual)
+            call = self._call(LORA, shape, jnp.float32, {7: 0})
+            adapted, *rest = self._adapters(x)
+            return call(x, adapted, norm_weight(norm), *rest, out, eps=eps_of(norm), ends=ends)
+        call = self._call(LINEAR_LORA, shape, jnp.float32, {} if residual is None else {5: 0})
+        given = x, self._live(), norm_weight(norm), values, scale, or_nothing(residual)
+        return call(*given, *self._adapters(x), eps=eps_of(norm), ends=ends)
 
     def gated(
         self,
@@ -78,23 +88,19 @@ class NativeLora(NativeProducts):
     ) -> jax.Array:
         if self.matrices is None or bias is not None:
             return NativeProducts.gated(self, weight, x, norm=norm, bias=bias, activation=activation)
-        both = NativeProducts.linear(self, weight, x, norm=norm)
-        rows, features = both.shape
-        results = (
-            jax.ShapeDtypeStruct(both.shape, jnp.float32),
-            jax.ShapeDtypeStruct((rows, features // 2), kept_dtype(weight)),
-        )
-        call = jax.ffi.ffi_call(f"{GATED_LORA}_{self.isa}", results, input_output_aliases={7: 0})
+        values, scale = parts_of(weight)
+        call = self._call(GATED_LORA, (len(x), len(values) // 2), kept_dtype(weight))
         gelu, ends = activation == "gelu_tanh", np.array(self.matrices.ends)
-        given = *self._given(x, norm), both, or_nothing(self.live, bool)
-        return call(*given, eps=eps_of(norm), ends=ends, gelu=gelu)[1]
+        given = x, self._live(), norm_weight(norm), values, scale
+        return call(*given, *self._adapters(x), eps=eps_of(norm), ends=ends, gelu=gelu)
 
-    def _given(self, x: jax.Array, norm: Norm | None) -> tuple[jax.Array, ...]:
+    def _adapters(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Which rows of `x` have an adapter, which one, and the matrices of all."""
         adapter, matrices = self.adapter, self.matrices
         assert adapter is not None and matrices is not None
         rows = jnp.repeat(adapter, len(x) // len(adapter))
         adapted = rows > 0 if self.live is None else (rows > 0) & self.live
-        return x, adapted, norm_weight(norm), rows, matrices.down, matrices.up, matrices.ranks
+        return adapted, rows, matrices.down, matrices.up, matrices.ranks
 
 
 @dataclass(frozen=True, slots=True)

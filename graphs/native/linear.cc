@@ -7,6 +7,8 @@
 #include "products.h"
 #include "tiles.h"
 
+#include <numeric>
+
 namespace xla_engine {
 namespace {
 
@@ -108,17 +110,18 @@ Stream Blocks(const T* one, const T* other) {
   return {reinterpret_cast<const char*>(one), reinterpret_cast<const char*>(other)};
 }
 
-// residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F] or [0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
-ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
-                  Floats residual, ffi::ResultBuffer<ffi::F32> out, float eps) {
+constexpr int32_t kInOrder[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+ffi::Error Linear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& live, const Floats& norm, const ffi::AnyBuffer& weight,
+                  const Floats& scale, const Floats& residual, float* out, float eps, Adapters* adapters) {
   return ByType(weight, scale, [&](auto* from, const float* scales) {
     using T = std::decay_t<decltype(*from)>;
     Operand<T> operand(Source(x, norm, live, eps), scales);
     const int64_t width = operand.width, features = weight.dimensions()[0];
     if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
-    const float* before = residual.element_count() ? residual.typed_data() : nullptr;
-    if (before && before != out->typed_data()) return ffi::Error::Internal("the result has to take the residual's place");
-    const auto clear = [&](int64_t block) { operand.Clear(block, out->untyped_data(), features * sizeof(float)); };
+    const float* before = OrNull(residual);
+    if (before && before != out) return ffi::Error::Internal("the result has to take the residual's place");
+    const auto clear = [&](int64_t block) { operand.Clear(block, out, features * sizeof(float)); };
     PackedProduct<T>(
         pool, operand, features / 32, Phase{before ? 0 : operand.Gaps(), clear},
         [&](int64_t task) {
@@ -128,28 +131,39 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats nor
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
           for (int64_t r = 0; r < rows; ++r) {
             const int64_t at = operand.places[n + r] * features + task * 32;
-            float* to = out->typed_data() + at;
+            float* to = out + at;
             const Vec one = operand.Value(sums.one + r * 16, n + r, task * 32);
             const Vec other = operand.Value(sums.other + r * 16, n + r, task * 32 + 16);
             Store(to, before ? Load(before + at) + one : one);
             Store(to + 16, before ? Load(before + at + 16) + other : other);
           }
-        });
+          if (!adapters) return;
+          const int32_t* places = operand.places.data() + n;
+          for (int64_t f = task * 32; f < task * 32 + 32; f += 16) adapters->Add(places, rows, f, out + f, places, features);
+        },
+        adapters);
     return ffi::Error::Success();
   });
 }
 
-// x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F] or [0], gates first -> act(gate) * up of norm(x), [N, F]:
-// bf16, or float32 where the next product quantises.
-ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
-                       ffi::Result<ffi::AnyBuffer> out, float eps, bool gelu) {
+ffi::Error GatedLinear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& live, const Floats& norm,
+                       const ffi::AnyBuffer& weight, const Floats& scale, void* out, float eps, bool gelu, Adapters* adapters) {
   return ByType(weight, scale, [&](auto* gates, const float* scales) {
     using T = std::decay_t<decltype(*gates)>;
     Operand<T> operand(Source(x, norm, live, eps), scales);
     const int64_t width = operand.width, features = weight.dimensions()[0] / 2;
     if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
     const int64_t bytes = features * (std::is_same_v<T, int8_t> ? sizeof(float) : sizeof(BFloat16));
-    const auto clear = [&](int64_t block) { operand.Clear(block, out->untyped_data(), bytes); };
+    const auto clear = [&](int64_t block) { operand.Clear(block, out, bytes); };
+    const auto put = [&](int64_t n, int64_t feature, Vec gate, Vec up) {
+      const int64_t at = operand.places[n] * features + feature;
+      const Vec values = Gated(gate, up, gelu);
+      if constexpr (std::is_same_v<T, int8_t>) {
+        Store(static_cast<float*>(out) + at, values);
+      } else {
+        Round(values, static_cast<BFloat16*>(out) + at);
+      }
+    };
     PackedProduct<T>(
         pool, operand, features / 16, Phase{operand.Gaps(), clear},
         [&](int64_t task) {
@@ -157,19 +171,77 @@ ffi::Error GatedLinear(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Float
           return Blocks(gate, gate + features * width);
         },
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
-          for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = operand.places[n + r] * features + task * 16;
-            const Vec values = Gated(operand.Value(sums.one + r * 16, n + r, task * 16),
-                                     operand.Value(sums.other + r * 16, n + r, features + task * 16), gelu);
-            if constexpr (std::is_same_v<T, int8_t>) {
-              Store(static_cast<float*>(out->untyped_data()) + at, values);
-            } else {
-              Round(values, static_cast<BFloat16*>(out->untyped_data()) + at);
-            }
+          const int64_t feature = task * 16;
+          const auto gate = [&](int64_t r) { return operand.Value(sums.one + r * 16, n + r, feature); };
+          const auto up = [&](int64_t r) { return operand.Value(sums.other + r * 16, n + r, features + feature); };
+          if (!adapters) {
+            for (int64_t r = 0; r < rows; ++r) put(n + r, feature, gate(r), up(r));
+            return;
           }
-        });
+          alignas(64) float both[16 * 32];  // gates and ups of each row
+          for (int64_t r = 0; r < rows; ++r) Store(both + r * 32, gate(r)), Store(both + r * 32 + 16, up(r));
+          const int32_t* places = operand.places.data() + n;
+          adapters->Add(places, rows, feature, both, kInOrder, 32);
+          adapters->Add(places, rows, features + feature, both + 16, kInOrder, 32);
+          for (int64_t r = 0; r < rows; ++r) put(n + r, feature, Load(both + r * 32), Load(both + r * 32 + 16));
+        },
+        adapters);
     return ffi::Error::Success();
   });
+}
+
+// Adapters that some row has, or null.
+Adapters* Used(Adapters& adapters) { return adapters.Rows() ? &adapters : nullptr; }
+
+ffi::Error UnfitAdapters() { return ffi::Error::InvalidArgument("widths must come in multiples of 16, ranks of 4"); }
+
+// residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F] or [0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
+ffi::Error LinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+                    Floats residual, ffi::ResultBuffer<ffi::F32> out, float eps) {
+  return Linear(pool, x, live, norm, weight, scale, residual, out->typed_data(), eps, nullptr);
+}
+
+// The same, plus what adapters make of norm(x), as `Adapters` takes them.
+ffi::Error LinearLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+                      Floats residual, Flags adapted, Integers adapter, Halves a, Halves b, Integers ranks,
+                      ffi::ResultBuffer<ffi::F32> out, float eps, Adapters::Ends ends) {
+  Adapters adapters(x, adapted, norm, adapter, a, b, ranks, eps, ends);
+  if (!adapters.Fit()) return UnfitAdapters();
+  return Linear(pool, x, live, norm, weight, scale, residual, out->typed_data(), eps, Used(adapters));
+}
+
+// x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F] or [0], gates first -> act(gate) * up of norm(x), [N, F]:
+// bf16, or float32 where the next product quantises.
+ffi::Error GatedLinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+                         ffi::Result<ffi::AnyBuffer> out, float eps, bool gelu) {
+  return GatedLinear(pool, x, live, norm, weight, scale, out->untyped_data(), eps, gelu, nullptr);
+}
+
+// The same of gates and ups to which adapters have added theirs.
+ffi::Error GatedLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+                     Flags adapted, Integers adapter, Halves a, Halves b, Integers ranks, ffi::Result<ffi::AnyBuffer> out,
+                     float eps, Adapters::Ends ends, bool gelu) {
+  Adapters adapters(x, adapted, norm, adapter, a, b, ranks, eps, ends);
+  if (!adapters.Fit()) return UnfitAdapters();
+  return GatedLinear(pool, x, live, norm, weight, scale, out->untyped_data(), eps, gelu, Used(adapters));
+}
+
+// y [N, F], whose features fill no tasks, plus what adapters add; written in place.
+ffi::Error Lora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags adapted, Floats norm, Integers adapter, Halves a, Halves b,
+                Integers ranks, Floats y, ffi::ResultBuffer<ffi::F32> out, float eps, Adapters::Ends ends) {
+  if (y.typed_data() != out->typed_data()) return ffi::Error::Internal("the result has to take the product's place");
+  Adapters adapters(x, adapted, norm, adapter, a, b, ranks, eps, ends);
+  if (!adapters.Fit()) return UnfitAdapters();
+  const int64_t rows = y.dimensions()[0], features = y.dimensions()[1];
+  std::vector<int32_t> places(rows);
+  std::iota(places.begin(), places.end(), 0);
+  const auto read = [&](int64_t n) { adapters.Read(n); };
+  const auto shrink = [&](int64_t task) { adapters.Shrink(task); };
+  const auto add = [&](int64_t task) {
+    adapters.Add(places.data(), rows, task * 16, out->typed_data() + task * 16, places.data(), features);
+  };
+  if (adapters.Rows()) InPhases(pool, Phase{adapters.Rows(), read}, Phase{adapters.Shrinks(), shrink}, Phase{features / 16, add});
+  return ffi::Error::Success();
 }
 
 }  // namespace
@@ -184,7 +256,10 @@ extern "C" bool XlaEngineReady() {
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head, Attributes({"eps"}));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, Linear, Attributes({"eps"}));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinear, Attributes({"eps", "gelu"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, LinearOf, Attributes({"eps"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinearOf, Attributes({"eps", "gelu"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLora, Lora, Attributes({"eps", "ends"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinearLora, LinearLora, Attributes({"eps", "ends"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLora, GatedLora, Attributes({"eps", "ends", "gelu"}));
 
 }  // namespace xla_engine

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "lora.h"
 #include "operand.h"
 #include "packed_dots.h"
 #include "packed_tiles.h"
@@ -18,10 +19,10 @@ using Kernel = DotKernel<T>;
 #endif
 
 // Live rows of an operand times packed weights. `pick(task)` names two blocks of features; `finish(task, n, rows, sums)` takes
-// the sums of rows n .. n + rows away. `clear` is what else there is to do.
+// the sums of rows n .. n + rows away. `clear` is what else there is to do. What `adapters` add is known in `finish`, if any.
 template <typename T, typename Clear, typename Pick, typename Finish>
 void PackedProduct(ffi::ThreadPool& pool, Operand<T>& operand, int64_t tasks, const Phase<Clear>& clear, const Pick& pick,
-                   const Finish& finish) {
+                   const Finish& finish, Adapters* adapters) {
   thread_local Lines prepared;
   const int64_t count = operand.count, width = operand.width;
   const int64_t group = Kernel<T>::GroupRows(count), groups = (count + group - 1) / group;
@@ -34,7 +35,14 @@ void PackedProduct(ffi::ThreadPool& pool, Operand<T>& operand, int64_t tasks, co
     Kernel<T>::Multiply(blocks, count, width, pick(task), pick(std::min(task + 1, tasks - 1)),
                         [&](int64_t n, int64_t rows, const auto& sums) { finish(task, n, rows, sums); });
   };
-  InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
+  if (!adapters) {
+    InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
+    return;
+  }
+  const auto prepare = [&](int64_t task) { task < groups ? fill(task) : adapters->Read(task - groups); };
+  const auto shrink = [&](int64_t task) { adapters->Shrink(task); };
+  InPhases(pool, clear, Phase{groups + adapters->Rows(), prepare}, Phase{adapters->Shrinks(), shrink},
+           Phase{count ? tasks : 0, multiply});
 }
 
 #ifndef XLA_ENGINE_AMX

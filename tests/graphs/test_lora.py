@@ -146,3 +146,16 @@ def test_int8_weights_take_adapters_too() -> None:
         np.testing.assert_allclose(added, drawn.expected_linear(row), atol=2e-4)
         if not drawn.adapter[row]:
             assert all(a[row].tobytes() == b[row].tobytes() for a, b in zip(with_them, without, strict=True))
+
+
+def test_a_bias_comes_on_top_of_what_adapters_add(form: Products) -> None:
+    """Once, to linear products and to gates and ups (Qwen2 has one behind its queries, keys and values)."""
+    drawn = Drawn(form)
+    bias = jnp.asarray(np.random.default_rng(5).standard_normal(ENDS[-1], np.float32))
+
+    def call(x: jax.Array, adapter: jax.Array) -> tuple[jax.Array, jax.Array]:
+        products = of_weight(with_adapters(form, adapter), drawn.of_linear[0])
+        return products.linear(drawn.linear, x, bias=bias), products.linear(drawn.linear, x)
+
+    found, plain = jax.jit(call)(jnp.asarray(drawn.x), jnp.asarray(drawn.adapter))
+    np.testing.assert_allclose(np.asarray(found), np.asarray(plain) + np.asarray(bias), atol=1e-5)

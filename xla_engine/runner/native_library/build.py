@@ -23,7 +23,7 @@ from xla_engine.graphs.attention.native import TARGET
 from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
-from xla_engine.graphs.lora.products import GATED_LORA, LORA
+from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
 from xla_engine.runner.native_library import bundled, recipe
 from xla_engine.runner.native_library import cache as library_cache
 from xla_engine.runner.native_library.instruction_sets import InstructionSet, available, processor
@@ -38,6 +38,7 @@ _OPERATIONS = {
     HEAD: "XlaEngineHead",
     GATED_LINEAR: "XlaEngineGatedLinear",
     LORA: "XlaEngineLora",
+    LINEAR_LORA: "XlaEngineLinearLora",
     GATED_LORA: "XlaEngineGatedLora",
     EXPERTS: "XlaEngineExperts",
     GATED_EXPERTS: "XlaEngineGatedExperts",

@@ -1,0 +1,147 @@
+// What low-rank adapters add to a product (Hu et al. 2021): row n gets B (A norm(x)) of its own adapter, and rows without one
+// keep their bits.
+//
+// Every sum runs in one order, over K and then over the rank, whatever the number of rows: prefill, decode and verify steps
+// give a row the same bits. Rows of one adapter read A together.
+
+#pragma once
+
+#include "operand.h"
+#include "product.h"
+
+namespace xla_engine {
+
+class Adapters {
+ public:
+  using Ends = ffi::Span<const int64_t>;
+
+  // x [N, K]; adapted [N]; norm [K] or [0]; adapter [N], read where adapted, 1 is the first; a [L, P, r, K]; b [L, F / 16, r, 16],
+  // whose features up to ends[p] belong to part p; ranks [L, P], beyond which both are zero.
+  Adapters(const ffi::AnyBuffer& x, const Flags& adapted, const Floats& norm, const Integers& adapter, const Halves& a,
+           const Halves& b, const Integers& ranks, float eps, Ends ends)
+      : source_(x, norm, adapted, eps),
+        down_(reinterpret_cast<const BFloat16*>(a.untyped_data())),
+        up_(reinterpret_cast<const BFloat16*>(b.untyped_data())),
+        ranks_(ranks.typed_data()),
+        parts_(a.dimensions()[1]),
+        rank_(a.dimensions()[2]),
+        features_(b.dimensions()[2]),
+        ends_(ends),
+        at_(source_.total, -1) {
+    const int32_t* of = adapter.typed_data();
+    auto& places = source_.places;
+    std::stable_sort(places.begin(), places.begin() + source_.count, [&](int32_t m, int32_t n) { return of[m] < of[n]; });
+    for (int64_t n = 0; n < source_.count; ++n) {
+      at_[places[n]] = static_cast<int32_t>(n);
+      adapter_.push_back(of[places[n]] - 1);
+      if (!n || adapter_[n] != adapter_[n - 1]) first_.push_back(n);
+    }
+    first_.push_back(source_.count);
+    thread_local Lines kept;
+    rows_ = reinterpret_cast<float*>(kept.Bytes(source_.count * (source_.width + parts_ * rank_) * sizeof(float)));
+    hidden_ = rows_ + source_.count * source_.width;
+  }
+
+  // Whether the widths are those that the loops below take.
+  bool Fit() const {
+    bool fit = source_.width % kVector == 0 && rank_ % kRanks == 0 && static_cast<int64_t>(ends_.size()) == parts_;
+    for (const int64_t end : ends_) fit = fit && end % kVector == 0;
+    return fit;
+  }
+
+  int64_t Rows() const { return source_.count; }
+  int64_t Shrinks() const { return (first_.size() - 1) * (parts_ * rank_ / kRanks); }
+
+  // Task n of Rows(): one row, normalised.
+  void Read(int64_t n) {
+    source_.Each(n, [&](int64_t k, Vec values) { Store(rows_ + n * source_.width + k, values); });
+  }
+
+  // A task of Shrinks(), once all rows are read: kRanks rows of one A times the rows that have it.
+  void Shrink(int64_t task) {
+    const int64_t blocks = parts_ * rank_ / kRanks, run = task / blocks, j = task % blocks * kRanks, width = source_.width;
+    if (j % rank_ >= RankOf(adapter_[first_[run]], j / rank_)) return;
+    const BFloat16* weights = down_ + (adapter_[first_[run]] * parts_ * rank_ + j) * width;
+    Blocks(first_[run], first_[run + 1], [&](auto some, int64_t n) {
+      ShrinkRows<some>(rows_ + n * width, width, weights, hidden_ + n * parts_ * rank_ + j, parts_ * rank_);
+    });
+  }
+
+  // Once all of A is done: adds to sixteen features, from `feature` on, of the `rows` rows whose places are at `places`.
+  // to[at[r] * stride] is the first of row r.
+  void Add(const int32_t* places, int64_t rows, int64_t feature, float* to, const int32_t* at, int64_t stride) const {
+    const int64_t part = std::upper_bound(ends_.begin(), ends_.end(), feature) - ends_.begin();
+    for (int64_t r = 0, end; r < rows; r = end) {
+      const int64_t first = at_[places[r]];
+      for (end = r + 1; first >= 0 && end < rows && Follows(first + end - r, places[end]); ++end) continue;
+      if (first < 0) continue;
+      const int64_t used = RankOf(adapter_[first], part);
+      const BFloat16* weights = up_ + adapter_[first] * features_ * rank_ + feature * rank_;
+      const float* hidden = hidden_ + first * parts_ * rank_ + part * rank_;
+      if (!used) continue;
+      Blocks(r, end, [&](auto some, int64_t n) {
+        ExpandRows<some>(hidden + (n - r) * parts_ * rank_, parts_ * rank_, used, weights, to, at + n, stride);
+      });
+    }
+  }
+
+ private:
+  static constexpr int64_t kRanks = 4;  // of a block whose sums stay in registers
+
+  static Vec Wide(const BFloat16* from) { return Cast<Vec>(Convert<Bits>(LoadAs<Shorts>(from)) << 16); }
+
+  // Ranks of an adapter's part, as many as blocks of them hold.
+  int64_t RankOf(int64_t adapter, int64_t part) const {
+    return std::min(rank_, (ranks_[adapter * parts_ + part] + kRanks - 1) / kRanks * kRanks);
+  }
+
+  // Whether the row at `place` is row n here and has the adapter of the row before.
+  bool Follows(int64_t n, int32_t place) const { return at_[place] == n && adapter_[n] == adapter_[n - 1]; }
+
+  // Calls run(constant number of rows, n) for blocks of the rows n .. end.
+  template <typename Run>
+  static void Blocks(int64_t n, int64_t end, const Run& run) {
+    for (; n + 4 <= end; n += 4) run(std::integral_constant<int, 4>(), n);
+    for (; n + 2 <= end; n += 2) run(std::integral_constant<int, 2>(), n);
+    for (; n < end; ++n) run(std::integral_constant<int, 1>(), n);
+  }
+
+  // Sums of `rows` rows x, `width` apart, by kRanks rows of A, to hidden[row * stride + rank].
+  template <int rows>
+  __attribute__((noinline)) static void ShrinkRows(const float* x, int64_t width, const BFloat16* a, float* hidden,
+                                                   int64_t stride) {
+    Vec sums[rows][kRanks] = {};
+    for (int64_t k = 0; k < width; k += kVector) {
+      for (int j = 0; j < kRanks; ++j) {
+        const Vec weights = Wide(a + j * width + k);
+        for (int r = 0; r < rows; ++r) sums[r][j] = Fused(Load(x + r * width + k), weights, sums[r][j]);
+      }
+    }
+    for (int r = 0; r < rows; ++r)
+      for (int j = 0; j < kRanks; ++j) hidden[r * stride + j] = Total(sums[r][j]);
+  }
+
+  // Adds to sixteen features of `rows` rows their sums over the rank; `b` is packed [rank][16].
+  template <int rows>
+  __attribute__((noinline)) static void ExpandRows(const float* hidden, int64_t hidden_stride, int64_t rank, const BFloat16* b,
+                                                   float* to, const int32_t* at, int64_t stride) {
+    Vec sums[rows] = {};
+    for (int64_t j = 0; j < rank; ++j) {
+      const Vec weights = Wide(b + j * kVector);
+      for (int r = 0; r < rows; ++r) sums[r] = Fused(weights, hidden[r * hidden_stride + j], sums[r]);
+    }
+    for (int r = 0; r < rows; ++r) Store(to + at[r] * stride, Load(to + at[r] * stride) + sums[r]);
+  }
+
+  Source source_;  // rows with an adapter, those of one adapter together
+  const BFloat16 *down_, *up_;
+  const int32_t* ranks_;
+  int64_t parts_, rank_, features_;
+  Ends ends_;
+  std::vector<int32_t> at_;       // by place: which of the rows it is, or -1
+  std::vector<int64_t> adapter_;  // of each row, from 0
+  std::vector<int64_t> first_;    // row of each run of rows that share an adapter, and their number
+  float *rows_, *hidden_;         // [rows, K], [rows, P, r]
+};
+
+}  // namespace xla_engine
