@@ -213,7 +213,12 @@ def test_a_slow_reader_loses_nothing_and_holds_up_no_request() -> None:
     engine = FakeEngine(max_num_seqs=4)
     source = b"".join(b'{"prompt": "p%d"}\n' % n for n in range(200))
     stream = EventStream(
-        engine, io.BytesIO(source), gate, on_turn=lambda: turns.append(len(engine.live)), max_unsent=10_000
+        engine,
+        io.BytesIO(source),
+        gate,
+        on_turn=lambda: turns.append(len(engine.live)),
+        max_unfinished=8,  # else all lines may be taken before the first event is there
+        max_unsent=10_000,
     )
     thread, result = in_thread(stream)
     while engine.live or not engine.submitted or stream._events.unsent < 10_000:
