@@ -11,6 +11,7 @@ from xla_engine import vllm_options
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.protocol import RequestOptions, SharedOptions, pop_options
+from xla_engine.engine.requests.callbacks import CallsBack
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
@@ -27,7 +28,7 @@ from xla_engine.utils.startup import startup_line
 Adapter = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or for each
 
 
-class LLM(PoolsPrompts):
+class LLM(PoolsPrompts, CallsBack):
     """A model ready to generate.
 
     Arguments:
@@ -331,6 +332,7 @@ class LLM(PoolsPrompts):
 
     def close(self) -> None:
         """Free device memory; the object is unusable afterwards."""
+        self.stop(timeout_s=0)
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -131,6 +131,8 @@ def test_no_model_at_all_is_an_error(tmp_path: Path) -> None:
 def test_the_command_prints_for_people_and_for_scripts(tmp_path: Path) -> None:
     runner = CliRunner()
     told = runner.invoke(main, ["inspect", str(embedded_model_directory())])
+    without = runner.invoke(main, ["inspect"])  # the same model; the memory that is free may have changed
+    assert without.exit_code == 0 and without.output.splitlines()[:10] == told.output.splitlines()[:10]
     assert told.exit_code == 0 and "KV per token" in told.output and "max_model_len" in told.output
     line = runner.invoke(main, ["inspect", "--json", "--max-num-seqs", "8", str(GOLDEN / "gqa_tied")])
     report = json.loads(line.output)

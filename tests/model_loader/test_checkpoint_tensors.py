@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.support.checkpoints import CONFIG, MakeModel, assert_refused, tensors_of, write_file
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_sizes_that_the_files_do_not_hold_are_never_allocated(make_model: MakeModel) -> None:
@@ -136,6 +141,42 @@ def test_header_lengths_beyond_the_file_are_refused_without_allocation(
         assert tracemalloc.get_traced_memory()[1] < 10e6
     finally:
         tracemalloc.stop()
+
+
+CUT_WHILE_READ = """
+import os, sys
+from pathlib import Path
+from xla_engine.errors import CheckpointError
+from xla_engine.model_loader import tensor_files
+from xla_engine.model_loader.safetensors_files import open_tensor_file
+
+tensor_files._BLOCK = 1 << 16
+read = {
+    "read": lambda files: files.read("x").sum(),
+    "rows": lambda files: files.rows("x", [4000]),
+    "fingerprint": lambda files: files.fingerprint(),
+    "blocks": lambda files: [(block.sum(), os.truncate(file, 5000)) for block in files.blocks("x")],
+}[sys.argv[2]]
+file = Path(sys.argv[1])
+files = open_tensor_file(file)
+if sys.argv[2] != "blocks":
+    os.truncate(file, 5000)
+try:
+    read(files)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["read", "rows", "fingerprint", "blocks"])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, how: str) -> None:
+    """The process ended with SIGBUS, without a word."""
+    file = tmp_path / "model.safetensors"
+    save_file({"x": np.ones((5000, 64), np.float32)}, file)
+    command = [sys.executable, "-c", CUT_WHILE_READ, str(file), how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert f"{file}: was cut from" in done.stdout and "to 5000 bytes" in done.stdout
 
 
 def test_truncated_files_are_refused_at_every_length(make_model: MakeModel) -> None:

@@ -81,7 +81,7 @@ def running(
     settings = ServerSettings(
         model_names=("embedded", "alias"),
         sampling_defaults={"chat_template": TEMPLATE},
-        max_waiting=64,
+        max_waiting=80,  # 64 clients ask for as many sequences, slots included
         max_body_bytes=1 << 20,
         header_timeout_s=2.0,
         body_timeout_s=2.0,

@@ -54,6 +54,7 @@ def address(
         while "https://127.0.0.1:" not in (text := log.read_text()):
             assert process.poll() is None, text
             time.sleep(0.05)
+        assert "Unable to initialize" not in text, "jax tells which accelerators are not there"
         yield next(word for word in text.split() if word.startswith("https://")), request.param == "both"
     finally:
         process.terminate()

@@ -191,6 +191,26 @@ def test_keys_open_every_path_but_the_probes(server: Running) -> None:
     server.run(main())
 
 
+def test_a_key_finds_no_prefix_that_another_has_cached(server: Running) -> None:
+    """Else the time to a first token would tell what others have asked; its own are found."""
+    settings = replace(server.service.settings, api_keys=("alpha", "beta"), batch_dir=None)
+    app = make_app(Service(server.service.llm, settings))
+    body = {"prompt": [5, 6, 7, 8] * 50, "max_tokens": 1}
+
+    async def cached(key: str) -> int:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            headers = {"authorization": f"Bearer {key}"}
+            answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def main() -> list[int]:
+        return [await cached(key) for key in ("alpha", "alpha", "beta", "beta")]
+
+    first, again, other, others_own = server.run(main())
+    assert first == other == 0 and again == others_own > 0
+
+
 def test_a_key_file_has_a_key_a_line(tmp_path: Any) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nalpha\n\n  beta \n")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from xla_engine.cli.serve import serve
 
@@ -44,3 +48,38 @@ def test_the_documentation_names_every_flag_that_operators_set() -> None:
     engine = {"--seed", "--temperature", "--generation-config", "--no-access-log"}
     own = {parameter.opts[0] for parameter in serve.params[: [p.name for p in serve.params].index("model")]}
     assert {flag for flag in own - engine if flag not in page} == set()
+
+
+def test_compose_prometheus_and_grafana_fit_together() -> None:
+    """Every file that is mounted is there, Prometheus asks the server where it listens, and panels find Prometheus."""
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    assert set(services) == {"engine", "prometheus", "grafana"}
+    mounts = [volume.split(":") for each in services.values() for volume in each.get("volumes", ())]
+    files = {source: target for source, target, *_ in mounts if source.startswith("./")}
+    assert len(files) == 4 and all((FOLDER / source).is_file() for source in files)
+    assert files["./prometheus.yml"] == "/etc/prometheus/prometheus.yml"
+    build = services["engine"]["build"]
+    docker = (FOLDER / build["context"] / build["dockerfile"]).read_text()
+    (port,) = re.findall(r"^EXPOSE (\d+)$", docker, re.MULTILINE)
+    (flag,) = [parameter for parameter in serve.params if parameter.name == "port"]
+    assert int(port) == flag.default and services["engine"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"engine:{port}"]}] and "metrics_path" not in job
+    (source,) = yaml.safe_load((FOLDER / "grafana_sources.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    panels = json.loads((FOLDER / "dashboard.json").read_text())["panels"]
+    assert {(panel["datasource"]["type"], panel["datasource"]["uid"]) for panel in panels} == {
+        (source["type"], source["uid"])
+    }
+    (provider,) = yaml.safe_load((FOLDER / "grafana_dashboards.yaml").read_text())["providers"]
+    assert Path(files["./dashboard.json"]).parent == Path(provider["options"]["path"])
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd on this machine")
+def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "xla-engine.service"
+    text = (FOLDER / "xla-engine.service").read_text()
+    unit.write_text(text.replace("/opt/xla-engine/bin/xla-engine", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

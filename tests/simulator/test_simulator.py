@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulator.test_replicas import stated_machine
 from tests.support.simulation import COST, record
 from xla_engine.cli import main
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -320,3 +321,21 @@ def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) ->
         [*made, "--blocks"],
     ):
         assert CliRunner().invoke(main, wrong).exit_code == 2
+
+
+def test_a_policy_of_the_callers_own_orders_a_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortest first: half of the requests have their first token sooner than in order of arrival."""
+    (tmp_path / "own_policy.py").write_text(
+        "def shortest(facts):\n    return facts.prompt_tokens + facts.max_tokens\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    stated, figures = stated_machine(tmp_path), tmp_path / "figures.json"
+    words = ["simulate", "heavy-tailed", "--rate", "200", "--requests", "150", "--cost", str(stated)]
+    words += ["--policy", "fcfs", "--policy", "own_policy:shortest", "--json", str(figures)]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    first, own = json.loads(figures.read_text())["simulations"].values()
+    assert own["new_tokens"] == first["new_tokens"] and own["finished"] == first["finished"]
+    assert own["first_token"]["p50"] < 0.7 * first["first_token"]["p50"]

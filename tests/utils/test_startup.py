@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from xla_engine import LLM
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.utils import startup
 from xla_engine.utils.startup import StartupStep, startup_line
 
@@ -29,6 +34,22 @@ def test_a_terminal_shows_each_step_and_a_clock_and_is_clean_afterwards(
             while wanted not in screen.getvalue():
                 time.sleep(0.001)
     assert screen.getvalue().rstrip("\r").endswith(" ")  # wiped
+
+
+def test_a_model_in_python_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LLM()` said nothing for 15 s."""
+    monkeypatch.setattr(startup, "REDRAW_SECONDS", 0.001)
+    screen = Terminal()
+
+    def start(model: Any, config: Any, *, progress: Any) -> Any:
+        progress(StartupStep("compiling programs", 3, 12))
+        while "compiling programs: 25 %" not in screen.getvalue():
+            time.sleep(0.001)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(XlaBatchEngine, "from_pretrained", start)
+    LLM().close()
 
 
 def test_what_is_no_terminal_gets_nothing() -> None:

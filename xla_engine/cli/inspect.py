@@ -12,15 +12,16 @@ from xla_engine.cli import _common, _help
 
 
 @click.command(cls=_help.Sectioned, short_help="Tell what a model needs, and whether it runs here.")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 @_common.engine_options
-def inspect(model: str, as_json: bool, **options: Any) -> None:
+def inspect(model: str | None, as_json: bool, **options: Any) -> None:
     """Tell what MODEL is and what it needs on this machine, without reading its weights.
 
-    MODEL is a Hugging Face directory, a .gguf file or an id of the hub (whose files are then downloaded). The table
-    gives the memory that an engine needs for weights, slots and scratch, by max_model_len and max_num_seqs. Brackets
-    mean more than this machine has available; the last column is how many slots fit.
+    MODEL is a Hugging Face directory, a .gguf file or an id of the hub (whose files are then downloaded); without it,
+    the small model that ships with the package. The table gives the memory that an engine needs for weights, slots and
+    scratch, by max_model_len and max_num_seqs. Brackets mean more than this machine has available; the last column is
+    how many slots fit.
 
     \b
     Exit status: 0 it runs, 1 something is not supported or does not fit, 2 no such model.
@@ -32,9 +33,10 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
     """
     with _common.startup_errors():
         from xla_engine.config import EngineConfig
+        from xla_engine.environment import embedded_model_directory
         from xla_engine.inspection import inspect_model, report_lines
 
-        report = inspect_model(model, EngineConfig(**options))
+        report = inspect_model(model or embedded_model_directory(), EngineConfig(**options))
     click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report_lines(report)))
     if not report.ok:
         sys.exit(_common.SOME_FAILED)

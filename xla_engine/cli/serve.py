@@ -128,7 +128,7 @@ def serve(
             reasoning_parser=_one_of("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("jax").setLevel(logging.WARNING)  # else every accelerator that is not there has its line
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells each platform that is not there
     logging.getLogger("xla_engine.server.access").disabled = no_access_log
     place = {name: options.pop(name) for name in _UVICORN}
     with _common.startup_errors():

@@ -1,7 +1,8 @@
 """Named tensors in memory-mapped files, read block by block, so that a reader's memory stays small.
 
 Parts of a map count as a process's memory once they were read. They are given back behind the reader; the system
-keeps them cached as long as it has room. A file must not be shortened while it is mapped.
+keeps them cached as long as it has room. Memory behind the end of a file that was shortened ends the process with
+SIGBUS, so each read looks at the file's length first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from xla_engine.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
 
@@ -65,9 +68,12 @@ class TensorFiles:
         return f"{first} (and {len(others)} more)" if others else str(first)
 
     def read(self, name: str) -> Array:
-        """The whole tensor in its stored shape and dtype: a read-only view of the file."""
+        """The whole tensor in its stored shape and dtype: a read-only view of the file.
+
+        Raises CheckpointError if the file was cut since it was opened; so does whatever else reads.
+        """
         info = self.tensors[name]
-        flat = np.frombuffer(self._maps[info.file], _DTYPES[info.dtype], prod(info.shape), info.start)
+        flat = np.frombuffer(self._whole(info.file), _DTYPES[info.dtype], prod(info.shape), info.start)
         return flat.reshape(info.shape)
 
     def blocks(self, name: str) -> Iterator[Array]:
@@ -86,7 +92,7 @@ class TensorFiles:
         """Hex sha256 over names, sizes, headers and contents; of large files, over blocks throughout."""
         digest = hashlib.sha256()
         for file in sorted(self._maps):
-            data = self._maps[file]
+            data = self._whole(file)
             digest.update(f"{file.name}\0{len(data)}\0".encode())
             if len(data) <= _HASH_WHOLE:
                 digest.update(data)
@@ -99,11 +105,22 @@ class TensorFiles:
             _forget(data, 0, len(data))
         return digest.hexdigest()
 
+    def _whole(self, file: Path) -> mmap.mmap:
+        """A file's map, of which every byte is there."""
+        data = self._maps[file]
+        if (length := data.size()) < len(data):  # the open file's own, whatever has its name now
+            raise CheckpointError(
+                f"{file}: was cut from {len(data)} to {length} bytes while it was read. Write the file anew "
+                "under another name and rename it, and start again"
+            )
+        return data
+
     def _parts(self, info: TensorInfo, stored: Array) -> Iterator[slice]:
         """Ranges of rows of `stored`, the tensor's bytes in the file; each is unmapped behind the reader."""
         row_bytes = max(1, stored.nbytes // max(1, len(stored)))
         rows = max(1, _BLOCK // row_bytes)
         for first in range(0, len(stored), rows):
+            self._whole(info.file)
             yield slice(first, first + rows)
             _forget(self._maps[info.file], info.start + first * row_bytes, rows * row_bytes)
 

@@ -70,8 +70,11 @@ class Info:
         self._page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
 
     async def health(self, _: Request) -> Response:
-        """Whether the process can do its work: 503 once the engine is gone."""
-        return Response(status_code=200 if self._service.is_alive else 503)
+        """Whether the process can do its work: 503 once the engine is gone; and its heartbeat."""
+        engine, is_alive = self._service.engine, self._service.is_alive
+        beat = {"status": "ok" if is_alive else str(engine.closed_because)}
+        age = engine.stats().last_step_age_s
+        return JsonResponse({**beat, "last_step_age_s": age}, status_code=200 if is_alive else 503)
 
     async def ready(self, _: Request) -> Response:
         """Whether new requests should come here: 503 too while the server is about to end."""

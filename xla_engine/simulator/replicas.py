@@ -15,7 +15,7 @@ from xla_engine.simulator.report import Report
 from xla_engine.simulator.simulate import Simulation
 from xla_engine.simulator.trace import Arrival
 from xla_engine.utils.extras import install
-from xla_engine.utils.tables import aligned
+from xla_engine.utils.tables import aligned, figure
 
 MOST = 4096  # machines of a search
 
@@ -141,9 +141,9 @@ def machines_table(reports: Mapping[int, Report], goal: Goal) -> list[str]:
                 f"{report.tokens_per_second:.0f}",
                 f"{100 * report.occupancy:.0f}",
                 str(report.most_waiting),
-                f"{report.first_token.at(0.99):.3g}",
-                f"{1e3 * report.inter_token.at(0.99):.3g}",
-                f"{report.whole.at(0.99):.3g}",
+                figure(report.first_token.at(0.99)),
+                figure(1e3 * report.inter_token.at(0.99)),
+                figure(report.whole.at(0.99)),
                 "meets the goal" if goal and goal.is_met(report) else "",
             )
         )

@@ -12,7 +12,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.scheduler import SchedulerConfig
 from xla_engine.utils.extras import install
 from xla_engine.utils.quantiles import Quantiles
-from xla_engine.utils.tables import aligned
+from xla_engine.utils.tables import aligned, figure
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
 MOST_TICKS = 6  # labels below a picture of this width that do not overlap
@@ -89,9 +89,9 @@ def table(reports: Mapping[str, Report]) -> list[str]:
                 f"{100 * report.occupancy:.0f}",
                 str(report.most_waiting),
                 str(report.preemptions),
-                f"{first.at(0.5):.3g} / {first.at(0.99):.3g} / {first.largest:.3g}",
-                f"{1e3 * between.at(0.5):.3g} / {1e3 * between.at(0.99):.3g}",
-                f"{whole.at(0.5):.3g} / {whole.at(0.99):.3g}",
+                " / ".join(map(figure, (first.at(0.5), first.at(0.99), first.largest))),
+                f"{figure(1e3 * between.at(0.5))} / {figure(1e3 * between.at(0.99))}",
+                f"{figure(whole.at(0.5))} / {figure(whole.at(0.99))}",
             )
         )
     lines = aligned(rows, right=range(len(head)))

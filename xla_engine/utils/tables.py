@@ -14,6 +14,11 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     return ["  ".join(pad(row, widths, right)).rstrip() for row in rows]
 
 
+def figure(value: float) -> str:
+    """A number in three digits, or all before the point: 0.0123, 12.3, 1240."""
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def pad(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> list[str]:
     """The cells of a row, each as wide as its column."""
     return [

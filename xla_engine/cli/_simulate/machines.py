@@ -63,6 +63,10 @@ def take_wanted(options: dict[str, Any]) -> Wanted:
     return Wanted(**{name: options.pop(name) for name in Wanted.__dataclass_fields__})
 
 
+def _machines(number: int) -> str:
+    return "1 machine" if number == 1 else f"{number} machines"
+
+
 def simulate_machines(
     wanted: Wanted,
     config: SchedulerConfig,
@@ -84,7 +88,7 @@ def simulate_machines(
         began = time.monotonic()
         report = simulate_replicas(config, machine, cost, arrivals(), replicas=replicas, lag=lag)
         took = time.monotonic() - began
-        click.echo(f"{replicas} machines: {report.requests} requests in {took:.1f} s", err=True)
+        click.echo(f"{_machines(replicas)}: {report.requests} requests in {took:.1f} s", err=True)
         return report
 
     with _common.startup_errors():
@@ -103,7 +107,7 @@ def simulate_machines(
             if wanted.searches
             else "none of these"
         )
-        click.echo(f"\np99 of {said}: {f'{needed} machines' if needed is not None else answer}")
+        click.echo(f"\np99 of {said}: {_machines(needed) if needed is not None else answer}")
     with _common.startup_errors():
         if plot_path is not None:
             plot_machines(reports, goal, Path(plot_path), title)

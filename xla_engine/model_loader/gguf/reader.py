@@ -124,7 +124,7 @@ class GgufWeights(TensorFiles):
         """The stored bytes of a quantised tensor, row by row."""
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType[info.dtype]]
         columns = info.shape[-1] // block * size
-        flat = np.frombuffer(self._maps[info.file], np.uint8, prod(info.shape[:-1]) * columns, info.start)
+        flat = np.frombuffer(self._whole(info.file), np.uint8, prod(info.shape[:-1]) * columns, info.start)
         return flat.reshape(*info.shape[:-1], columns)
 
     def _dequantised(self, info: TensorInfo, rows: Array) -> Array:

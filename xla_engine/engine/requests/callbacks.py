@@ -1,0 +1,168 @@
+"""A thread that runs an engine's turns and gives each request's news to a function of its caller."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.errors import EngineClosedError
+from xla_engine.observability.log import engine_log
+from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import Prompt
+from xla_engine.sampling_params import SamplingParams
+
+OnOutput = Callable[[RequestOutput], object]
+
+
+class _Job:
+    """One request: whom to call, and whether that has failed or is over."""
+
+    def __init__(self, on_output: OnOutput) -> None:
+        self.on_output = on_output
+        self.failed = self.ended = False
+        self.collector = OutputCollector()
+
+
+class Callbacks:
+    """Runs the turns of an engine (`xla_engine.engine.protocol.Engine`) in a thread of its own until `stop`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._news: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None: look again
+        self._lock = threading.Lock()  # never held while the engine or a caller's function runs
+        self._jobs: dict[str, _Job] = {}
+        self._submitting = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="xla-engine callbacks", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        on_output: OnOutput,
+        *,
+        only_finished: bool,
+        **options: Any,
+    ) -> str:
+        """Queue a prompt; see `CallsBack.submit`."""
+        job = _Job(on_output)
+        job.collector = OutputCollector(lambda: self._news.put(job), every_token=not only_finished)
+        with self._lock:
+            if self._stopping:
+                raise EngineClosedError("stop() was called; call start() again")
+            self._submitting += 1
+        name = None
+        try:
+            name = self._engine.submit(prompt, params, collector=job.collector, **options)
+        finally:
+            with self._lock:
+                self._submitting -= 1
+                if name is not None and not job.ended:
+                    self._jobs[name] = job
+            self._news.put(None)
+        return str(name)
+
+    def stop(self, timeout_s: float | None) -> None:
+        """Take no more, and end the thread when all have ended, or are aborted `timeout_s` seconds later."""
+        with self._lock:
+            self._stopping = True
+        self._news.put(None)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(timeout_s)
+        while self._thread.is_alive():
+            with self._lock:
+                names = list(self._jobs)
+            for name in names:
+                self._engine.abort(name)
+            self._thread.join(0.1)  # a submit may be under way
+
+    def _run(self) -> None:
+        while not self._is_over():
+            try:
+                job = self._news.get(block=not self._engine.has_work)
+            except queue.Empty:
+                self._turn()
+                continue
+            if job is not None:
+                self._tell(job)
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            return self._stopping and not self._jobs and not self._submitting
+
+    def _turn(self) -> None:
+        try:
+            self._engine.advance()
+        except EngineClosedError:
+            pass  # each request has its end
+        except Exception as error:
+            self._engine.fail(f"the engine's loop failed: {type(error).__name__}: {error}")
+
+    def _tell(self, job: _Job) -> None:
+        with self._engine.lock:
+            outputs = [request.output() for request in job.collector.take()]
+        for output in outputs:
+            if not job.failed:
+                try:
+                    job.on_output(output)
+                except Exception:
+                    job.failed = True
+                    engine_log.exception("request %r is aborted: its on_output failed", output.request_id)
+                    self._engine.abort(output.request_id)
+            if output.finished:
+                with self._lock:
+                    job.ended = True
+                    if self._jobs.get(output.request_id) is job:  # the id may be another's by now
+                        del self._jobs[output.request_id]
+
+
+class CallsBack:
+    """`LLM.start`, `submit` and `stop`: requests that run by themselves and call a function."""
+
+    engine: Any
+    _callbacks: Callbacks | None = None
+
+    def start(self) -> None:
+        """Begin to run the engine's turns in a thread; nothing where one runs already."""
+        if self._callbacks is None:
+            self._callbacks = Callbacks(self.engine)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_output: OnOutput,
+        only_finished: bool = False,
+        **options: Any,
+    ) -> str:
+        """Queue a prompt between `start` and `stop`; returns the request's id.
+
+        on_output: called in the thread with the cumulative output whenever there are tokens, and for the last time
+            with the one that is `finished`, however the request ends. While it runs no request goes on, so it should
+            be short; it may submit and abort. If it raises, the error is logged, the request is aborted, and it is not
+            called again.
+        only_finished: call it with the last output alone.
+        options: those of `XlaBatchEngine.submit`, which says what is raised.
+
+        Raises EngineClosedError where no thread runs.
+        """
+        if self._callbacks is None:
+            raise EngineClosedError("no thread runs the requests of submit(); call start() first")
+        return self._callbacks.submit(
+            prompt, sampling_params, on_output, only_finished=only_finished, **options
+        )
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Take no more requests by `submit`, wait for those there are, and end the thread.
+
+        timeout_s: what has not ended after so many seconds is aborted; None waits for all. `start` begins anew.
+        """
+        callbacks, self._callbacks = self._callbacks, None
+        if callbacks is not None:
+            callbacks.stop(timeout_s)
