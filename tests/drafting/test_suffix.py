@@ -94,7 +94,7 @@ def test_memory_is_bounded(texts: list[list[int]], bound: int) -> None:
         told(drafter, str(number), text, str(number % 3))
         drafter.end(str(number))
         assert drafter.num_tokens <= bound
-    kept = sum(len(group.holders) for group in drafter._groups.values())
+    kept = sum(len(group.latest) for group in drafter._groups.values())
     assert kept <= bound
 
 
