@@ -22,8 +22,8 @@ Run = tuple[int, ...]
 
 
 class _Text:
-    """Tokens of one sequence, and where each run of them ends: linked from place to earlier place, so that a token costs
-    one entry of a table and one of a list.
+    """Tokens of one sequence, and where each run of them ends: linked from place to earlier place, so that a token
+    costs one entry of a table and one of a list; neither is made before somebody looks something up here.
 
     latest: run to the end of its latest place. older: run to the text of the group that had it before, once finished.
     """
@@ -33,17 +33,21 @@ class _Text:
         self.tokens: list[int] = []
         self.latest: dict[Run, int] = {}
         self.older: dict[Run, _Text] = {}
-        self._earlier: list[int] = []  # by end, from RUN on: the end of the same run's place before it, 0 for none
+        self._earlier: list[int] = []  # by end, from RUN on: where the same run ended before, 0 for nowhere
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def index(self) -> None:
+        """Enter the places of what is new."""
         known, latest, earlier = self.tokens, self.latest, self._earlier
-        known.extend(tokens)
         # A place is of use when something follows it: the run that ends at `end - 1` is entered with token `end`.
         begin = len(earlier)
         columns = [known[begin + at : max(len(known) - RUN + at, 0)] for at in range(RUN)]
         for end, run in enumerate(zip(*columns, strict=True), begin + RUN):
-            earlier.append(latest.get(run, 0))
-            latest[run] = end
+            before = latest.setdefault(run, end)
+            if before == end:
+                earlier.append(0)
+            else:
+                earlier.append(before)
+                latest[run] = end
 
     def ends(self, run: Run) -> Iterator[int]:
         """Where the latest places of a run end, the latest first."""
@@ -108,15 +112,16 @@ class SuffixDrafter:
 
     def begin(self, name: str, tokens: Sequence[int], group: str) -> None:
         text = self._live[name] = _Text(group)
-        text.extend(tokens)
+        text.tokens.extend(tokens)
 
     def extend(self, name: str, tokens: Sequence[int]) -> None:
-        self._live[name].extend(tokens)
+        self._live[name].tokens.extend(tokens)
 
     def propose(self, name: str, most: int) -> Proposal:
         own = self._live[name]
         if most < 1 or len(own.tokens) < RUN:
             return Proposal()
+        own.index()
         run = tuple(own.tokens[-RUN:])
         found, place, longest = own, 0, 0
         for text in self._candidates(own, run):
@@ -139,6 +144,7 @@ class SuffixDrafter:
         text = self._live.pop(name, None)
         if text is None or not self._shares or not RUN < len(text.tokens) <= self._max_tokens:
             return
+        text.index()
         self._groups.setdefault(text.group, _Group()).add(text)
         self._finished.append(text)
         self._held += len(text.tokens)
