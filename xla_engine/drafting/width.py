@@ -87,8 +87,8 @@ class WidthChooser:
 
     @property
     def looks(self) -> bool:
-        """Whether this step is to be chosen by proposals; counts as a step. While rows do not speculate, the steps
-        from one look to the next are 2, then twice as many each time, up to PROBE, until one promises a gain."""
+        """Whether this step is to be chosen by proposals; counts as a step. While rows do not speculate, looks
+        are 2, 3, 5 and 9 steps apart and then PROBE, until one promises a gain."""
         if not self._on and self._wait:
             self._wait -= 1
             return False
