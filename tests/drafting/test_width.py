@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,10 +32,35 @@ def test_one_guess_among_many_rows_does_not() -> None:
     assert chooser.choose(8, []) == 0
 
 
-def test_nothing_is_asked_between_probes_while_rows_decode() -> None:
+def _looks(chooser: WidthChooser, steps: int) -> list[int]:
+    """The steps in which a chooser looks where there is nothing to see."""
+    found = []
+    for step in range(steps):
+        if chooser.looks:
+            found.append(step)
+            assert chooser.choose(1, []) == 0
+    return found
+
+
+def test_looks_are_ever_rarer_while_they_promise_nothing() -> None:
     chooser = WidthChooser(COSTS)
-    assert chooser.looks and chooser.choose(1, []) == 0
-    assert [chooser.looks for _ in range(PROBE)] == [False] * (PROBE - 1) + [True]
+    found = _looks(chooser, 192)
+    assert found[:5] == [0, 2, 5, 10, 19]
+    assert {after - before for before, after in pairwise(found[5:])} == {PROBE}
+    assert len(found) == 15
+
+
+def test_a_gain_makes_them_frequent_again() -> None:
+    chooser = WidthChooser(COSTS)
+    _looks(chooser, 192)
+    assert chooser.choose(1, [(7, 20)]) == 8
+    assert [chooser.choose(1, []) for _ in range(PATIENCE)][-1] == 0
+    assert _looks(chooser, 12) == [1, 4, 9]
+
+
+def test_a_wider_step_is_never_taken_for_a_cheaper_one() -> None:
+    costs = StepCosts.of({1: 0.78, 8: 1.24, (1, 8): 0.61, (8, 4): 1.3})
+    assert costs == StepCosts({1: 0.78, 8: 1.24}, {(1, 8): 0.78, (8, 4): 1.3})
 
 
 def test_rows_stop_speculating_after_a_while_without_gain() -> None:

@@ -14,10 +14,12 @@ import pytest
 import xla_engine.graphs.steps.verify as verify_module
 from tests.conftest import TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.drafter import Drafter
+from xla_engine.drafting.drafter import Drafter, Proposal
 from xla_engine.drafting.recorded import Recorded
 from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.drafting.width import StepCosts, WidthChooser
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
 from xla_engine.outputs import RequestOutput
@@ -322,3 +324,71 @@ def test_a_row_that_makes_its_verify_steps_fail_ends_alone(
     assert found["case-2"].outputs[0].finish_reason == "error" and "planted" in str(found["case-2"].error)
     others = {name: outputs for name, outputs in seen(found).items() if name != "case-2"}
     assert others == {name: outputs for name, outputs in alone.items() if name != "case-2"}
+
+
+class Silent(SuffixDrafter):
+    """Knows nothing, and keeps what it was asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.told: dict[str, list[int]] = {}
+
+    def extend(self, name: str, tokens: Sequence[int]) -> None:
+        self.told.setdefault(name, []).extend(tokens)
+
+    def propose(self, name: str, most: int) -> Proposal:
+        self.asked.append(name)
+        return Proposal()
+
+
+CHEAP = StepCosts(decode={1: 1.0}, verify={(TINY_ENGINE.max_num_seqs, WIDTH): 1.5})
+
+
+def _free(count: int) -> list[Case]:
+    params = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True)
+    return [
+        Case(request_id=str(seed), prompt_token_ids=(5, 6, 7), params=replace(params, seed=seed))
+        for seed in range(count)
+    ]
+
+
+def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
+    engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look asks for some of the rows and takes no tokens, so that no text is made early; a drafter hears everything
+    in the end."""
+    takes: list[str] = []
+    take = LiveSequence.take
+    monkeypatch.setattr(LiveSequence, "take", lambda self: takes.append(self.request_id) or take(self))
+    monkeypatch.setattr(engine._speculator, "_chooser", chooser := WidthChooser(CHEAP))
+    monkeypatch.setattr("xla_engine.engine.speculation.SAMPLE", 3)
+    engine.lag = 1
+    counts = []
+    for looks in (True, False):
+        if not looks:
+            chooser._wait = 1 << 20
+        engine.draft_with(drafter := Silent())
+        takes.clear()
+        before = engine.stats()
+        found = run(engine, _free(6), 0)
+        after = engine.stats()
+        assert after.drafted_tokens == before.drafted_tokens
+        assert drafter.told == {name: list(tokens) for name, tokens in known(found).items()}
+        counts.append(len(takes))
+        assert len(drafter.asked) <= 3 * (after.steps - before.steps) / 7
+        assert bool(drafter.asked) is looks
+    assert counts[0] == counts[1]
+
+
+def test_drafts_that_are_always_wrong_are_few(
+    tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._speculator, "_chooser", WidthChooser(CHEAP))
+    engine.lag = 1
+    plain = run(tiny, _free(6), 0)
+    engine.draft_with(Recorded(known(plain), right=0.0))
+    before = engine.stats().drafted_tokens
+    assert seen(run(engine, _free(6), 0)) == seen(plain)
+    drafted = engine.stats().drafted_tokens - before
+    assert 0 < drafted < 6 * 64 / 6

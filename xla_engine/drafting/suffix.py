@@ -22,49 +22,73 @@ Run = tuple[int, ...]
 
 
 class _Text:
-    """Tokens of one sequence, and where each run of them ends. places: run to the ends of its latest places."""
+    """Tokens of one sequence, and where each run of them ends: linked from place to earlier place, so that a token
+    costs one entry of a table and one of a list; neither is made before somebody looks something up here.
+
+    latest: run to the end of its latest place. older: run to the text of the group that had it before, once finished.
+    """
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.tokens: list[int] = []
-        self.places: dict[Run, deque[int]] = {}
+        self.latest: dict[Run, int] = {}
+        self.older: dict[Run, _Text] = {}
+        self._earlier: list[int] = []  # by end, from RUN on: where the same run ended before, 0 for nowhere
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        known, begin = self.tokens, len(self.tokens)
-        known.extend(tokens)
-        places = self.places
+    def index(self) -> None:
+        """Enter the places of what is new."""
+        known, latest, earlier = self.tokens, self.latest, self._earlier
         # A place is of use when something follows it: the run that ends at `end - 1` is entered with token `end`.
-        for end in range(max(begin, RUN), len(known)):
-            run = tuple(known[end - RUN : end])
-            ends = places.get(run)
-            if ends is None:
-                ends = places[run] = deque(maxlen=PLACES)
-            ends.append(end)
+        begin = len(earlier)
+        columns = [known[begin + at : max(len(known) - RUN + at, 0)] for at in range(RUN)]
+        for end, run in enumerate(zip(*columns, strict=True), begin + RUN):
+            before = latest.setdefault(run, end)
+            if before == end:
+                earlier.append(0)
+            else:
+                earlier.append(before)
+                latest[run] = end
 
-    def runs(self) -> Iterator[Run]:
-        """Every run that has a place, once."""
-        return iter(self.places)
+    def ends(self, run: Run) -> Iterator[int]:
+        """Where the latest places of a run end, the latest first."""
+        end = self.latest.get(run, 0)
+        for _ in range(PLACES):
+            if not end:
+                return
+            yield end
+            end = self._earlier[end - RUN]
+
+    def clear(self) -> None:
+        """Forget everything; texts that link here find nothing."""
+        for part in (self.tokens, self.latest, self.older, self._earlier):
+            part.clear()
 
 
 @dataclass(slots=True)
 class _Group:
-    """Finished sequences that may be quoted to each other. holders: run to the latest texts that have it."""
+    """Finished sequences that may be quoted to each other. latest: run to the latest text that has it."""
 
-    holders: dict[Run, deque[_Text]] = field(default_factory=dict)
+    latest: dict[Run, _Text] = field(default_factory=dict)
 
     def add(self, text: _Text) -> None:
-        for run in text.runs():
-            if run not in self.holders:
-                self.holders[run] = deque(maxlen=PLACES)
-            self.holders[run].append(text)
+        latest = self.latest
+        text.older = {run: latest[run] for run in latest.keys() & text.latest.keys()}
+        latest.update(dict.fromkeys(text.latest, text))
 
-    def remove(self, text: _Text) -> None:
-        for run in text.runs():
-            texts = self.holders.get(run)
-            if texts is not None and text in texts:
-                texts.remove(text)
-                if not texts:
-                    del self.holders[run]
+    def texts(self, run: Run) -> Iterator[_Text]:
+        """The latest texts that have a run, the latest first."""
+        text = self.latest.get(run)
+        for _ in range(PLACES):
+            if text is None:
+                return
+            yield text
+            text = text.older.get(run)
+
+    def remove_oldest(self, text: _Text) -> None:
+        for run in text.latest:
+            if self.latest[run] is text:
+                del self.latest[run]
+        text.clear()
 
 
 class SuffixDrafter:
@@ -88,19 +112,20 @@ class SuffixDrafter:
 
     def begin(self, name: str, tokens: Sequence[int], group: str) -> None:
         text = self._live[name] = _Text(group)
-        text.extend(tokens)
+        text.tokens.extend(tokens)
 
     def extend(self, name: str, tokens: Sequence[int]) -> None:
-        self._live[name].extend(tokens)
+        self._live[name].tokens.extend(tokens)
 
     def propose(self, name: str, most: int) -> Proposal:
         own = self._live[name]
         if most < 1 or len(own.tokens) < RUN:
             return Proposal()
+        own.index()
         run = tuple(own.tokens[-RUN:])
         found, place, longest = own, 0, 0
         for text in self._candidates(own, run):
-            for end in reversed(text.places.get(run, ())):
+            for end in text.ends(run):
                 match = _match(text.tokens, end, own.tokens)
                 if match > longest:
                     found, place, longest = text, end, match
@@ -119,6 +144,7 @@ class SuffixDrafter:
         text = self._live.pop(name, None)
         if text is None or not self._shares or not RUN < len(text.tokens) <= self._max_tokens:
             return
+        text.index()
         self._groups.setdefault(text.group, _Group()).add(text)
         self._finished.append(text)
         self._held += len(text.tokens)
@@ -126,15 +152,15 @@ class SuffixDrafter:
             oldest = self._finished.popleft()
             self._held -= len(oldest.tokens)
             group = self._groups[oldest.group]
-            group.remove(oldest)
-            if not group.holders:
+            group.remove_oldest(oldest)
+            if not group.latest:
                 del self._groups[oldest.group]
 
     def _candidates(self, own: _Text, run: Run) -> Iterator[_Text]:
         """Its own text first, then the latest of its group."""
         yield own
         if (group := self._groups.get(own.group)) is not None:
-            yield from reversed(group.holders.get(run, ()))
+            yield from group.texts(run)
 
 
 def _match(tokens: Sequence[int], end: int, own: Sequence[int]) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 GAIN = 1.05  # a wider step must promise so much more a second
-PATIENCE = 32  # steps without a gain after which rows do not speculate
-PROBE = 16  # steps between two looks at what drafters would propose, while rows do not speculate
+PATIENCE = 4  # steps without a gain after which rows do not speculate
+PROBE = 16  # steps at most between two looks at what drafters would propose, while rows do not speculate
 _MEMORY = 0.9  # weight of what was known, at each new observation
 _FIRST = ((5, 0.4), (9, 0.6), (1 << 30, 0.8))  # matches below so many tokens: acceptance to begin with
 
@@ -17,6 +17,17 @@ class StepCosts(NamedTuple):
 
     decode: Mapping[int, float]
     verify: Mapping[tuple[int, int], float]
+
+    @classmethod
+    def of(cls, seconds: Mapping[int | tuple[int, int], float]) -> StepCosts:
+        """Of what was measured, by rows or (lanes, width): more tokens of as many rows never take less time."""
+        costs = cls({key: took for key, took in seconds.items() if isinstance(key, int)}, {})
+        verify = {
+            key: max(took, costs.decode_of(key[0]))
+            for key, took in seconds.items()
+            if not isinstance(key, int)
+        }
+        return costs._replace(verify=verify)
 
     def decode_of(self, rows: int) -> float:
         """Of a decode step of so many rows, between what was measured on a straight line."""
@@ -66,29 +77,37 @@ class WidthChooser:
         self._costs = costs
         self._idle = 0  # steps in a row without a gain, while rows speculate
         self._on = False
-        self._since_probe = PROBE
+        self._wait = 0  # steps until the next look, while rows do not speculate
+        self._pause = 1  # of these, after a look that promised no gain; each doubles it
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rows speculate."""
+        return self._on
 
     @property
     def looks(self) -> bool:
-        """Whether this step is to be chosen by proposals; counts as a step."""
-        if self._on:
-            return True
-        self._since_probe += 1
-        if self._since_probe < PROBE:
+        """Whether this step is to be chosen by proposals; counts as a step. While rows do not speculate, looks
+        are 2, 3, 5 and 9 steps apart and then PROBE, until one promises a gain."""
+        if not self._on and self._wait:
+            self._wait -= 1
             return False
-        self._since_probe = 0
         return True
 
     def choose(self, rows: int, proposals: Sequence[tuple[int, int]]) -> int:
         """The width for so many rows, of which some have proposals: (tokens, match)."""
         best, width = self._best(rows, proposals)
         if best >= GAIN:
-            self._on, self._idle = True, 0
+            self._on, self._idle, self._pause = True, 0, 1
             return width
         if self._on:
             self._idle += 1
             self._on = self._idle < PATIENCE
-        return 1 if self._on else 0
+        if self._on:
+            return 1
+        self._wait = self._pause
+        self._pause = min(2 * self._pause, PROBE - 1)
+        return 0
 
     def _best(self, rows: int, proposals: Sequence[tuple[int, int]]) -> tuple[float, int]:
         plain = rows / self._costs.decode_of(rows) if rows else 0.0

@@ -134,6 +134,8 @@ class Delivery:
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """Deliver the terminal result of a sequence that the scheduler has ended."""
         ended = None if self._shadow is None else (self._table[request_id], self._table.settings[request_id])
+        if self._speculator is not None:
+            self._speculator.end(request_id)
         reason = self._table.end(request_id, reason, self.clock(), error)
         if self._table.kept is not None:
             for name in self._table.kept.take_forgotten():
@@ -141,7 +143,5 @@ class Delivery:
         if self._shadow is not None and ended is not None:
             self._shadow.ended(*ended, reason)
         self.runner.discard(request_id)
-        if self._speculator is not None:
-            self._speculator.end(request_id)
         if self.on_end is not None:
             self.on_end(request_id, reason)

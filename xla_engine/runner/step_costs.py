@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,36 +53,31 @@ def measure(
         length = rows.length + (run if guesses else 0)
         state.rows = dispatch.put(pack_rows(replace(rows, length=length)))
 
-    def seconds(name: str, work: Any) -> float:
-        run = dispatch.run_verify if name.startswith("verify") else dispatch.run
-        return _fastest(lambda: run(name, work), begin)
-
-    decode, verify = {}, {}
+    calls: dict[int | tuple[int, int], tuple[str, Any]] = {}
     for number in sorted({min(number, slots) for number in (1, 2, 4, 8, 16, 32, 64, slots)}):
         few = next((size for size in few_choices if size >= number), None)
         work = decode_work(np.arange(number), count, few)
-        decode[number] = seconds(decode_name(keys, few), dispatch.put(work))
+        calls[number] = decode_name(keys, few), dispatch.put(work)
     for lanes, width in shapes:
         drafts: Any = no_drafts(lanes, width)
         drafts.slot[:], drafts.most[:], drafts.tokens[:] = np.arange(lanes), width - 1, 0
         drafts.start[:] = rows.length[:lanes] + 1
         if guesses:
             drafts.tokens[:], drafts.lookup[:] = -1, True
-        verify[lanes, width] = seconds(verify_name(lanes, width, keys), dispatch.put(pack(drafts)))
-    return StepCosts(decode, verify)
+        calls[lanes, width] = verify_name(lanes, width, keys), dispatch.put(pack(drafts))
+
+    found = dict.fromkeys(calls, math.inf)
+    for run in range(_RUNS):  # in turns, so that what else the machine does hits all of them alike
+        for key, (name, work) in calls.items():
+            begin(run)
+            start = dispatch.run_verify if name.startswith("verify") else dispatch.run
+            began = time.perf_counter()
+            jax.block_until_ready(start(name, work))
+            found[key] = min(found[key], time.perf_counter() - began)
+    return StepCosts.of(found)
 
 
 def _own_blocks(rows: Any) -> np.ndarray:
     """Block tables in which slots share no block, if there are as many blocks as slots."""
     own = np.arange(len(rows.token), dtype=np.int32) % len(rows.history)
     return np.repeat(own[:, None], rows.block_tables.shape[1], axis=1)
-
-
-def _fastest(run: Callable[[], Any], prepare: Callable[[int], None]) -> float:
-    found = []
-    for number in range(_RUNS):
-        prepare(number)
-        began = time.perf_counter()
-        jax.block_until_ready(run())
-        found.append(time.perf_counter() - began)
-    return min(found)

@@ -52,8 +52,7 @@ class LiveSequence:
         self._histograms = token_buffer.histograms
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None
-        self._prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        self._prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
         self._mask = mask
@@ -197,7 +196,7 @@ class LiveSequence:
     @property
     def next_position(self) -> int:
         """Where the next token that is not read yet stands in the sequence."""
-        return len(self.prompt_token_ids) + self._received
+        return len(self.prompt_token_ids) + self._received + len(self._token_buffer.waiting(self))
 
     def tokens_from(self, place: int) -> list[int]:
         """The generated tokens from `place` on, as far as they were read."""
@@ -205,6 +204,10 @@ class LiveSequence:
             with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
                 self.take()
         return self._token_ids[place:]
+
+    def read_from(self, place: int) -> list[int]:
+        """`tokens_from`, but none is taken, so no text is made yet."""
+        return self._token_ids[place:] + self._token_buffer.waiting(self, place - len(self._token_ids))
 
     @property
     def mask(self) -> TokenMask | None:

@@ -171,6 +171,14 @@ class TokenBuffer(Generic[T]):
             self.end(request)
         return taken
 
+    def waiting(self, request: T, skip: int = 0) -> list[int]:
+        """The tokens that a lazy request has here and has not taken, but for the first `skip`; they are left here."""
+        if (occupancy := self._occupancies.get(request)) is None or request in self._eager:
+            return []
+        begin = occupancy.step - self._first
+        there = slice(begin + max(skip, 0), begin + occupancy.waiting(self.next_step))
+        return [column.tokens[occupancy.slot] for column in self._columns[there]]
+
     def eager(self) -> list[T]:
         """Return the requests that take each token as it comes."""
         return list(self._eager)
