@@ -168,7 +168,9 @@ def test_models_that_no_head_fits(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the model has 2 layers; heads see three of them"):
         load_eagle3(tmp_path, tiny_checkpoint())
     scaled = replace(MODEL, config=replace(SEVEN, embedding_multiplier=2.0))
-    with pytest.raises(CheckpointError, match=r"embedding cannot serve the head.* brings embed_tokens.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"embedding cannot serve the head.* brings embed_tokens.weight"
+    ):
         load_eagle3(tmp_path, scaled)
 
 

@@ -66,6 +66,9 @@ def head_tensors(config: dict[str, Any], seen: int, layer: str = "midlayer.") ->
         )
         for name, shape in shapes.items()
     }
+    tensors["fc.weight"] = (tensors["fc.weight"] * BF16.type(0.05)).astype(
+        BF16
+    )  # so that tokens count as well
     known = config["draft_vocab_size"]
     if known < vocabulary:
         ids = np.sort(draw.permutation(vocabulary)[:known])
@@ -85,27 +88,28 @@ def write_head(directory: Path, config: dict[str, Any], tensors: dict[str, Array
 class ByNumpy:
     """A model and a head in float32, activations rounded to bfloat16 before products. The flags make mistakes.
 
-    taps: layers of the model before which the head sees it. late: what stands one layer further is seen. unnormed:
-    the embedding has no norm. closed: the next guess takes what stands behind the last norm. same_token: the token
+    taps: layers of the model before which the head sees it; their number is that behind the last. unnormed: the
+    embedding has no norm. closed: the next guess takes what stands behind the last norm. same_token: the token
     at a position stands beside what the model made of this position, not the one behind it.
     """
 
     model: Checkpoint
     head: Path
     taps: tuple[int, ...]
-    late: bool = False
     unnormed: bool = False
     closed: bool = False
     same_token: bool = False
 
-    def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
-        """The most likely tokens behind `tokens`, one behind the other, by the head."""
+    def guesses(self, streams: Sequence[Array], tokens: Sequence[int], count: int) -> list[int]:
+        """The most likely tokens behind `tokens`, one behind the other, by the head.
+
+        streams: of these tokens at least, and possibly more.
+        """
         head = {name: as_float(leaf) for name, leaf in load_file(self.head / "model.safetensors").items()}
         config = json.loads((self.head / "config.json").read_text())
         known = len(head["lm_head.weight"])
         ids = np.arange(known) + head.get("d2t", np.zeros(known)).astype(int)
-        streams = self.streams(tokens[:-1])
-        seen = np.concatenate([streams[tap + self.late] for tap in self.taps], axis=1)
+        seen = np.concatenate([streams[tap][: len(tokens) - 1] for tap in self.taps], axis=1)
         before = linear(head["fc.weight"], seen)
         follow, found = list(tokens[:-1] if self.same_token else tokens[1:]), list[int]()
         embed = head.get("embed_tokens.weight", as_float(self.model.weights["embed"]))

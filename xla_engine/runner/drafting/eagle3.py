@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.steps.eagle3 import Eagle3Weights, eagle3_form
 from xla_engine.model_loader.eagle3 import Eagle3Checkpoint
 from xla_engine.runner.backends import make_spec
@@ -18,13 +19,22 @@ from xla_engine.runner.drafting.head import DraftHead, packed
 class Eagle3(DraftHead):
     """The `Guesser` of method "eagle3". Its weights stay as they are where the model's are quantised."""
 
-    def __init__(self, head: Eagle3Checkpoint, dtype: str, config: EngineConfig, context_length: int) -> None:
-        """dtype: of the model. Raises ConfigError."""
+    def __init__(
+        self,
+        head: Eagle3Checkpoint,
+        model: ModelConfig,
+        dtype: str,
+        config: EngineConfig,
+        context_length: int,
+    ) -> None:
+        """model, dtype: of the engine. Raises ConfigError."""
         self._head = head
         layer = head.config.within(context_length)
         self._spec = make_spec(replace(config, quantization=None), layer, jnp.dtype(dtype))
         form = eagle3_form(self._spec, head.taps, norm_before_residual=head.norm_before_residual)
-        super().__init__("eagle3", form, config, context_length, head.num_bytes)
+        rows = config.chunk_size * config.prefill_lanes[-1]
+        seen = 4 * rows * len(head.taps) * model.hidden_size  # bytes that a prefill call hands on
+        super().__init__("eagle3", form, config, context_length, head.num_bytes + seen)
 
     def place(self, weights: Mapping[str, jax.Array]) -> tuple[Eagle3Weights, list[jax.Array]]:
         products, placed = self._spec.products, {}

@@ -36,7 +36,7 @@ class DraftHead(ABC):
     def __init__(
         self, method: str, form: HeadForm, config: EngineConfig, context_length: int, weights: int
     ) -> None:
-        """weights: bytes of its own. Raises ConfigError."""
+        """weights: bytes of its own, and of what else it takes whatever the number of slots. Raises ConfigError."""
         self._form = form
         self._context_length = context_length
         self._width = max(width for _, width in config.verify_shapes)

@@ -42,7 +42,7 @@ def guesser_of(
     if options.method == "eagle3":
         assert options.model is not None
         head, dtype = load_eagle3(options.model, checkpoint), checkpoint.dtype
-        return lambda config, model, context_length: Eagle3(head, dtype, config, context_length)
+        return lambda config, model, context_length: Eagle3(head, model, dtype, config, context_length)
     if draft is None:
         named = checkpoint.path / "draft" if options.model is None else options.model
         if isinstance(named, Path) and not named.is_dir():
