@@ -194,7 +194,7 @@ class Seen:
     def _keep(self, length: Any, wanted: Any, tokens: Any) -> None:
         self.steps += [
             (int(end), [int(token) for token in row if token >= 0])
-            for end, asked, row in zip(length, wanted, tokens, strict=True)
+            for end, asked, row in zip(*map(np.asarray, (length, wanted, tokens)), strict=True)
             if asked
         ]
 
