@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, Self
 from xla_engine.errors import ConfigError
 from xla_engine.utils.shown import shown
 
-METHODS = ("ngram", "suffix", "draft_model", "mtp")
-ON_DEVICE = ("draft_model", "mtp")  # methods that guess inside the verify step
-NOT_BUILT = ("eagle", "eagle3", "medusa")  # methods that vLLM has
+METHODS = ("ngram", "suffix", "draft_model", "mtp", "eagle3")
+ON_DEVICE = ("draft_model", "mtp", "eagle3")  # methods that guess inside the verify step
+NOT_BUILT = ("eagle", "medusa")  # methods that vLLM has
 MOST_TOKENS = 15  # drafts of a row: a verify step is to fit into a block with the token before them
 AUTO: Final = "auto"
 _AUTO_SHAPES = ((1, 8), (4, 8), (8, 4), (16, 2), (32, 2))
@@ -24,9 +24,9 @@ class SpeculativeConfig:
 
     method: "ngram" looks the end of a row up in the row itself, "suffix" in finished requests of the same
         `cache_salt` as well, "draft_model" lets a smaller model of the same tokenizer guess, "mtp" the layer that a
-        checkpoint brings for it (Qwen3-Next, Qwen3.5).
+        checkpoint brings for it (Qwen3-Next, Qwen3.5), "eagle3" an EAGLE-3 head that was trained for the model.
     model: the draft model: a directory, an id of the Hugging Face hub or a GGUF file. None: the directory `draft` of
-        the model itself, as the embedded model has one.
+        the model itself, as the embedded model has one. Of "eagle3" the head: a directory or an id.
     num_speculative_tokens: drafts of a row in every step; "auto" chooses from step to step, by what steps of each
         width cost on this machine and by how many drafts were right, and none where none would gain.
     """
@@ -44,9 +44,14 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config method must be one of {', '.join(METHODS)}, not {self.method!r}"
             )
-        if self.method != "draft_model" and self.model is not None:
+        if self.method not in ("draft_model", "eagle3") and self.model is not None:
             raise ConfigError(
-                'speculative_config: "model" names the draft model of method "draft_model", and of no other method'
+                'speculative_config: "model" names the draft model of method "draft_model" or the head of "eagle3"; '
+                "no other method has one"
+            )
+        if self.method == "eagle3" and self.model is None:
+            raise ConfigError(
+                'speculative_config: method "eagle3" needs "model", the directory or name of a head for this model'
             )
         count = self.num_speculative_tokens
         if count == AUTO:

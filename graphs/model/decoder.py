@@ -6,7 +6,7 @@ flax.nnx describes the parameters; a graph receives them as a flat list of leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -203,10 +203,9 @@ class Decoder(nnx.Module):
         """Residual stream behind the last layer of `tokens [N]`: float32 `[N, D]`; anything where not `products.live`.
 
         `attend` knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and
-        returns the attention output.
-        `products` is the form that suits the graph.
+        returns the attention output. `products` is the form that suits the graph.
         """
-        return self.through(self.embedded(tokens, products), attend, products)
+        return [*self.through(self.embedded(tokens, products), attend, products)][-1]
 
     def embedded(self, tokens: jax.Array, products: Products) -> jax.Array:
         """The residual stream of `tokens [N]` before the first layer: float32 `[N, D]`."""
@@ -222,11 +221,12 @@ class Decoder(nnx.Module):
 
     def through(
         self, x: jax.Array, attend: Attend, products: Products, read: jax.Array | None = None
-    ) -> jax.Array:
-        """The residual stream `x [N, D]` behind all layers, at the rows `read`, bool `[N]`; None: at all."""
+    ) -> Iterator[jax.Array]:
+        """The residual stream `x [N, D]` before each layer and behind all, there at the rows `read [N]`; None: all."""
+        yield x
         for index, layer in enumerate(self.layers):
             x = layer(index, x, attend, products, None if index + 1 < len(self.layers) else read)
-        return x
+            yield x
 
     def normed(self, x: jax.Array) -> jax.Array:
         """`x [N, D]` behind the last norm."""

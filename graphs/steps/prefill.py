@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import jax
@@ -70,25 +70,27 @@ def prefill_chunk(
     tables: Tables,
     *,
     processed_logprobs: bool = False,
-) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
+    taps: tuple[int, ...] = (),
+) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array, *tuple[jax.Array, ...]]:
     """Run one chunk per lane; a lane that completes its prompt samples the first token and arms its row.
 
     Static: `spec`; `key_length`, the bucket of keys attended to, every lane ends at or below it; `head_rows >= P`,
     the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
-    `processed_logprobs`, see `sample`.
+    `processed_logprobs`, see `sample`; `taps`, layers.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
     as `graphs.sampling.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`:
-    anything where nobody reads it.
+    anything where nobody reads it. With taps, also what stands before these layers, f32 `[P * T, taps * D]`.
     """
     count = len(lanes.tokens)
     rows = rows.with_tables(tables)
     model = spec.merge(weights)
     products = spec.products or ROWS_LEFT
     at = Extents(lanes.slot, lanes.start, lanes.count)
+    watched = Watched(model, None if lanes.whole is None else _read(lanes))
     updated, hidden = through_layers(
         spec,
         key_length,
-        model if lanes.whole is None else _ReadAt(model, _read(lanes)),
+        watched,
         rope,
         cache,
         rows,
@@ -117,19 +119,36 @@ def prefill_chunk(
     sampled = sample(logits, sampling, widen(length), context, processed_logprobs=processed_logprobs)
     token, logprob, top = sampled.token[:count], sampled.logprob[:count], sampled.top[:, :count]
     armed = _arm(rows, lanes, token, length)
-    return updated, armed, pack_samples(jnp.where(lanes.is_last, token, -1), logprob), top, hidden
+    return (
+        updated,
+        armed,
+        pack_samples(jnp.where(lanes.is_last, token, -1), logprob),
+        top,
+        hidden,
+        *watched.at(taps),
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _ReadAt:
-    """A decoder of which the rows `read`, bool `[N]`, are read: what follows the last attention is for them alone."""
+class Watched:
+    """A decoder in one graph, which tells what stood before its layers.
+
+    read: its rows that are read, bool `[N]`: what follows the last attention is for them alone. None: all are.
+    before: the residual stream before each layer, and behind the last, when `hidden` has run.
+    """
 
     decoder: Decoder
-    read: jax.Array
+    read: jax.Array | None = None
+    before: list[jax.Array] = field(default_factory=list)
 
     def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
-        decoder = self.decoder
-        return decoder.through(decoder.embedded(tokens, products), attend, products, self.read)
+        embedded = self.decoder.embedded(tokens, products)
+        self.before.extend(self.decoder.through(embedded, attend, products, self.read))
+        return self.before[-1]
+
+    def at(self, taps: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """What stood before the layers `taps`, side by side: one array `[N, taps * D]`, or none."""
+        return (jnp.concatenate([self.before[tap] for tap in taps], axis=1),) if taps else ()
 
 
 class Residual(Protocol):

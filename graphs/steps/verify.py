@@ -23,7 +23,7 @@ from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import NO_CHOICE, NOT_KEPT, Rows, Tables, pack_samples
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
-from xla_engine.graphs.steps.prefill import through_layers
+from xla_engine.graphs.steps.prefill import Watched, through_layers
 
 LOOKUP = (4, 3, 2)  # tokens at a row's end that are looked for further up, the longest first
 
@@ -105,8 +105,10 @@ def verify_rows(
     tables: Tables,
     *,
     processed: bool,
+    taps: tuple[int, ...] = (),
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
-    """`verify_step` of rows whose tables are set; also returns the residual stream behind all layers `[P * W, D]`.
+    """`verify_step` of rows whose tables are set; also returns the residual stream before the layers `taps` (static),
+    side by side `[P * W, taps * D]`, without any behind all layers `[P * W, D]`.
 
     processed (static): as `processed_logprobs`.
     """
@@ -124,8 +126,9 @@ def verify_rows(
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
     pending: dict[int, Pending] | None = {} if width > 1 else None  # the only token of a row always stays
     at, adapter = Extents(slot, length, fed), None if rows.adapter is None else rows.adapter[slot]
+    watched = Watched(model)
     updated, hidden = through_layers(
-        spec, key_length, model, rope, cache, rows, tokens, at, pending=pending, adapter=adapter
+        spec, key_length, watched, rope, cache, rows, tokens, at, pending=pending, adapter=adapter
     )
     logits = model.logits(hidden, products.for_rows(used.reshape(-1)))  # [V, P * W]
     position = length[:, None] + place  # of the tokens fed, [P, W]
@@ -175,7 +178,13 @@ def verify_rows(
     )
     rejected = jnp.where(used, NOT_KEPT, -1)
     told = jnp.where(place < emitted[:, None], token, rejected).reshape(-1)
-    return updated, advanced, pack_samples(told, sampled.logprob), sampled.top, hidden
+    return (
+        updated,
+        advanced,
+        pack_samples(told, sampled.logprob),
+        sampled.top,
+        next(iter(watched.at(taps)), hidden),
+    )
 
 
 def _drafts(

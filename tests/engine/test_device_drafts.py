@@ -1,4 +1,4 @@
-"""Drafts made on the device, by a draft model or an MTP layer: no bit changes, and they are as good as can be."""
+"""Drafts made on the device, by a draft model, an MTP layer or an EAGLE-3 head: no bit changes, and they are right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,20 +16,26 @@ from safetensors.numpy import load_file, save_file
 
 from tests.engine.test_speculation import run, seen
 from tests.engine.test_speculation_families import CONFIG, DENSE, HYBRID, WIDTH, cases_of
+from tests.support.eagle3 import ByNumpy, head_config, head_tensors, write_head
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.drafting.drafter import Nobody
+from xla_engine.drafting.suffix import SuffixDrafter
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import to_host
+from xla_engine.graphs.steps import draft_head
+from xla_engine.graphs.steps.guess import proposed
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.model_files import open_model
-from xla_engine.runner.drafting.mtp import Mtp, joining_shapes, load_mtp, mtp_config
+from xla_engine.runner.drafting.head import DraftHead
+from xla_engine.runner.drafting.mtp import joining_shapes, load_mtp, mtp_config
 from xla_engine.sampling_params import SamplingParams
 
+TAPS = (1, 0, 2)  # layers before which a head sees the model; it has two
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 BY_MODEL = {"method": "draft_model", "model": "given", "num_speculative_tokens": WIDTH - 1}
 BY_LAYER = {"method": "mtp", "num_speculative_tokens": WIDTH - 1}
@@ -143,29 +150,152 @@ def test_an_mtp_layer_changes_no_bit_and_sees_every_position(name: str) -> None:
                 engine.lag = lag
                 assert seen(run(engine, cases, 2, preempts=preempts)) == seen(expected)
         assert engine.stats().drafted_tokens > 100
-        prompt = tuple(range(5, 45))
-        params = SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True)
-        engine.blank()
-        engine.submit(prompt, params, request_id="a")
-        (output,) = engine.drain()
-        stepwise = keys_and_values(engine)
-        engine.blank()
-        sequence = (*prompt, *output.outputs[0].token_ids)
-        engine.submit(sequence, SamplingParams(max_tokens=1), request_id="b")
-        engine.drain()
-        at_once = keys_and_values(engine)
-        positions = len(sequence) - 6  # the last ones come in a step that did not follow
-        for one, other in zip(stepwise, at_once, strict=True):
-            assert one[0, :, :positions].any()
-            assert np.array_equal(one[0, :, :positions], other[0, :, :positions])
+        sees_every_position(engine)
+
+
+def sees_every_position(engine: XlaBatchEngine) -> None:
+    """What a layer keeps of a sequence that was decoded is what it keeps of the same sequence as a prompt."""
+    prompt = tuple(range(5, 45))
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True)
+    engine.blank()
+    engine.draft_with(Nobody())
+    engine.submit(prompt, params, request_id="a")
+    (output,) = engine.drain()
+    stepwise = keys_and_values(engine)
+    engine.blank()
+    sequence = (*prompt, *output.outputs[0].token_ids)
+    engine.submit(sequence, SamplingParams(max_tokens=1), request_id="b")
+    engine.drain()
+    at_once = keys_and_values(engine)
+    positions = len(sequence) - 6  # the last ones come in a step that did not follow
+    for one, other in zip(stepwise, at_once, strict=True):
+        assert one[0, :, :positions].any()
+        assert np.array_equal(one[0, :, :positions], other[0, :, :positions])
 
 
 def keys_and_values(engine: XlaBatchEngine) -> tuple[np.ndarray, np.ndarray]:
     guesser: Any = engine.runner._guesser
-    assert isinstance(guesser, Mtp)
+    assert isinstance(guesser, DraftHead)
     *_, state = guesser.takes
-    ((keys, values),) = to_host(guesser._spec, state.cache)
+    ((keys, values),) = to_host(guesser._form.layer, state.cache)
     return keys, values
+
+
+class Seen:
+    """What a head guessed: for each row of a step its length and the drafts, -1 behind the last."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[int]]] = []
+
+    def proposed(self, rows: Any, drafts: Any, at: Any, wanted: Any, tokens: Any) -> Any:
+        jax.debug.callback(self._keep, rows.length[at.slot], wanted, tokens)
+        return proposed(rows, drafts, at, wanted, tokens)
+
+    def _keep(self, length: Any, wanted: Any, tokens: Any) -> None:
+        self.steps += [
+            (int(end), [int(token) for token in row if token >= 0])
+            for end, asked, row in zip(*map(np.asarray, (length, wanted, tokens)), strict=True)
+            if asked
+        ]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(None, marks=pytest.mark.slow), 30], ids=["slots", "blocks"]
+)
+def by_head(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[XlaBatchEngine, Path, Seen]]:
+    """A random EAGLE-3 head: with blocks one that knows half of the token ids, with slots one that knows all, has an
+    embedding of its own and the other residual stream."""
+    knows, other = (100, False) if request.param else (TINY.vocab_size, True)
+    named = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "norm_before_residual": other}
+    fields = head_config(TINY, knows, **named)
+    tensors = head_tensors(fields, len(TAPS) * TINY.hidden_size, "layers.0." if other else "midlayer.")
+    if other:
+        embed = np.random.default_rng(7).standard_normal((knows, TINY.hidden_size))
+        tensors["embed_tokens.weight"] = embed.astype(ml_dtypes.bfloat16)
+    path = write_head(tmp_path_factory.mktemp("head"), fields, tensors)
+    options = {"method": "eagle3", "model": str(path), "num_speculative_tokens": WIDTH - 1}
+    config = replace(
+        TINY_ENGINE,
+        max_num_seqs=4,
+        block_size=32,
+        num_blocks=request.param,
+        prefill_lanes=(2,),
+        speculative_config=options,
+    )
+    seen = Seen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_head, "proposed", seen.proposed)
+        engine = XlaBatchEngine(tiny_checkpoint(), None, config)
+    with engine:
+        if not engine.runner.has_one_row_code:
+            pytest.skip("speculation needs the C++ operations")
+        yield engine, path, seen
+
+
+def test_an_eagle3_head_changes_no_bit(
+    tiny: XlaBatchEngine, by_head: tuple[XlaBatchEngine, Path, Seen]
+) -> None:
+    """All lags, prefixes that are there already, slots that are taken away, and rows that are guessed for elsewhere
+    between its guesses."""
+    engine, _, _ = by_head
+    before = engine.stats()
+    for lag, preempts in ((0, False), (1, True), (2, True)):
+        cases = [
+            replace(case, params=replace(case.params, n=1))
+            for case in draw_cases(tiny, 12, seed=lag, max_new_tokens=40, every_field=True)
+        ]
+        cases += [
+            replace(case, request_id=f"{case.request_id} again")
+            for case in cases
+            if len(case.prompt_token_ids) > 32
+        ]
+        expected = run(tiny, cases, 1)
+        engine.lag = lag
+        engine.draft_with(Nobody() if lag == 1 else SuffixDrafter())
+        assert seen(run(engine, cases, 2, preempts=preempts)) == seen(expected)
+    engine.lag = 1
+    after = engine.stats()
+    assert after.drafted_tokens - before.drafted_tokens > 300
+    assert after.cached_tokens > before.cached_tokens
+    assert after.compiles_after_warmup == 0
+
+
+def test_an_eagle3_head_guesses_as_numpy_does(by_head: tuple[XlaBatchEngine, Path, Seen]) -> None:
+    """From the layers' outputs to the tokens, through prompts of several chunks and steps of several tokens."""
+    engine, path, found = by_head
+    right = ByNumpy(model=engine.checkpoint, head=path, taps=TAPS)
+    wrong = [
+        replace(right, taps=(1, 1, 2)),
+        replace(right, taps=(0, 1, 2)),
+        *(replace(right, **{name: True}) for name in ("unnormed", "closed", "same_token")),
+    ]
+    engine.draft_with(SuffixDrafter())
+    draw = np.random.default_rng(1)
+    guessed: list[list[int]] = []
+    expected: list[list[list[int]]] = [[] for _ in range(1 + len(wrong))]
+    for count in (3, 21, 50):
+        engine.blank()
+        prompt = tuple(int(token) for token in draw.integers(0, 199, count))
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        found.steps.clear()
+        engine.submit(prompt, params, request_id="a")
+        (output,) = engine.drain()
+        jax.effects_barrier()
+        sequence = (*prompt, *output.outputs[0].token_ids)
+        streams = right.streams(sequence)
+        for end, drafts in found.steps:
+            guessed.append(drafts)
+            for kept, reference in zip(expected, (right, *wrong), strict=True):
+                kept.append(reference.guesses(streams, sequence[: end + 1], len(drafts)))
+    assert len(guessed) > 30 and engine.stats().accepted_tokens > 0
+    alike = [np.mean([one == other for one, other in zip(kept, guessed, strict=True)]) for kept in expected]
+    assert alike[0] > 0.9 and max(alike[1:]) < 0.5, alike
+
+
+def test_an_eagle3_head_sees_every_position(by_head: tuple[XlaBatchEngine, Path, Seen]) -> None:
+    sees_every_position(by_head[0])
 
 
 def test_a_checkpoint_without_an_mtp_layer_says_so() -> None:

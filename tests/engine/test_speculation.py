@@ -168,7 +168,7 @@ def test_auto_runs_as_any_width_does(tiny: XlaBatchEngine) -> None:
     ("options", "why"),
     [
         ({"method": "magic"}, "must be one of ngram, suffix"),
-        ({"method": "eagle3", "model": "there"}, "not built yet"),
+        ({"method": "eagle", "model": "there"}, "not built yet"),
         ({"method": "ngram", "model": "there"}, "names the draft model"),
         ({"method": "draft_model", "model": 7}, "a path or a name"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "1 to 15"),

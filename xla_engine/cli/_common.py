@@ -147,7 +147,8 @@ device_options = together(
         metavar="JSON",
         callback=json_value,
         help="Guess tokens ahead and check several in one step, which changes no result: "
-        '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" with "model"; and "num_speculative_tokens".',
+        '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" or "eagle3" with "model"; and '
+        '"num_speculative_tokens".',
     ),
     click.option(
         "--shadow-rate",

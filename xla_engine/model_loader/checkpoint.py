@@ -77,7 +77,7 @@ def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> C
     special = read_special_tokens(brought, config)
     sources = tensor_sources(config, family)
     files = brought.tensors(source.name for stacked in sources.values() for source in stacked)
-    _check_tensors(files, sources, config, family.ignores)
+    check_tensors(files, sources, config, family.ignores)
     target = _stored_dtype(files, sources) if wanted == "auto" else wanted
     identity = repr((asdict(config), asdict(special), files.fingerprint()))
     return Checkpoint(
@@ -183,7 +183,7 @@ def _dtype_word(dtype: str) -> str:
     return _DTYPE_WORDS[dtype]
 
 
-def _check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ignores: str) -> None:
+def check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ignores: str) -> None:
     """Every expected tensor is there, with its shape and a float dtype, and no other is."""
     expected = {}
     for source in (source for stacked in sources.values() for source in stacked):

@@ -28,6 +28,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
+    "I64": np.dtype(np.int64),
 }
 _HASH_WHOLE = 64 << 20  # files up to this size are hashed whole
 _HASH_BLOCKS, _HASH_BLOCK = 256, 4096  # larger ones at this many evenly spaced blocks of this many bytes

@@ -93,8 +93,8 @@ class Dispatch:
         for lanes in config.prefill_lanes:
             for bucket in buckets:
                 idle = self.put(pack(idle_lanes(config, lanes)))
-                *_, hidden = self.run(prefill_name(lanes, bucket), idle)
-            self.read_prompts(lanes, hidden, idle)
+                _, _, hidden, *seen = self.run(prefill_name(lanes, bucket), idle)
+            self.read_prompts(lanes, [hidden, *seen][-1], idle)
             self.prompt_logprobs(lanes, hidden, np.full(lanes * self._chunk_size, -1, np.int32))
             if self._pooling is not None:
                 self._pooling.run(lanes, hidden, np.zeros(lanes, np.int32))
@@ -130,11 +130,11 @@ class Dispatch:
         """Score `target`, i32 `[lanes * chunk_size]` (-1: none), by the hidden states of a prefill call."""
         return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
 
-    def read_prompts(self, lanes: int, hidden: jax.Array, work: jax.Array) -> None:
+    def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:
         """Show the guesser what a prefill call has computed, where it wants to see that."""
         if self._guesser is not None and self._guesser.reads_prompts:
             state = self._inventory(
-                read_name(lanes), self._weights, self._rope, hidden, work, *self._guesser.takes
+                read_name(lanes), self._weights, self._rope, seen, work, *self._guesser.takes
             )
             self._guesser.keep(state)
 
@@ -177,8 +177,8 @@ class Dispatch:
             chunks, armed, lanes, self._chunk_size, dry=self._dry, adapters=adapters, whole=whole
         )
         work = self.put(pack(filled))
-        samples, top, hidden = self.run(name, work)
-        self.read_prompts(lanes, hidden, work)
+        samples, top, hidden, *seen = self.run(name, work)
+        self.read_prompts(lanes, [hidden, *seen][-1], work)
         for chunk, end in zip(chunks, ends, strict=True):
             self.lengths[chunk.slot.index] = end
         if self.padding is not None:

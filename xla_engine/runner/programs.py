@@ -61,7 +61,7 @@ def make_programs(
     scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
     wide = _abstract(tables)
     processed = config.logprobs_mode == "processed_logprobs"
-    guesses = () if guesser is None else _abstract(guesser.takes)
+    guesses, taps = ((), ()) if guesser is None else (_abstract(guesser.takes), guesser.taps)
     programs: list[Program] = []
 
     def add(name: str, function: Callable[..., Any], work: Any, idle: Any = None) -> None:
@@ -73,7 +73,7 @@ def make_programs(
         decode = functools.partial(decode_step, spec, bucket, processed_logprobs=processed)
         add(decode_name(bucket), decode, scheduled)
         prefill = functools.partial(
-            prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed
+            prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed, taps=taps
         )
         for lanes in config.prefill_lanes:
             idle = idle_lanes(config, lanes)
@@ -112,11 +112,12 @@ def make_programs(
             )
         if guesser is not None and guesser.reads_prompts:
             idle = idle_lanes(config, lanes)
+            seen = jax.ShapeDtypeStruct((tokens, hidden.shape[1] * max(1, len(taps))), hidden.dtype)
             programs.append(
                 Program(
                     name=read_name(lanes),
                     function=guesser.read(spec, buckets[-1], idle, rows),
-                    arguments=(*state[:2], hidden, _abstract(pack(idle)), *guesses),
+                    arguments=(*state[:2], seen, _abstract(pack(idle)), *guesses),
                     donate=(3 + len(guesses),),
                 )
             )

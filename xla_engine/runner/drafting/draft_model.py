@@ -29,6 +29,7 @@ class DraftModel:
     """The `Guesser` of method "draft_model"."""
 
     reads_prompts = False
+    taps = ()
 
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, context_length: int

@@ -17,11 +17,15 @@ class Guesser(Protocol):
 
     beside: what it takes of the device's memory.
     reads_prompts: it has a program that sees what prefill computes, see `read`.
+    taps: the model's layers before which it sees the residual stream, side by side; none: behind the last.
     takes: arguments of its programs; the last one is the state, which is donated, and `keep` gets what comes back.
     """
 
     beside: Beside
     reads_prompts: bool
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
     @property
     def takes(self) -> tuple[Any, ...]: ...
@@ -41,7 +45,7 @@ class Guesser(Protocol):
         ...
 
     def read(self, spec: ModelSpec, key_length: int, lanes: Any, rows: Rows) -> Callable[..., Any]:
-        """The function of a program `(weights, rope, hidden f32 [P * T, D], packed lanes, *takes) -> state`, to be run
+        """The function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state`, to be run
         behind each prefill call. lanes: an idle call's. rows: abstract."""
         ...
 

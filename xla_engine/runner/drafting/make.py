@@ -9,8 +9,10 @@ from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
+from xla_engine.model_loader.eagle3 import load_eagle3
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.runner.drafting.draft_model import DraftModel
+from xla_engine.runner.drafting.eagle3 import Eagle3
 from xla_engine.runner.drafting.guesser import Guesser
 from xla_engine.runner.drafting.mtp import Mtp, load_mtp
 from xla_engine.speculative_config import ON_DEVICE
@@ -37,6 +39,10 @@ def guesser_of(
     if options.method == "mtp":
         layer = load_mtp(checkpoint) if draft is None else draft
         return lambda config, model, context_length: Mtp(layer, config, context_length)
+    if options.method == "eagle3":
+        assert options.model is not None
+        head, dtype = load_eagle3(options.model, checkpoint), checkpoint.dtype
+        return lambda config, model, context_length: Eagle3(head, model, dtype, config, context_length)
     if draft is None:
         named = checkpoint.path / "draft" if options.model is None else options.model
         if isinstance(named, Path) and not named.is_dir():

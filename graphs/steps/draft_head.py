@@ -1,0 +1,195 @@
+"""The verify step with a draft head: a layer that guesses from what the model makes of positions.
+
+The layer takes what the model made of position p and the token at p + 1, and guesses the one at p + 2; for further
+guesses it takes what it made itself. It has keys and values of its own, by slot. What the model makes of positions is
+handed on from prefill and verify steps. A plain decode step hands on nothing: the layer goes without these positions,
+and has no guess before the next verify step. Which layer that is: `graphs.steps.mtp`, `graphs.steps.eagle3`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.linear.products import ROWS_LEFT, Products
+from xla_engine.graphs.model.decoder import Decoder, ModelSpec
+from xla_engine.graphs.row_state.lanes import Extents, put, targets
+from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.steps.guess import asks, draw, proposed
+from xla_engine.graphs.steps.prefill import Lanes, Residual, behind_last, through_layers
+from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify_rows
+
+
+class Head(Protocol):
+    """A draft head inside a graph: with its weights, and the model whose tokens it guesses."""
+
+    def made(self, seen: jax.Array, used: jax.Array) -> jax.Array:
+        """What the layer takes of positions: f32 `[N, D]`. seen: what stands behind or before layers of the model
+        there, f32 `[N, ...]`, as `HeadForm.taps` says. used: which are read, bool `[N]`."""
+        ...
+
+    def over(self, hidden: jax.Array) -> Residual:
+        """The layer over `hidden f32 [N, D]`, as `through_layers` takes a model."""
+        ...
+
+    def onward(self, x: jax.Array) -> jax.Array:
+        """What it takes for the next guess, f32 `[N, D]`, of the residual stream `x [N, D]` behind it."""
+        ...
+
+    def logits(self, x: jax.Array, products: Products) -> jax.Array:
+        """Of the residual stream `x [N, D]` behind it: float32 `[V, N]`, V the token ids of the model."""
+        ...
+
+
+class HeadForm(NamedTuple):
+    """What is static of a draft head.
+
+    layer: a model of its one layer; of this, cache and attention are meant.
+    bind: from its weights, the model's spec and decoder to the head.
+    taps: the model's layers before which it takes the residual stream, side by side; none: behind the last layer.
+    """
+
+    layer: ModelSpec
+    bind: Callable[[Any, ModelSpec, Decoder], Head]
+    taps: tuple[int, ...] = ()
+
+
+class HeadState(NamedTuple):
+    """cache: the layer's, of every slot. hidden: f32 `[B, W, D]`, what the layer takes of the positions from
+    `begin [B]` on; as many count as the row has got further since."""
+
+    cache: KVCache
+    hidden: jax.Array
+    begin: jax.Array
+
+
+def make_head_state(layer: ModelSpec, rows: int, length: int, width: int) -> HeadState:
+    """State of `rows` slots of `length` positions, whole spans, for verify steps of up to `width` tokens."""
+    hidden = jnp.zeros((rows, width, layer.config.hidden_size), jnp.float32)
+    return HeadState(make_cache(layer, rows, length), hidden, jnp.full(rows, -1, jnp.int32))
+
+
+def guess_and_verify(
+    form: HeadForm,
+    spec: ModelSpec,
+    key_length: int,
+    width: int,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    cache: KVCache,
+    rows: Rows,
+    drafts: Drafts,
+    tables: Tables,
+    own: Any,
+    own_rope: jax.Array,
+    state: HeadState,
+    *,
+    processed_logprobs: bool = False,
+) -> tuple[KVCache, Rows, jax.Array, jax.Array, HeadState]:
+    """`verify_step`, where rows that may look up are guessed for by a head of `form` (static) instead.
+
+    own: the head's weights. Returns what `verify_step` does, and the head's state.
+    """
+    rows = rows.with_tables(tables)
+    at = members(rows, drafts, width)
+    slot, end = at.slot, rows.length[at.slot]
+    lanes, held = len(slot), state.hidden.shape[1]
+    head, products = form.bind(own, spec, spec.merge(weights)), form.layer.products or ROWS_LEFT
+    slots = replace(rows, block_tables=None)  # the layer's slots borrow no blocks
+
+    begin = jnp.maximum(state.begin[slot], 0)
+    count = end - state.begin[slot]  # positions that the layer has not got, each with the token behind it
+    wanted = asks(rows, drafts, at, width - 1) & (state.begin[slot] >= 0) & (count >= 1) & (count <= held)
+    known = known_tokens(rows, slot)
+    there = begin[:, None] + 1 + jnp.arange(held, dtype=jnp.int32)
+    tokens = jnp.take_along_axis(known, jnp.minimum(there, known.shape[1] - 1), axis=1)
+
+    def feed(
+        cache: KVCache, hidden: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
+    ) -> tuple[KVCache, jax.Array]:
+        """Feed lanes `[P, T]` with `hidden f32 [P T, D]`; returns also what becomes of each one's last `[P, D]`."""
+        fed = Extents(slot, start, count)
+        cache, x = through_layers(
+            form.layer, key_length, head.over(hidden), own_rope, cache, slots, tokens, fed
+        )
+        return cache, behind_last(x, count)
+
+    def one(
+        held: tuple[KVCache, jax.Array], token: jax.Array, position: jax.Array, going: jax.Array
+    ) -> tuple[tuple[KVCache, jax.Array], jax.Array]:
+        own_cache, x = held
+        fed = going.astype(jnp.int32)
+        own_cache, x = feed(own_cache, head.onward(x), token[:, None], position - 1, fed)
+        return (own_cache, x), head.logits(x, products.for_rows(going))
+
+    flat = state.hidden[slot].reshape(lanes * held, -1)
+    own_cache, x = feed(state.cache, flat, tokens, begin, jnp.where(wanted, count, 0))
+    logits = head.logits(x, products.for_rows(wanted))
+    (own_cache, _), guesses = draw(rows, tables, at, wanted, width - 1, (own_cache, x), logits, one)
+    drafts = proposed(rows, drafts, at, wanted, guesses)
+    cache, rows, packed, top, seen = verify_rows(
+        spec,
+        key_length,
+        width,
+        weights,
+        rope,
+        cache,
+        rows,
+        drafts,
+        tables,
+        processed=processed_logprobs,
+        taps=form.taps,
+    )
+    made = head.made(seen, jnp.repeat(at.live, width)).reshape(lanes, width, -1)
+    target = targets(slot, at.live, len(state.begin))
+    kept = state.hidden.at[target, :width].set(made, mode="drop", unique_indices=True)
+    return cache, rows, packed, top, HeadState(own_cache, kept, put(state.begin, target, end))
+
+
+def read_prompts(
+    form: HeadForm,
+    spec: ModelSpec,
+    key_length: int,
+    weights: list[jax.Array],
+    seen: jax.Array,
+    lanes: Lanes,
+    rows: Rows,
+    own: Any,
+    own_rope: jax.Array,
+    state: HeadState,
+) -> HeadState:
+    """Feed the layer what a prefill call made of its lanes, `seen f32 [P * T, ...]` as `HeadForm.taps` says.
+
+    rows: any, for their kind.
+    """
+    slot, start, count = lanes.slot, lanes.start, lanes.count
+    number, width = lanes.tokens.shape
+    head = form.bind(own, spec, spec.merge(weights))
+    used = jnp.arange(width, dtype=jnp.int32) < count[:, None]
+    made = head.made(seen, used.reshape(-1)).reshape(number, width, -1)
+    final = made[jnp.arange(number), jnp.maximum(count - 1, 0)]  # [P, D]
+    # A lane may go on where the one before it ended; else the slot knows what came before.
+    follows = (jnp.roll(slot, 1) == slot) & (jnp.roll(start + count, 1) == start) & (jnp.arange(number) > 0)
+    before = jnp.where(follows[:, None], jnp.roll(final, 1, axis=0), state.hidden[slot, 0])
+    fresh = start == 0
+    shifted = jnp.concatenate([before[:, None], made[:, :-1]], axis=1)
+    given = jnp.where(fresh[:, None, None], made, shifted)
+    tokens = jnp.where(fresh[:, None], jnp.roll(lanes.tokens, -1, axis=1), lanes.tokens)
+    fed = jnp.maximum(count - fresh, 0)
+    slots = replace(rows, block_tables=None)
+    at = Extents(slot, jnp.maximum(start - 1, 0), fed)
+    over = head.over(given.reshape(number * width, -1))
+    cache, _ = through_layers(form.layer, key_length, over, own_rope, state.cache, slots, tokens, at)
+    goes_on = jnp.concatenate([follows[1:], jnp.zeros(1, bool)])
+    target = targets(slot, (count > 0) & ~goes_on, len(state.begin))
+    return HeadState(
+        cache,
+        state.hidden.at[target, 0].set(final, mode="drop", unique_indices=True),
+        put(state.begin, target, start + count - 1),
+    )

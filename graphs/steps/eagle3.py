@@ -1,0 +1,112 @@
+"""An EAGLE-3 head (Li et al., arXiv 2503.01840, section 3) as a draft head; drafts are chains, not trees.
+
+What the model has before a low, a middle and a high layer is brought to the head's width by one product. One layer
+attends with queries, keys and values of two things side by side, each behind a norm of its own: the token's embedding,
+and that. Further guesses take what stands behind the layer, before the last norm. Its output head knows some of the
+model's token ids, those that are frequent; the others are never guessed. Names of tensors and what stands where were
+read in vLLM's `llama_eagle3.py` and SafeAILab/EAGLE's `cnets.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.linear.products import ROWS_LEFT, Norm, Products, looked_up
+from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
+from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.steps.draft_head import HeadForm
+
+
+class Eagle3Weights(NamedTuple):
+    """Vectors are float32, matrices in the order in which products read them.
+
+    fuse: `[D, taps * D of the model]`. token_norm, hidden_norm, mlp_norm, final_norm: `[D]`.
+    qkv: `[(H + 2 KV) Dh, 2 D]`. output: `[D, H Dh]`. gate_up: `[2 F, D]`. down: `[D, F]`. head: `[V', D]`.
+    ids: i32 `[V']`, the model's token id of each of the head's, distinct; None: the same.
+    embed: `[V, D]`, as in the checkpoint; None: the model's.
+    """
+
+    fuse: jax.Array
+    token_norm: jax.Array
+    hidden_norm: jax.Array
+    qkv: jax.Array
+    output: jax.Array
+    mlp_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    final_norm: jax.Array
+    head: jax.Array
+    ids: jax.Array | None
+    embed: jax.Array | None
+
+
+def eagle3_form(layer: ModelSpec, taps: tuple[int, ...], *, norm_before_residual: bool) -> HeadForm:
+    """layer: of a model of the one layer. norm_before_residual: the residual stream is what stands behind the norm of
+    the hidden state, not before it."""
+    bind = functools.partial(_Eagle3Head, layer, norm_before_residual)
+    return HeadForm(layer, bind, taps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Eagle3Head:
+    """A `Head`."""
+
+    layer: ModelSpec
+    norm_before_residual: bool
+    weights: Eagle3Weights
+    spec: ModelSpec
+    model: Decoder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.layer.config
+
+    def made(self, seen: jax.Array, used: jax.Array) -> jax.Array:
+        products = self.layer.products or ROWS_LEFT
+        return products.for_rows(used).linear(self.weights.fuse, seen)
+
+    def over(self, hidden: jax.Array) -> _Over:
+        return _Over(self, hidden)
+
+    def onward(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """float32 `[N, D]` of `tokens [N]`."""
+        if self.weights.embed is not None:
+            return looked_up(self.weights.embed, tokens)
+        return self.model.embedded(tokens, self.spec.products or ROWS_LEFT)
+
+    def logits(self, x: jax.Array, products: Products) -> jax.Array:
+        norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
+        known, ids = products.head(self.weights.head, norm, x), self.weights.ids  # [V', N]
+        if ids is None:
+            return known
+        every = jnp.full((self.spec.config.vocab_size, known.shape[1]), -jnp.inf, known.dtype)
+        return every.at[ids].set(known, unique_indices=True, mode="promise_in_bounds")
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """The layer over `before f32 [N, D]`, as `through_layers` takes a model."""
+
+    head: _Eagle3Head
+    before: jax.Array
+
+    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
+        weights, config = self.head.weights, self.head.config
+        token = rms_norm(self.head.embedded(tokens), weights.token_norm, config.rms_norm_eps)
+        normed = rms_norm(self.before, weights.hidden_norm, config.rms_norm_eps)
+        residual = normed if self.head.norm_before_residual else self.before
+        qkv = products.linear(weights.qkv, jnp.concatenate([token, normed], axis=1))
+        x = products.linear(weights.output, attend(0, qkv, AttentionWeights()), residual=residual)
+        norm = Norm(weights.mlp_norm, config.rms_norm_eps)
+        inner = products.gated(weights.gate_up, x, norm=norm, activation=config.hidden_act)
+        return products.linear(weights.down, inner, residual=x)
