@@ -105,7 +105,8 @@ def guess_and_verify(
 
     begin = jnp.maximum(state.begin[slot], 0)
     count = end - state.begin[slot]  # positions that the layer has not got, each with the token behind it
-    wanted = asks(rows, drafts, at, width - 1) & (state.begin[slot] >= 0) & (count >= 1) & (count <= held)
+    ready = at.live & (state.begin[slot] >= 0) & (count >= 1) & (count <= held)
+    wanted = ready & asks(rows, drafts, at, width - 1)
     known = known_tokens(rows, slot)
     there = begin[:, None] + 1 + jnp.arange(held, dtype=jnp.int32)
     tokens = jnp.take_along_axis(known, jnp.minimum(there, known.shape[1] - 1), axis=1)
@@ -129,7 +130,7 @@ def guess_and_verify(
         return (own_cache, x), head.logits(x, products.for_rows(going))
 
     flat = state.hidden[slot].reshape(lanes * held, -1)
-    own_cache, x = feed(state.cache, flat, tokens, begin, jnp.where(wanted, count, 0))
+    own_cache, x = feed(state.cache, flat, tokens, begin, jnp.where(ready, count, 0))
     logits = head.logits(x, products.for_rows(wanted))
     (own_cache, _), guesses = draw(rows, tables, at, wanted, width - 1, (own_cache, x), logits, one)
     drafts = proposed(rows, drafts, at, wanted, guesses)
