@@ -36,7 +36,8 @@ class Plain:
         directory = Path(cache) / "openvino" / name
         if not directory.exists():
             convert(model, directory, self.weight_format)
-        short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+        has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        short = "bf16" if dtype == "bfloat16" and has_bf16 else "f32"  # without it computes in float32 only
         options = openvino_genai.SchedulerConfig()
         options.max_num_seqs = self._slots = self.widening * max_num_seqs
         options.max_num_batched_tokens = self._slots + PROMPT_TOKENS
@@ -53,7 +54,7 @@ class Plain:
         weights = self.weight_format or "as stored"
         return {
             "versions": f"openvino-genai {openvino_genai.__version__}",
-            "notes": f"weights {weights}, cache {kept}, {PROMPT_TOKENS} prompt tokens a step",
+            "notes": f"weights {weights}, computed in {short}, cache {kept}, {PROMPT_TOKENS} prompt tokens a step",
             "arrivals": True,
         }
 
