@@ -86,7 +86,8 @@ class Adapters {
   }
 
  private:
-  static constexpr int64_t kRanks = 4;  // of a block whose sums stay in registers
+  static constexpr int64_t kRanks = 4;                                            // of a task
+  static constexpr int64_t kSums = (kRegister == 8 ? 8 : 16) * kRegister / kVector;  // of sixteen, that half of the registers hold
 
   static Vec Wide(const BFloat16* from) { return Cast<Vec>(Convert<Bits>(LoadAs<Shorts>(from)) << 16); }
 
@@ -110,15 +111,18 @@ class Adapters {
   template <int rows>
   __attribute__((noinline)) static void ShrinkRows(const float* x, int64_t width, const BFloat16* a, float* hidden,
                                                    int64_t stride) {
-    Vec sums[rows][kRanks] = {};
-    for (int64_t k = 0; k < width; k += kVector) {
-      for (int j = 0; j < kRanks; ++j) {
-        const Vec weights = Wide(a + j * width + k);
-        for (int r = 0; r < rows; ++r) sums[r][j] = Fused(Load(x + r * width + k), weights, sums[r][j]);
+    constexpr int ranks = std::clamp<int64_t>(kSums / rows, 1, kRanks);  // at a time
+    for (int first = 0; first < kRanks; first += ranks) {
+      Vec sums[rows][ranks] = {};
+      for (int64_t k = 0; k < width; k += kVector) {
+        for (int j = 0; j < ranks; ++j) {
+          const Vec weights = Wide(a + (first + j) * width + k);
+          for (int r = 0; r < rows; ++r) sums[r][j] = Fused(Load(x + r * width + k), weights, sums[r][j]);
+        }
       }
+      for (int r = 0; r < rows; ++r)
+        for (int j = 0; j < ranks; ++j) hidden[r * stride + first + j] = Total(sums[r][j]);
     }
-    for (int r = 0; r < rows; ++r)
-      for (int j = 0; j < kRanks; ++j) hidden[r * stride + j] = Total(sums[r][j]);
   }
 
   // Adds to sixteen features of `rows` rows their sums over the rank; `b` is packed [rank][16].
