@@ -6,6 +6,7 @@ import io
 import json
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -238,7 +239,14 @@ def test_a_reader_that_goes_away_ends_the_run_cleanly() -> None:
 
     engine = FakeEngine()
     lines = io.BytesIO(b'{"prompt": "x"}\n' * 5000)
-    totals = EventStream(engine, lines, Gone()).run()
+
+    def on_turn() -> None:
+        """Wait until the writer has met the broken pipe, once it has something to write."""
+        while stream._events.unsent and stream._events.failure is None:
+            time.sleep(0.001)
+
+    stream = EventStream(engine, lines, Gone(), on_turn=on_turn)
+    totals = stream.run()
     assert isinstance(totals.failure, BrokenPipeError) and not engine.live and totals.done < 5000
 
 

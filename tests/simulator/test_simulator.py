@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.simulator.test_replicas import stated_machine
@@ -142,6 +142,18 @@ def simulate(
     st.sampled_from((0, 1, 2)),
     st.sampled_from(((512,), (32, 96, 512))),
     st.sampled_from(POLICIES),
+)
+@example(  # a row that came back: its prompt's last chunk sampled the next token, steps that are skipped the rest
+    [
+        (0.0, 4, 1, 0, None, False, -3),
+        (0.001, 8, 6, 0, None, True, 4),
+        (0.3, 27, 38, 0, None, False, 4),
+        (0.001, 1, 1, 0, None, False, -3),
+    ],
+    1,
+    0,
+    (32, 96, 512),
+    {"preemption": True, "swap_tokens": 0},
 )
 def test_skipping_steps_changes_no_figure(
     rows: list[Row], slots: int, lag: int, buckets: tuple[int, ...], options: dict[str, Any]

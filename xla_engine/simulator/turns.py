@@ -126,6 +126,7 @@ class Turns:
                 name, sampled = chunk.request_id, chunk.generated + 1
                 is_over = sampled == self._live[name].arrival.new_tokens
                 self._begin(name, plan.step if is_over else plan.joins, keys=end + 1, sampled=sampled)
+                self._live[name].back = plan.step  # this step samples its next token already
         for swap in plan.resumes:
             prompt = self._live[swap.request_id].arrival.prompt_tokens
             self._begin(swap.request_id, plan.step, keys=swap.length + 1, sampled=swap.length - prompt + 1)
