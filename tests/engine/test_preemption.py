@@ -82,7 +82,7 @@ def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) 
         pytest.skip("this machine has no C++ products")
     assert embedded.ways_to_preempt == WAYS_TO_PREEMPT
     report = verify(embedded, requests=60, schedules=3, seed=23, lags=(0, 1, 2))
-    assert report.ok and report.preempted > 10, "\n".join(report.lines())
+    assert not report.divergences and report.preempted > 10, "\n".join(report.lines())
 
 
 @pytest.mark.slow

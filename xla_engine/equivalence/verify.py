@@ -19,7 +19,7 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.recorder import RecordKeeper
 from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, run_schedule
 from xla_engine.outputs import CompletionOutput
-from xla_engine.runner.compile_cache import compiles_of_this_thread
+from xla_engine.runner.compile_cache import compiled_by_this_thread, compiles_of_this_thread
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 
@@ -53,7 +53,7 @@ class VerifyReport:
     finish_reasons: of the alone-runs, counted.
     differing_tokens: tokens with another id than alone.
     differing_bits: equal tokens whose logprobs differ in their float32 bits.
-    compiles_after_warmup: by the calling thread; must be zero.
+    compiled: what the calling thread compiled after warm-up; must be nothing.
     failed_steps: steps that failed and were run again.
     start_up_check: what the engine's own check promises.
     divergences: the first difference of each request that differs.
@@ -69,18 +69,23 @@ class VerifyReport:
     finish_reasons: dict[str, int] = field(default_factory=dict)
     differing_tokens: int = 0
     differing_bits: int = 0
-    compiles_after_warmup: int = 0
+    compiled: list[str] = field(default_factory=list)
     failed_steps: int = 0
     start_up_check: str = "not run"
     divergences: list[Divergence] = field(default_factory=list)
 
     @property
+    def compiles_after_warmup(self) -> int:
+        return len(self.compiled)
+
+    @property
     def ok(self) -> bool:
-        return not (self.divergences or self.compiles_after_warmup)
+        return not (self.divergences or self.compiled)
 
     def lines(self) -> list[str]:
         """The report as text."""
         reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.finish_reasons.items()))
+        names = ", ".join(self.compiled)
         lines = [
             "level                      A  (among peers against alone, through the same executables)",
             f"requests                   {self.requests}  ({reasons})",
@@ -92,7 +97,8 @@ class VerifyReport:
             f"tokens found in slots      {self.cached_tokens}",
             f"differing tokens           {self.differing_tokens}",
             f"differing logprob bits     {self.differing_bits}",
-            f"compiles after warm-up     {self.compiles_after_warmup}",
+            f"compiles after warm-up     {self.compiles_after_warmup}"
+            + (f"  ({names})" if self.compiled else ""),
             *([f"steps that failed          {self.failed_steps}"] if self.failed_steps else []),
             f"start-up check             {self.start_up_check}",
         ]
@@ -148,7 +154,7 @@ def verify(
             if progress is not None:
                 progress("batched")
     report.cached_tokens = engine.stats().cached_tokens - known
-    report.compiles_after_warmup = compiles_of_this_thread() - compiled
+    report.compiled = compiled_by_this_thread()[compiled:]
     report.failed_steps = engine.stats().recoveries - failed
     return report
 

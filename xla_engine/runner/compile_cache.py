@@ -16,19 +16,24 @@ _listening = False
 _of_thread = threading.local()
 
 
-def _count(event: str, duration_secs: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **details: Any) -> None:
     global _total
     if event == _COMPILE_EVENT:
         _total += 1
-        _of_thread.count = compiles_of_this_thread() + 1
+        _of_thread.names = [*compiled_by_this_thread(), str(details.get("fun_name", "?"))]
+
+
+def compiled_by_this_thread() -> list[str]:
+    """Names of what the calling thread has compiled since the first `CompileCounter`, in order."""
+    return getattr(_of_thread, "names", [])
 
 
 def compiles_of_this_thread() -> int:
-    """Backend compilations that the calling thread made since the first `CompileCounter`.
+    """How many that were.
 
     What tells a compilation of an engine that one thread drives from those of other engines of the process.
     """
-    return getattr(_of_thread, "count", 0)
+    return len(compiled_by_this_thread())
 
 
 class CompileCounter:
