@@ -13,19 +13,28 @@ from xla_engine.runner.native_library.cache import private_directory
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _total = 0
 _listening = False
-_of_thread = threading.local()
+
+
+class _OfThread(threading.local):
+    """What a thread compiled, by name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_of_thread = _OfThread()
 
 
 def _count(event: str, duration_secs: float, **details: Any) -> None:
     global _total
     if event == _COMPILE_EVENT:
         _total += 1
-        _of_thread.names = [*compiled_by_this_thread(), str(details.get("fun_name", "?"))]
+        _of_thread.names.append(str(details.get("fun_name", "?")))
 
 
 def compiled_by_this_thread() -> list[str]:
     """Names of what the calling thread has compiled since the first `CompileCounter`, in order."""
-    return getattr(_of_thread, "names", [])
+    return list(_of_thread.names)
 
 
 def compiles_of_this_thread() -> int:
@@ -33,7 +42,7 @@ def compiles_of_this_thread() -> int:
 
     What tells a compilation of an engine that one thread drives from those of other engines of the process.
     """
-    return len(compiled_by_this_thread())
+    return len(_of_thread.names)
 
 
 class CompileCounter:
