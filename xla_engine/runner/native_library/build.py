@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def build(isa: InstructionSet, *flags: str) -> Path:
     if program is None:
         raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")
     options = (*isa.compiler_flags(), *flags)
-    command = recipe.command(program, options, _SOURCES, Path(jax.ffi.include_dir()))
+    headers = Path(jax.ffi.include_dir())
     version = recipe.run([program, "--version"])
     jaxlib = importlib.metadata.version("jaxlib")  # its headers are compiled in
     text = recipe.source_text(_SOURCES)
@@ -121,7 +122,11 @@ def build(isa: InstructionSet, *flags: str) -> Path:
     try:
         name = f"native-{isa.name}-{digest}.so"
         return library_cache.library(
-            native_cache_directory(), name, lambda made: recipe.run([*command, "-o", str(made)])
+            native_cache_directory(),
+            name,
+            lambda made: recipe.compile_library(
+                program, options, _SOURCES, headers, made, threads=os.cpu_count() or 1
+            ),
         )
     except OSError as error:
         raise NativeBuildError(f"the library cannot be kept: {error}") from error

@@ -5,21 +5,39 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
-_SECONDS = 240  # a compiler gets this long
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC")
+_SECONDS = 600  # a compiler gets this long for a file, on a machine that may be busy with ten times its cores
 
 
 class NativeBuildError(Exception):
     """The C++ operations cannot be built here; the text says why and what would help."""
 
 
-def command(compiler: str, flags: Sequence[str], directory: Path, headers: Path) -> list[str]:
-    """The compiler's words, less the output. directory: of the sources. headers: XLA's, of foreign functions."""
-    sources = [str(path) for path in sorted(directory.glob("*.cc"))]
-    return [compiler, *FLAGS, *flags, f"-isystem{headers}", *sources]
+def compile_library(
+    compiler: str, flags: Sequence[str], directory: Path, headers: Path, made: Path, *, threads: int
+) -> None:
+    """Compile the sources of a directory, several at a time, and link them to the shared library `made`.
+
+    headers: XLA's, of foreign functions. Raises NativeBuildError.
+    """
+    words = [compiler, *FLAGS, *flags, f"-isystem{headers}"]
+    sources = sorted(
+        directory.glob("*.cc"), key=lambda path: path.stat().st_size, reverse=True
+    )  # the longest first
+    with tempfile.TemporaryDirectory(dir=made.parent) as scratch, ThreadPoolExecutor(threads) as pool:
+        objects = [str(Path(scratch, f"{path.stem}.o")) for path in sources]
+        compiles = [
+            pool.submit(run, [*words, "-c", str(source), "-o", target])
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        for each in compiles:
+            each.result()
+        run([compiler, *flags, "-shared", *objects, "-o", str(made)])
 
 
 def source_text(directory: Path) -> str:

@@ -115,7 +115,7 @@ def compile_libraries(sources: Path, folder: Path) -> list[str]:
     def compiled(variant: Any) -> Path | None:
         path = folder / file_name(variant.name)
         try:
-            recipe.run([*recipe.command(program, variant.flags, sources, headers), "-o", str(path)])
+            recipe.compile_library(program, variant.flags, sources, headers, path, threads=1)
         except recipe.NativeBuildError as error:
             _log.warning("no library for %s: %s", variant.name, error)
             return None
