@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xla_engine.drafting.drafter import CERTAIN
 from xla_engine.drafting.width import PATIENCE, PROBE, Acceptance, StepCosts, WidthChooser
 
 COSTS = StepCosts(decode={1: 1.0, 8: 1.4}, verify={(1, 8): 1.3, (8, 2): 1.7, (8, 4): 2.4})
@@ -90,3 +91,4 @@ def test_acceptance_follows_what_is_seen() -> None:
         acceptance.observe(20, 7, 7)
         acceptance.observe(3, 7, 0)
     assert acceptance.of(20) > 0.95 and acceptance.of(3) < 0.05
+    assert acceptance.of(CERTAIN) == 0.99 and acceptance.of(0) == 0.4  # others learn nothing by it

@@ -381,6 +381,33 @@ def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
     assert counts[0] == counts[1]
 
 
+class OfText(Recorded):
+    """Says of its guesses that a match of three tokens found them."""
+
+    def propose(self, name: str, most: int) -> Proposal:
+        return super().propose(name, most)._replace(match=3)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_looks_learn_whether_guesses_come_true_before_a_step_is_spent(
+    tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch, right: float
+) -> None:
+    monkeypatch.setattr(engine._speculator, "_chooser", chooser := WidthChooser(CHEAP))
+    engine.lag = 1
+    plain = run(tiny, _free(6), 0)
+    engine.draft_with(OfText(known(plain), right))
+    before = engine.stats()
+    assert seen(run(engine, _free(6), 0)) == seen(plain)
+    after = engine.stats()
+    drafted, accepted = (
+        getattr(after, field) - getattr(before, field) for field in ("drafted_tokens", "accepted_tokens")
+    )
+    if right:
+        assert accepted > 6 * 64 / 3 and chooser.acceptance.of(3) > 0.8
+    else:
+        assert drafted == 0 and chooser.acceptance.of(3) < 0.1
+
+
 def test_drafts_that_are_always_wrong_are_few(
     tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

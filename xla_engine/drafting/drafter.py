@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+CERTAIN = 1 << 20  # tokens of a match that can hardly be wrong
+
 
 class Proposal(NamedTuple):
     """Tokens expected behind all that a drafter was told of a sequence. match: how many tokens at the sequence's end
-    they were found by; 0 where the drafter works otherwise."""
+    they were found by; 0 where the drafter works otherwise, CERTAIN where nothing else can come."""
 
     tokens: Sequence[int] = ()
     match: int = 0

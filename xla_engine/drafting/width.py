@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from xla_engine.drafting.drafter import CERTAIN
+
 GAIN = 1.05  # a wider step must promise so much more a second
 PATIENCE = 4  # steps without a gain after which rows do not speculate
 PROBE = 16  # steps at most between two looks at what drafters would propose, while rows do not speculate
 _MEMORY = 0.9  # weight of what was known, at each new observation
-_FIRST = ((5, 0.4), (9, 0.6), (1 << 30, 0.8))  # matches below so many tokens: acceptance to begin with
+_FIRST = (
+    (1, 0.4),
+    (5, 0.2),
+    (9, 0.6),
+    (CERTAIN, 0.8),
+    (CERTAIN + 1, 0.99),
+)  # matches below so many: acceptance at first
 
 
 class StepCosts(NamedTuple):
@@ -51,7 +59,7 @@ class Acceptance:
         return self._by_match[self._place(match)]
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
-        """Of `drafted` drafts the first `accepted` were right."""
+        """Of `drafted` drafts, checked by a step or held against what came anyway, the first `accepted` were right."""
         tried = min(accepted + 1, drafted)
         if not tried:
             return

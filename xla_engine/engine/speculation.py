@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from xla_engine.config import AUTO, EngineConfig
-from xla_engine.drafting.drafter import Drafter, Nobody, Proposal
+from xla_engine.drafting.drafter import CERTAIN, Drafter, Nobody, Proposal
 from xla_engine.drafting.suffix import SuffixDrafter
 from xla_engine.drafting.width import WidthChooser
 from xla_engine.engine.requests.request_table import RequestTable
@@ -20,7 +20,6 @@ from xla_engine.runner.verify_inputs import HELD, Guess
 from xla_engine.scheduler import Plan, Request, Speculation, StepResult
 from xla_engine.speculative_config import ON_DEVICE
 
-CERTAIN = 1 << 20  # tokens of a match that can hardly be wrong
 SAMPLE = 8  # rows that are looked at, to know whether rows had better speculate
 
 
@@ -106,6 +105,7 @@ class Speculator:
         self._chooser = chooser
         self._on_device = on_device
         self._told: dict[str, int] = {}  # tokens that the drafter knows of a sequence's output
+        self._looked: dict[str, Proposal] = {}  # what comes next, by the last look that no step was spent on
         self._started: deque[dict[str, int]] = (
             deque()
         )  # of verify steps in flight: the match of each proposal
@@ -121,6 +121,7 @@ class Speculator:
             if (sequence := self._table.get(name)) is not None:
                 self._tell(sequence)
             del self._told[name]
+            self._looked.pop(name, None)
             self.drafter.end(name)
 
     def restart(self) -> None:
@@ -139,10 +140,13 @@ class Speculator:
         widest = max(self._lanes)
         # Rows that do not speculate are judged by some of them, which are all that anything is looked up for.
         stands_for = 1 if self._chooser.is_on else -(-len(running) // SAMPLE) or 1
-        proposals = [self._propose(name, widest - 1) for name in running[::stands_for]] * stands_for
+        proposed = {name: self._propose(name, widest - 1) for name in running[::stands_for]}
         unseen = widest - 1 if self._on_device else 0
+        proposals = [*proposed.values()] * stands_for
         found = [(len(tokens) or unseen, match) for tokens, match in proposals if tokens or unseen]
         width = self._chooser.choose(len(running), found[: len(running)])
+        if not width:
+            self._looked = {name: each for name, each in proposed.items() if each.match < CERTAIN}
         return None if width == 0 else Speculation(width, self._lanes.get(width, len(running)))
 
     def foreseen(self, running: list[str]) -> Speculation | None:
@@ -213,5 +217,13 @@ class Speculator:
         name = sequence.request_id
         told = self._told[name]
         if tokens := sequence.read_from(told):
+            self._learn(self._looked.pop(name, None), tokens)
             self.drafter.extend(name, tokens)
             self._told[name] = told + len(tokens)
+
+    def _learn(self, proposal: Proposal | None, tokens: Sequence[int]) -> None:
+        """Hold what a look proposed against what came: acceptance is learned before a step is spent on it."""
+        if proposal is not None and self._chooser is not None:
+            pairs = list(zip(proposal.tokens, tokens, strict=False))
+            right = next((at for at, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+            self._chooser.acceptance.observe(proposal.match, len(pairs), right)
