@@ -44,7 +44,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def in_time(pages: list[Path]) -> list[object]:
+def with_marks(pages: list[Path]) -> list[object]:
     """The README's blocks run by default; each page of docs/ starts engines of its own, and is `slow`."""
     return [
         pytest.param(page, id=name_of(page), marks=() if page == PAGES[0] else pytest.mark.slow)
@@ -52,7 +52,7 @@ def in_time(pages: list[Path]) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("page", in_time(pages_with("python")))
+@pytest.mark.parametrize("page", with_marks(pages_with("python")))
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One namespace for a page. The blocks assert nothing, so an exception is what fails them."""
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
             exec(compile("\n" * block.line + block.text, page, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", in_time(pages_with(*SHELL)))
+@pytest.mark.parametrize("page", with_marks(pages_with(*SHELL)))
 def test_shell_blocks_run(page: Path, tmp_path: Path) -> None:
     run_shell_blocks(page, tmp_path, slow=False)
 

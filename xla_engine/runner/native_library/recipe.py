@@ -26,14 +26,12 @@ def compile_library(
     headers: XLA's, of foreign functions. Raises NativeBuildError.
     """
     words = [compiler, *FLAGS, *flags, f"-isystem{headers}"]
-    sources = sorted(
-        directory.glob("*.cc"), key=lambda path: path.stat().st_size, reverse=True
-    )  # the longest first
+    largest_first = sorted(directory.glob("*.cc"), key=lambda path: path.stat().st_size, reverse=True)
     with tempfile.TemporaryDirectory(dir=made.parent) as scratch, ThreadPoolExecutor(threads) as pool:
-        objects = [str(Path(scratch, f"{path.stem}.o")) for path in sources]
+        objects = [str(Path(scratch, f"{path.stem}.o")) for path in largest_first]
         compiles = [
             pool.submit(run, [*words, "-c", str(source), "-o", target])
-            for source, target in zip(sources, objects, strict=True)
+            for source, target in zip(largest_first, objects, strict=True)
         ]
         for each in compiles:
             each.result()
