@@ -316,6 +316,7 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngi
         with _start_limit(limit_s), startup_line(screen) as progress:
             several = DataParallelEngine(options["model"], config, engines=engines, progress=progress)
         with several:
+            _lora.load(several, options)
             yield cast("XlaBatchEngine", several)  # its callers use what both have
         return
     with _start_limit(limit_s), startup_line(screen) as progress:

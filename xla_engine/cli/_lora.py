@@ -11,6 +11,7 @@ from xla_engine.cli._help import together
 from xla_engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from xla_engine.distributed.data_parallel.engine import DataParallelEngine
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
 
@@ -51,7 +52,7 @@ def with_room(fields: dict[str, Any], options: Mapping[str, Any]) -> dict[str, A
     return fields
 
 
-def load(engine: XlaBatchEngine, options: Mapping[str, Any]) -> None:
+def load(engine: XlaBatchEngine | DataParallelEngine, options: Mapping[str, Any]) -> None:
     """Load the adapters that the options name; they stay."""
     from xla_engine.model_loader.peft.request import LoRARequest
 

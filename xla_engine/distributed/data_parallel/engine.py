@@ -14,17 +14,17 @@ from typing import Any, Unpack
 
 from xla_engine.config import EngineConfig
 from xla_engine.distributed.data_parallel import totals
+from xla_engine.distributed.data_parallel.adapters import key_reader
+from xla_engine.distributed.data_parallel.changing import ChangingAdapters
 from xla_engine.distributed.data_parallel.fleet import Fleet
 from xla_engine.distributed.data_parallel.request import RemoteRequest
-from xla_engine.distributed.data_parallel.turns import Turns
-from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
 from xla_engine.engine.protocol import RequestOptions, drained
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.seeds import noise_key
-from xla_engine.engine.requests.validation import RequestValidator, check_takes
+from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.environment import embedded_model_directory
-from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
+from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.model_loader.config_json import read_config, read_special_tokens
 from xla_engine.model_loader.generation_config import sampling_defaults
 from xla_engine.model_loader.model_files import open_model
@@ -43,7 +43,7 @@ from xla_engine.utils.startup import StartupProgress, silent
 MAX_ENGINES = 64
 
 
-class DataParallelEngine(Turns):
+class DataParallelEngine(ChangingAdapters):
     """Engines on one machine behind one, as `XlaBatchEngine` is to its callers.
 
     A request goes to the engine that read its prefix last, else to the one with the fewest requests; it waits here
@@ -67,16 +67,15 @@ class DataParallelEngine(Turns):
             raise ConfigError(
                 "several engines keep no finished requests; leave out keep_finished, or use one engine"
             )
-        if config is not None and config.enable_lora:
-            raise ConfigError("several engines have no adapters; leave out enable_lora, or use one engine")
         files = open_model(embedded_model_directory() if model is None else model)
         tokens = read_config(files)
         self._name = files.path.name
         self.tokenizer = Tokenizer.of_model(files)
         self.chat_template = files.chat_template()
         name = None if model is None else str(model)
-        super().__init__(Fleet(name, config or EngineConfig(), engines, progress))
-        self.config = self._fleet.config
+        fleet = Fleet(name, config or EngineConfig(), engines, progress)
+        super().__init__(fleet, key_reader(files, fleet.config))
+        self.config = fleet.config
         self.default_params = SamplingParams()
         if self.config.generation_config == "model":
             self.default_params = SamplingParams.from_mapping(sampling_defaults(files))
@@ -93,7 +92,6 @@ class DataParallelEngine(Turns):
         )
         self._collector = OutputCollector()  # of requests that were submitted without one
         self._submitted = 0
-        self._pid = os.getpid()
 
     @property
     def max_num_seqs(self) -> int:
@@ -116,9 +114,6 @@ class DataParallelEngine(Turns):
     @property
     def has_unfinished(self) -> bool:
         return self.has_work or bool(self._collector)
-
-    def adapter_named(self, name: str | None) -> None:
-        """There are no adapters."""
 
     def render_chat(
         self, messages: Sequence[ChatMessage], *, chat_template: str | None = None, **options: Any
@@ -148,14 +143,13 @@ class DataParallelEngine(Turns):
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
-        if options.get("lora_request") is not None:
-            raise InvalidRequestError("several engines have no adapters; leave out lora_request")
         text, token_ids, params, stop_ids = self.validator.checked(
             prompt, params, options, add_special_tokens=add_special_tokens
         )
         if self.config.max_waiting is not None:
             live = sum(request.params.n for request in self._live.values())
             self.validator.check_queue(params.n, waiting=live, free=self.max_num_seqs)
+        adapter = self._adapters.of(options.get("lora_request"))
         self.validator.token_mask(params, stop_ids)
         now = self.clock()
         deadline_s, queue_timeout_s = options.get("deadline_s"), options.get("queue_timeout_s")
@@ -169,6 +163,7 @@ class DataParallelEngine(Turns):
             arrival=now,
             priority=options.get("priority", 0),
             salt=options.get("cache_salt", ""),
+            adapter=adapter,
             deadline=math.inf if deadline_s is None else now + deadline_s,
             queue_deadline=math.inf if queue_timeout_s is None else now + queue_timeout_s,
             on_refused=on_refused,
@@ -184,11 +179,6 @@ class DataParallelEngine(Turns):
         raise ConfigError(
             "several engines keep no finished requests; submit prompt and tokens again, or use one engine"
         )
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._pid:
-            raise EngineClosedError(f"the engine belongs to process {self._pid}; make one in this process")
-        check_takes(self._closed, draining=self._draining)
 
     def _free_id(self) -> str:
         name, count = str(self._submitted), 0
@@ -276,10 +266,6 @@ class DataParallelEngine(Turns):
     def metrics_text(self) -> str:
         """The metrics in Prometheus' text format."""
         return text_of(self.metrics())
-
-    def identity(self) -> EngineIdentity:
-        """That of a single engine of this configuration: which engine a request ran on changes no bit."""
-        return self._fleet.identity()
 
     @locked
     def reset_prefix_cache(self) -> None:

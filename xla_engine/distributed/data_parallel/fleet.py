@@ -33,6 +33,7 @@ class Member:
     process: None once it is not started again. ready: whether it takes requests. live: those that it has, by number.
     deaths: how often it has ended since a request of it finished. running: in its slots, as it said last.
     stats, snapshot: as it told them last. lost: the counters of its processes that have ended.
+    adapters: ids of those that it has, or loads before it takes another request. The latest used is last.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Member:
     stats: Message = field(default_factory=dict)
     snapshot: Message = field(default_factory=dict)
     lost: list[Message] = field(default_factory=list)
+    adapters: list[int] = field(default_factory=list)
 
     @property
     def pid(self) -> int | None:

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from xla_engine.distributed.data_parallel.wire import Message, Received
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ReplayError
+from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
 SHORTEST_S = 1e-6  # what is left of a time that has run out
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAdapter:
+    """An adapter that engines have or load.
+
+    request: as a caller named it. path: of its directory, from the root.
+    key: the same for the same content; an engine that finds something else there refuses the request.
+    """
+
+    request: LoRARequest
+    path: str
+    key: str
+
+    @property
+    def number(self) -> int:
+        return self.request.lora_int_id
+
+    def told(self) -> Message:
+        """What engines are told of it."""
+        return {"request": asdict(replace(self.request, lora_path=self.path)), "key": self.key}
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +44,7 @@ class RemoteRequest:
 
     number: of its latest run, never used twice; 0 before the first. order: when it came.
     deadline, queue_deadline: on the parent's clock, infinity without one.
-    engine: where it runs, None while it waits in the parent.
+    engine: where it runs, None while it waits in the parent. adapter: None for the model as it is.
     deaths: how many engines have ended with it. alone: whether it is the only one its engine has.
     """
 
@@ -35,6 +57,7 @@ class RemoteRequest:
     arrival: float
     priority: int = 0
     salt: str = ""
+    adapter: RemoteAdapter | None = None
     deadline: float = math.inf
     queue_deadline: float = math.inf
     number: int = 0
@@ -55,6 +78,11 @@ class RemoteRequest:
         return self.priority, self.order
 
     @property
+    def shares(self) -> str:
+        """What requests have in common that may share a prefix."""
+        return self.salt if self.adapter is None else f"{self.salt}/{self.adapter.key}"
+
+    @property
     def expires(self) -> float:
         """When it ends while it waits in the parent."""
         return min(self.deadline, math.inf if self.number else self.queue_deadline)
@@ -71,7 +99,7 @@ class RemoteRequest:
         for name, until in (("deadline_s", self.deadline), ("queue_timeout_s", self.queue_deadline)):
             if until < math.inf and (name == "deadline_s" or is_first):
                 options[name] = max(until - now, SHORTEST_S)
-        return {
+        command: Message = {
             "op": "submit",
             "number": number,
             "id": self.request_id,
@@ -80,6 +108,7 @@ class RemoteRequest:
             "options": options,
             "every_token": self.collector.every_token,
         }
+        return command if self.adapter is None else {**command, "adapter": self.adapter.told()}
 
     def take(self, news: Message) -> bool:
         """Take in news of the latest run; whether the reader has not had them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 REMEMBERED = 1 << 16  # blocks of prompts, of all engines together
 
@@ -24,10 +24,15 @@ class PrefixRouter:
         self._block_size, self._slack = block_size, slack
         self._owners: dict[bytes, int] = {}  # the latest read last
 
-    def choose(self, tokens: Sequence[int], salt: str, loads: Mapping[int, int]) -> int:
-        """The engine for a prompt. loads: requests of each engine that can take one; at least one."""
+    def choose(
+        self, tokens: Sequence[int], salt: str, loads: Mapping[int, int], having: Collection[int] = ()
+    ) -> int:
+        """The engine for a prompt. loads: requests of each engine that can take one; at least one.
+
+        having: engines with the request's adapter, the first among those with equally many requests.
+        """
         keys = list(self._keys(tokens, salt))
-        least = min(loads, key=lambda engine: (loads[engine], engine))
+        least = min(loads, key=lambda engine: (loads[engine], engine not in having, engine))
         chosen = least
         for key in reversed(keys):
             owner = self._owners.get(key)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from xla_engine.distributed.data_parallel.adapters import FleetAdapters, Key
 from xla_engine.distributed.data_parallel.fleet import Fleet, Member
 from xla_engine.distributed.data_parallel.request import RemoteRequest
 from xla_engine.distributed.data_parallel.routing import PrefixRouter
 from xla_engine.distributed.data_parallel.wire import Message
 from xla_engine.engine.locked import locked
+from xla_engine.engine.requests.validation import check_takes
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, ReplayError
 from xla_engine.scheduler import Events, Plan
 
 DEATHS_SURVIVED = 2  # engines that end with a request, after which it runs with no other
+LOOK_AHEAD = 256  # requests behind one that waits for room for its adapter, which may go before it
 IDLE_WAIT_S = 1.0  # a wait for engines that say nothing is over after so long, and begins again
 
 
@@ -28,7 +32,8 @@ class Turns:
     lock: held by whatever reads or changes the state of requests; told of the end of each turn.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, adapter_key: Key) -> None:
+        """adapter_key: see `key_reader`."""
         self.lock = threading.Condition()
         self.clock = time.monotonic
         self.step_timeout_s: float | None = None  # engines look at it themselves
@@ -39,6 +44,9 @@ class Turns:
         self._fleet = fleet
         self._router = PrefixRouter(fleet.config.block_size, slack=fleet.config.num_slots)
         self._live: dict[str, RemoteRequest] = {}
+        self._adapters = FleetAdapters(
+            adapter_key, fleet.config.max_loras, fleet.members, lambda: self._live.values()
+        )
         self._line: list[RemoteRequest] = []  # without an engine, first in line first
         self._runs = 0
         self._finished: dict[str, int] = {}
@@ -49,6 +57,12 @@ class Turns:
         )
         self._closed: str | None = None
         self._draining = False
+        self._pid = os.getpid()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineClosedError(f"the engine belongs to process {self._pid}; make one in this process")
+        check_takes(self._closed, draining=self._draining)
 
     @property
     def has_work(self) -> bool:
@@ -75,25 +89,37 @@ class Turns:
                 self._begin(suspect, chosen)
             ready.remove(chosen)  # no other goes there before
         ready = [member for member in ready if not any(each.alone for each in member.live.values())]
-        place = 0
-        while place < len(self._line):
+        place, slots = 0, self._fleet.config.num_slots
+        waiting = 0  # how many come from the first on that waits for room for its adapter; none takes room before it
+        while place < len(self._line) and waiting <= LOOK_AHEAD:
             request = self._line[place]
             loads = {
                 member.index: len(member.live)
                 for member in ready
-                if len(member.live) < 2 * self._fleet.config.num_slots or request.priority < 0
+                if len(member.live) < 2 * slots or request.priority < 0
             }
             if not loads:
                 return
             if request.deaths >= DEATHS_SURVIVED:
                 place += 1
                 continue
+            having: set[int] = set()
+            if request.adapter is not None:
+                near, having = self._adapters.engines_for(request.adapter, loads, slack=slots)
+                loads = {} if waiting else near
+            if waiting or not loads:
+                waiting += 1
+            if not loads:
+                place += 1
+                continue
             del self._line[place]
-            index = self._router.choose(request.token_ids, request.salt, loads)
+            index = self._router.choose(request.token_ids, request.shares, loads, having)
             self._begin(request, self._fleet.members[index])
 
     def _begin(self, request: RemoteRequest, member: Member) -> None:
         assert member.process is not None
+        if request.adapter is not None:
+            self._adapters.make_room(member, request.adapter)
         self._runs += 1
         member.live[self._runs] = request
         member.process.tell(request.command(self._runs, member.index, self.clock()))
@@ -171,6 +197,7 @@ class Turns:
                 self._fleet.take_ready(member, message)
             except ConfigError as error:
                 self.fail(str(error))
+            self._adapters.load_again(member)
         elif message["op"] == "refused":
             request = member.live.get(message["number"])
             if request is not None:
@@ -230,6 +257,8 @@ class Turns:
                 self._end(request, "error", cause)
             else:
                 self._put_in_line(request)
+        if member.process is None:
+            member.adapters.clear()
         if all(each.process is None for each in self._fleet.members):
             self.fail(f"every engine has ended too often, the last {why}")
 

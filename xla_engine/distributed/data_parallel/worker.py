@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -12,10 +13,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from xla_engine.distributed.data_parallel.wire import Message, Sent, config_of, decode, encode, news_of, plain
-from xla_engine.errors import XlaEngineError
+from xla_engine.errors import InvalidRequestError, XlaEngineError
 
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.model_loader.peft.request import LoRARequest
 
 STATS_EVERY_S = 0.25
 
@@ -105,17 +107,39 @@ class _Server:
         entry = _Entry(name, self._news, every_token=command["every_token"])
         try:
             params = SamplingParams.from_mapping(command["params"])
+            adapter = command.get("adapter")
             self._engine.submit(
                 tuple(command["tokens"]),
                 params,
                 request_id=name,
                 collector=entry.collector,
+                lora_request=None if adapter is None else self._loaded(adapter),
                 **command["options"],
             )
-        except Exception as error:  # the parent has checked the request, so this is not foreseen
+        except Exception as error:  # the parent has checked the request: it hears why all the same
             self._tell({"op": "refused", "number": number, "message": f"{type(error).__name__}: {error}"})
             return
         self._entries[number], self._numbers[entry] = entry, number
+
+    def _loaded(self, told: Message) -> LoRARequest:
+        """Load an adapter, unless it is there. Raises InvalidRequestError where its files are not what they were."""
+        from xla_engine.model_loader.peft.request import LoRARequest
+
+        request = LoRARequest(**told["request"])
+        if self._engine.adapters.of(request).key != told["key"]:
+            self._engine.remove_lora(request.lora_int_id)
+            raise InvalidRequestError(
+                f"the files of adapter {request.lora_name!r} have changed since it was first asked for; give another "
+                "lora_int_id, or remove the adapter first (remove_lora)"
+            )
+        return request
+
+    def _on_load(self, command: Message) -> None:
+        with contextlib.suppress(InvalidRequestError):  # the first request that asks for it is told
+            self._loaded(command["adapter"])
+
+    def _on_unload(self, command: Message) -> None:
+        self._engine.remove_lora(command["adapter"])
 
     def _on_stream(self, command: Message) -> None:
         """From now on every token of these requests is told, or only their ends."""
