@@ -20,14 +20,17 @@ from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.runner.kv_moves import Parked
 from xla_engine.scheduler.kv.block_pool import BlockPool
 from xla_engine.scheduler.kv.slots import Slots
-from xla_engine.soak import soak as module
 from xla_engine.soak.faults import FaultyDevice, FaultyTokenizer
-from xla_engine.soak.soak import SoakReport, soak
+from xla_engine.soak.report import ALLOWED_GROWTH, SoakReport
+from xla_engine.soak.soak import soak
+from xla_engine.soak.tiny_model import tiny_model
 
 CONFIG = EngineConfig(
     max_num_seqs=4, max_model_len=128, prefill_lanes=(2,), key_buckets=(128,), self_check=False
 )
+MANY = replace(CONFIG, max_num_seqs=16)
 SLOTS, BLOCKS = 0, 1  # lives without speculation
+THROUGH_ASYNC_LLM = 5  # with blocks
 
 
 def run(life: int, rounds: int = 3, seed: int = 5) -> SoakReport:
@@ -35,6 +38,16 @@ def run(life: int, rounds: int = 3, seed: int = 5) -> SoakReport:
     checkpoint = load_checkpoint(files, dtype=CONFIG.dtype)
     tokenizer = FaultyTokenizer.from_pretrained(files)
     return soak(checkpoint, tokenizer, CONFIG, lives=1, first_life=life, seed=seed, rounds=rounds)
+
+
+def run_many(life: int, **options: Any) -> SoakReport:
+    """Rounds of many requests for many slots, with the tiny model."""
+    files = embedded_model_directory()
+    checkpoint = tiny_model(load_checkpoint(files, dtype=MANY.dtype), MANY.dtype)
+    tokenizer = FaultyTokenizer.from_pretrained(files)
+    return soak(
+        checkpoint, tokenizer, MANY, lives=1, first_life=life, seed=5, rounds=2, requests=90, **options
+    )
 
 
 @pytest.mark.parametrize("life", [pytest.param(SLOTS, marks=pytest.mark.slow), BLOCKS])
@@ -46,6 +59,29 @@ def test_all_holds_and_all_happens(life: int) -> None:
     assert {"stop", "length", "abort"} <= set(tally.ends) and tally.preemptions > 0 and tally.refused > 0
 
 
+@pytest.mark.parametrize("life", [BLOCKS, pytest.param(THROUGH_ASYNC_LLM, marks=pytest.mark.slow)])
+def test_many_requests_of_a_tiny_model_are_compared_in_the_same_share(life: int) -> None:
+    said: list[int] = []
+    report = run_many(life, on_life=lambda so_far: said.append(so_far.tally.requests))
+    assert report.ok, report.lines()
+    tally = report.tally
+    assert tally.requests > 90 and said == [tally.requests]
+    assert tally.compared >= 15  # of the first round; in the second the engine ends
+    assert {"stop", "length", "abort"} <= set(tally.ends) and tally.failed_steps > 0 and tally.preemptions > 0
+    ((name, times),) = report.kinds.items()
+    assert name == ("blocks" if life == BLOCKS else "blocks, AsyncLLM")
+    assert (times.lives, times.requests) == (1, tally.requests)
+    assert 0 < times.alone_s < times.seconds <= report.seconds
+    assert any(line.startswith(name) and f"{tally.requests} requests" in line for line in report.lines())
+
+
+def test_the_tiny_model_is_the_same_each_time_and_has_the_others_vocabulary() -> None:
+    other = load_checkpoint(embedded_model_directory(), dtype="auto")
+    tiny, again = tiny_model(other, "auto"), tiny_model(other, "auto")
+    assert tiny.config.vocab_size == other.config.vocab_size and tiny.eos_token_ids == other.eos_token_ids
+    assert all(np.array_equal(tiny.weights[name], again.weights[name]) for name in again.weights)
+
+
 @pytest.mark.slow
 def test_a_seed_says_what_happens() -> None:
     tally, again = run(SLOTS).tally, run(SLOTS)
@@ -54,8 +90,12 @@ def test_a_seed_says_what_happens() -> None:
 
 @pytest.mark.slow
 def test_the_command_says_what_it_did_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = invoke("soak", "--lives", "2", "--seed", "1", "--max-num-seqs", "4", "--max-model-len", "128")
+    found = invoke(
+        *("soak", "--lives", "2", "--seed", "1", "--max-num-seqs", "4", "--max-model-len", "128"),
+        *("--tiny", "--verbose", "--rounds", "5", "--requests", "30"),
+    )
     assert found.exit_code == 0, found.output
+    assert "2 engines" in found.stderr and " 0 problems" in found.stderr
     assert "all held" in found.stdout and "seed                       1" in found.stdout
     assert "steps long, hung" in found.stdout and "error" in found.stdout
     _slots_are_kept(monkeypatch)
@@ -169,6 +209,19 @@ def test_what_is_planted_is_found(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [_a_token_is_changed, _a_logprob_is_changed],
+    ids=["a_token_is_changed", "a_logprob_is_changed"],
+)
+def test_what_is_planted_is_found_with_the_tiny_model(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    assert any("not as alone" in problem for problem in run_many(SLOTS).tally.problems)
+
+
+@pytest.mark.slow
 def test_a_thread_that_is_left_waiting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a life that ends with a step that hangs."""
     devices: list[FaultyDevice] = []
@@ -194,7 +247,5 @@ def test_memory_that_grows_is_not_let_pass() -> None:
     assert report.ok and abs(report.growth) < mib
     report = SoakReport(0, 0, resident=grows)
     assert (
-        not report.ok
-        and report.growth > module.ALLOWED_GROWTH
-        and "the memory grows" in "\n".join(report.lines())
+        not report.ok and report.growth > ALLOWED_GROWTH and "the memory grows" in "\n".join(report.lines())
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from xla_engine.cli import _common
 from xla_engine.utils.progress import counting
+
+if TYPE_CHECKING:
+    from xla_engine.soak.report import SoakReport
 
 
 @click.command(
@@ -19,6 +22,12 @@ from xla_engine.utils.progress import counting
 @_common.model_option
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Go on for so long.  [default: 2]")
 @click.option("--lives", type=click.IntRange(1), help="Go on for so many engines instead.")
+@click.option("--rounds", type=click.IntRange(1), default=40, help="Of requests, in each engine's life.")
+@click.option("--requests", type=click.IntRange(1), default=24, help="Of each round.")
+@click.option(
+    "--tiny", is_flag=True, help="A model of two small layers with random weights, and the other's tokenizer."
+)
+@click.option("--verbose", "-v", is_flag=True, help="Say after each engine what happened so far.")
 @click.option("--seed", type=int, default=0, help="Chooses all requests, faults and times.")
 @click.option(
     "--first-life", type=click.IntRange(0), default=0, help="Begin with this one of a seed's engines."
@@ -32,7 +41,16 @@ from xla_engine.utils.progress import counting
 @click.option("--attention-backend", metavar="NAME", default="auto", help="As for `run`.")
 @click.option("--isa", metavar="NAME", default="auto", help="As for `run`.")
 def soak(
-    model: str | None, minutes: float | None, lives: int | None, seed: int, first_life: int, **options: Any
+    model: str | None,
+    minutes: float | None,
+    lives: int | None,
+    rounds: int,
+    requests: int,
+    tiny: bool,
+    verbose: bool,
+    seed: int,
+    first_life: int,
+    **options: Any,
 ) -> None:
     """Run engines under all that callers and devices do, and look for harm.
 
@@ -53,6 +71,7 @@ def soak(
     Examples:
       xla-engine soak --minutes 2
       xla-engine soak --minutes 600 --seed 7 --model ./SmolLM2-135M
+      xla-engine soak --minutes 60 -v --tiny --max-num-seqs 32 --rounds 200 --requests 120
       xla-engine soak --seed 7 --first-life 12 --lives 1
     """
     if minutes is not None and lives is not None:
@@ -64,20 +83,34 @@ def soak(
         from xla_engine.model_loader.model_files import open_model
         from xla_engine.soak.faults import FaultyTokenizer
         from xla_engine.soak.soak import soak as run
+        from xla_engine.soak.tiny_model import tiny_model
 
         config = EngineConfig(**options)
         files = open_model(embedded_model_directory() if model is None else model)
         count = stack.enter_context(counting("rounds", sys.stderr))
+        checkpoint = load_checkpoint(files, dtype=config.dtype)
         report = run(
-            load_checkpoint(files, dtype=config.dtype),
+            tiny_model(checkpoint, config.dtype) if tiny else checkpoint,
             FaultyTokenizer.of_model(files),
             config,
             minutes=2.0 if minutes is None and lives is None else minutes,
             lives=lives,
             seed=seed,
             first_life=first_life,
+            rounds=rounds,
+            requests=requests,
+            on_life=_tell if verbose else None,
             progress=count,
         )
     click.echo("\n".join(report.lines()))
     if not report.ok:
         sys.exit(_common.SOME_FAILED)
+
+
+def _tell(report: SoakReport) -> None:
+    tally = report.tally
+    click.echo(
+        f"{report.seconds:.0f} s, {tally.lives} engines, {tally.requests} requests, {tally.compared} compared, "
+        f"{len(tally.problems)} problems; {report.memory_line()}",
+        err=True,
+    )

@@ -14,7 +14,8 @@ from xla_engine.soak.life import Life
 from xla_engine.soak.requests import SoakRequest
 
 _TURN_S = 0.001  # between two looks at who is due
-_PATIENCE_S = 120.0  # for all readers of a round to get what they wait for
+_PATIENCE_S = 120.0  # for all readers of a round to get what they wait for, and more where these are many
+_PATIENCE_EACH_S = 2.0
 
 
 class AsyncLife(Life):
@@ -42,7 +43,7 @@ class AsyncLife(Life):
         end_turn = self._draw.randrange(2, 10) if last else None
         live: dict[str, SoakRequest] = {}
         readers: dict[str, asyncio.Task[None]] = {}
-        turn, until = 0, time.monotonic() + _PATIENCE_S
+        turn, until = 0, time.monotonic() + max(_PATIENCE_S, _PATIENCE_EACH_S * len(requests))
         while waiting or engine.has_work or not all(reader.done() for reader in readers.values()):
             if waiting and not engine.has_unfinished:
                 turn = max(turn, waiting[-1].turn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from xla_engine.soak.requests import SoakRequest, bad_requests, draw_requests, s
 
 ENDS = ("drain", "hang", "close", "lost")
 REQUESTS = 24  # of a round
-_COMPARED = 4  # of a round, beside those that ended with an error that was not planted
+_COMPARED_SHARE = 6  # one of so many, of a round, beside those that ended with an error that was not planted
 
 
 @dataclass(slots=True)
@@ -54,7 +55,8 @@ class Tally:
 class Life:
     """An engine from start to end. All that is drawn follows from `seed`; problems are added to `tally`.
 
-    engine: with faults under and above it. end: one of `ENDS`.
+    engine: with faults under and above it. end: one of `ENDS`. requests: of each round.
+    alone_s: wall time so far that requests ran alone.
     """
 
     def __init__(
@@ -66,8 +68,11 @@ class Life:
         tally: Tally,
         *,
         end: str,
+        requests: int = REQUESTS,
     ) -> None:
         self.end = end
+        self.alone_s = 0.0
+        self._requests = requests
         self._seed = seed
         self._tally = tally
         self._draw = random.Random(seed)
@@ -93,7 +98,7 @@ class Life:
         last: the engine ends in the middle of it.
         """
         name = f"round {number}"
-        requests = draw_requests(self.engine, self._draw, REQUESTS, f"{number}", self._stems)
+        requests = draw_requests(self.engine, self._draw, self._requests, f"{number}", self._stems)
         self.device.active = True
         self.engine.lag = self._draw.choice((0, 1, 1, 2))
         try:
@@ -112,7 +117,9 @@ class Life:
         if self.engine.closed_because is None:
             for problem in self._left_behind():
                 self.problem(f"{name}: {problem}")
+            began = time.monotonic()
             self._compare(name, requests)
+            self.alone_s += time.monotonic() - began
         elif not last:
             self.problem(f"{name}: the engine is closed: {self.engine.closed_because}")
         self.device.hits.clear()
@@ -197,11 +204,11 @@ class Life:
             self.device.poison = dict.fromkeys(request.sequences, request.poison == "decode")
 
     def _submit_bad(self, request: SoakRequest) -> None:
-        live = next(iter(self.engine.snapshot().waiting), None)
+        found = self.engine.snapshot()
+        live = next(iter(found.waiting), None)
         arguments = dict(
             self._draw.choice(bad_requests(self.engine, None if live is None else live.request_id))
         )
-        before = self.engine.snapshot().counters.submitted
         try:
             params = SamplingParams.from_mapping(arguments.pop("params", {}))
             self.engine.submit(arguments.pop("prompt"), params, **arguments)
@@ -209,7 +216,7 @@ class Life:
             self._tally.refused += 1
         else:
             self.problem(f"before request {request.name}: not refused: {arguments}")
-        if self.engine.snapshot().counters.submitted != before:
+        if self.engine.snapshot().counters.submitted != found.counters.submitted:
             self.problem(f"before request {request.name}: refused, but queued: {arguments}")
 
     def _act(self, live: dict[str, SoakRequest], turn: int) -> None:
@@ -313,7 +320,8 @@ class Life:
         one_end = [request for request in requests if len(request.ends) == 1]
         own_errors = [request for request in one_end if _has_own_error(request)]
         rest = [request for request in one_end if request not in own_errors and any(request.tokens.values())]
-        for request in own_errors + self._draw.sample(rest, min(_COMPARED, len(rest))):
+        count = -(-self._requests // _COMPARED_SHARE)
+        for request in own_errors + self._draw.sample(rest, min(count, len(rest))):
             self.engine.reset_prefix_cache()
             self.engine.submit(request.prompt, request.params, request_id=request.name)
             outputs = self.engine.drain()

@@ -18,6 +18,7 @@ from xla_engine.sampling_params import SamplingParams
 
 READERS = ("step", "step", "own", "slow", "gone")
 OWN_ENDS = ("stop", "length")
+_USUAL_SLOTS = 8
 _STEM = 48  # tokens that many prompts of a life begin with
 
 
@@ -71,8 +72,9 @@ class SoakRequest:
 def draw_requests(
     engine: XlaBatchEngine, draw: random.Random, count: int, name: str, stems: Sequence[tuple[int, ...]]
 ) -> list[SoakRequest]:
-    """Draw requests that come in the first turns of a round, named after it. stems: what prompts may begin with."""
-    pace = draw.choice((0.3, 1.0, 4.0))  # arrivals a turn
+    """Draw requests that come in the first turns of a round, named after it: more of them a turn
+    where there are more slots. stems: what prompts may begin with."""
+    pace = draw.choice((0.3, 1.0, 4.0)) * max(1.0, engine.max_num_seqs / _USUAL_SLOTS)  # arrivals a turn
     turn, requests = 0.0, []
     limit = engine.max_model_len
     for index, case in enumerate(draw_cases(engine, count, draw.randrange(2**32), every_field=True)):

@@ -1,4 +1,4 @@
-"""Lives of an engine, one after another, until the time is over; and the report."""
+"""Lives of an engine, one after another, until the time is over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from xla_engine.config import EngineConfig
@@ -17,12 +17,12 @@ from xla_engine.scheduler.policy import POLICIES
 from xla_engine.soak import memory
 from xla_engine.soak.async_life import AsyncLife
 from xla_engine.soak.faults import STEP_TIMEOUT_S, FaultyTokenizer
-from xla_engine.soak.life import ENDS, Life, Tally
+from xla_engine.soak.life import ENDS, REQUESTS, Life
+from xla_engine.soak.report import KindTimes, SoakReport
 
 ROUNDS = 40  # of a life
 EVERY = 3  # so many lives, one goes through `AsyncLLM`
 WARM_LIVES = 4  # whose memory is not looked at: one of each kind
-ALLOWED_GROWTH = 48 << 20  # bytes, by the slope, from the end of the warm-up to the end of the soak
 _BLOCK = 32
 _PATIENCE_S = 30.0  # for threads to end
 _KINDS: dict[str, dict[str, Any]] = {
@@ -36,73 +36,6 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(slots=True)
-class SoakReport:
-    """What a soak did and found.
-
-    seed, first_life: repeat it. seconds: wall time. tally: what happened.
-    resident: (requests so far, bytes of memory) after each engine's end, the warm-up left out: engines differ in size.
-    """
-
-    seed: int
-    first_life: int
-    seconds: float = 0.0
-    tally: Tally = field(default_factory=Tally)
-    resident: list[tuple[int, int]] = field(default_factory=list)
-    without_speculation: str | None = None
-
-    @property
-    def bytes_per_request(self) -> float:
-        """Slope of the memory over requests, by least squares."""
-        return memory.slope(self.resident)
-
-    @property
-    def growth(self) -> int:
-        """What the slope makes of the whole soak, in bytes."""
-        if len(self.resident) < 3:
-            return 0
-        return round(self.bytes_per_request * (self.resident[-1][0] - self.resident[0][0]))
-
-    @property
-    def ok(self) -> bool:
-        return not self.tally.problems and self.growth <= ALLOWED_GROWTH
-
-    def lines(self) -> list[str]:
-        """The report as text."""
-        tally, mib = self.tally, 1 << 20
-        ends = ", ".join(f"{name} {count}" for name, count in sorted(tally.ends.items()))
-        first, last = (self.resident[0][1], self.resident[-1][1]) if self.resident else (0, 0)
-        lines = [
-            f"seed                       {self.seed}",
-            f"time                       {self.seconds:.0f} s",
-            f"engines                    {tally.lives}  (from life {self.first_life} on)",
-            f"rounds                     {tally.rounds}",
-            f"requests                   {tally.requests}  (sequences: {ends})",
-            f"requests refused           {tally.refused}",
-            f"tokens                     {tally.tokens}  (in {tally.steps} steps)",
-            f"preempted                  {tally.preemptions}",
-            f"tokens found in the cache  {tally.cached_tokens}",
-            f"drafts checked             {tally.drafted_tokens}",
-            f"steps failed, interrupted  {tally.failed_steps}, {tally.interrupts}",
-            f"steps long, hung           {tally.slow_steps}, {tally.hangs}",
-            f"compared with alone        {tally.compared}",
-            f"memory                     {first / mib:.0f} MiB after the warm-up, {last / mib:.0f} MiB at the end; "
-            f"{self.bytes_per_request:+.0f} bytes a request, {self.growth / mib:+.1f} MiB in all, "
-            f"allowed {ALLOWED_GROWTH / mib:.0f}",
-        ]
-        if self.without_speculation is not None:
-            lines.append(f"no speculation             {self.without_speculation}")
-        lines += [f"  {problem}" for problem in tally.problems[:20]]
-        if tally.problems:
-            life = tally.problems[0].split(",")[0].partition("/")[2]
-            again = f"--seed {self.seed} --first-life {life} --lives 1"
-            lines.append(f"to see it again, with the same options: xla-engine soak {again}")
-        if self.growth > ALLOWED_GROWTH:
-            lines.append("  the memory grows")
-        lines.append("all held" if self.ok else "NOT all held")
-        return lines
-
-
 def soak(
     checkpoint: Checkpoint,
     tokenizer: FaultyTokenizer | None,
@@ -113,13 +46,16 @@ def soak(
     seed: int = 0,
     first_life: int = 0,
     rounds: int = ROUNDS,
+    requests: int = REQUESTS,
     progress: Callable[[str], None] | None = None,
+    on_life: Callable[[SoakReport], None] | None = None,
 ) -> SoakReport:
     """Run engines under requests, faults and ends of all kinds, until the time or the lives are over.
 
     config: what the lives do not choose themselves.
     minutes: no round begins later. lives: engines at most. The first problem ends the soak after its round.
-    rounds: of each life. progress: called after each round with "round".
+    rounds: of each life. requests: of each round. progress: called after each round with "round". on_life: called with
+    the report as it is after each life.
 
     Raises ConfigError where no engine can be.
     """
@@ -132,40 +68,61 @@ def soak(
 
     numbers = itertools.count(first_life) if lives is None else range(first_life, first_life + lives)
     for number in numbers:
+        starts = time.monotonic()
         try:
-            life = _begin(checkpoint, tokenizer, config, f"{seed}/{number}", number, report)
+            life = _begin(checkpoint, tokenizer, config, number, report, requests)
         except ConfigError as error:
             if number % len(_KINDS) < 2:
                 raise
             report.without_speculation = str(error)
             continue
+        times = report.kinds.setdefault(_kind(number), KindTimes())
+        before, runs = report.tally.requests, time.monotonic()
         for step in range(rounds):
             life.run_round(step, last=step == rounds - 1)
             if progress is not None:
                 progress("round")
             if report.tally.problems or life.engine.closed_because is not None or is_over():
                 break
+        ends = time.monotonic()
         life.finish()
+        alone_s = life.alone_s
         del life
         report.tally.problems += [
             f"{seed}/{number}, after its end: {what}" for what in _remains(others, threads)
         ]
         if number >= first_life + WARM_LIVES:
             report.resident.append((report.tally.requests, memory.resident_bytes()))
+        times.lives += 1
+        times.requests += report.tally.requests - before
+        times.starting_s += runs - starts
+        times.rounds_s += ends - runs - alone_s
+        times.alone_s += alone_s
+        times.ending_s += time.monotonic() - ends
+        report.seconds = time.monotonic() - began
+        if on_life is not None:
+            on_life(report)
         if report.tally.problems or is_over():
             break
     report.seconds = time.monotonic() - began
     return report
 
 
+def _kind(number: int) -> str:
+    """What kind of engine a life has, in words."""
+    name = list(_KINDS)[number % len(_KINDS)]
+    return f"{name}, AsyncLLM" if number % EVERY == EVERY - 1 else name
+
+
 def _begin(
     checkpoint: Checkpoint,
     tokenizer: FaultyTokenizer | None,
     config: EngineConfig,
-    seed: str,
     number: int,
     report: SoakReport,
+    requests: int,
 ) -> Life:
+    seed = f"{report.seed}/{number}"
     kind = list(_KINDS)[number % len(_KINDS)]
     end = ENDS[(number + number // len(_KINDS)) % len(ENDS)]
     draw = random.Random(f"{seed}/config")
@@ -174,7 +131,7 @@ def _begin(
         "quantum": draw.choice((1, 8)),
         "priority_aging": draw.choice((1, 64)),
         "swap_space": draw.choice((4.0, 4.0, 0.001, 0.0)),
-        "max_waiting": draw.choice((None, None, 8)),
+        "max_waiting": draw.choice((None, None, max(8, config.num_slots))),
         "step_timeout_s": STEP_TIMEOUT_S if end == "hang" or draw.random() < 0.5 else None,
         **_KINDS[kind],
     }
@@ -182,7 +139,9 @@ def _begin(
         longest = -(-config.context_length(checkpoint.config.max_position_embeddings) // _BLOCK) + 1
         fields["num_blocks"] = max(longest + 1, config.num_slots * longest * 2 // 5)
     kind_of_life = AsyncLife if number % EVERY == EVERY - 1 else Life
-    return kind_of_life(checkpoint, tokenizer, replace(config, **fields), seed, report.tally, end=end)
+    return kind_of_life(
+        checkpoint, tokenizer, replace(config, **fields), seed, report.tally, end=end, requests=requests
+    )
 
 
 def _remains(others: Counter[str], threads: int) -> Iterator[str]:
