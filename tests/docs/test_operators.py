@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from xla_engine.observability.metrics import CACHE_CONFIG, METRICS
+from xla_engine.observability.metrics import CACHE_CONFIG, METRICS, EngineFacts, engine_metrics
+from xla_engine.observability.phases import PhaseTimes
+from xla_engine.observability.stats import EngineStats
 from xla_engine.server.metrics import SERVER_METRICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
@@ -23,3 +25,12 @@ def test_names_follow_prometheus_rules() -> None:
     for metric in METRICS:
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
         assert metric.about.endswith(".") and "\n" not in metric.about
+
+
+def test_every_metric_of_an_engine_has_the_name_of_its_model() -> None:
+    """As the page says: a dashboard that asks for one model must find all of it."""
+    facts = EngineFacts(model_name="mine", block_size=16, num_blocks=4, enable_prefix_caching=True)
+    families = engine_metrics(EngineStats(finished={"stop": 1}, phases=PhaseTimes()), facts)
+    samples = [(family.name, sample.labels) for family in families for sample in family.samples]
+    assert len(samples) > len(METRICS)
+    assert [name for name, labels in samples if labels.get("model_name") != "mine"] == []

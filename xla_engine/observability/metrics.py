@@ -247,6 +247,7 @@ def engine_metrics(stats: EngineStats, facts: EngineFacts) -> list[Family]:
             samples = (Sample(value, labels),)
         found.append(Family(name=name, kind=kind, about=about, samples=samples))
     cache = {
+        **labels,
         "block_size": str(facts.block_size),
         "num_gpu_blocks": str(facts.num_blocks),
         "enable_prefix_caching": str(facts.enable_prefix_caching),

@@ -96,7 +96,7 @@ SERVER_METRICS = (
 
 
 def metrics_text(service: Serving) -> str:
-    """Every metric, with the label that vLLM has on each: the model's name."""
+    """Every metric. Those of the engine have the label that vLLM has on each: the model's name."""
     engine = service.engine.metrics(service.settings.model_names[0])
     own = (metric.make(metric.name, metric.about, metric.read(service)) for metric in SERVER_METRICS)
     return text_of((*engine, *own))
