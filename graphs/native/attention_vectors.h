@@ -4,23 +4,87 @@
 
 #include "attention_cache.h"
 #include "attention_scores.h"
+#include "dots.h"
 
 namespace xla_engine {
 
+// What words of keys and values are multiplied with, for each row and word in order: queries, then weights, both in the
+// type of the store. Where a pair of bf16 is one instruction, a word of the row; elsewhere its parts widened, of which the
+// second is added first, as that instruction does (see dots.h): the bits are the same.
+template <typename T>
+struct Factors {
+  using Type = float;
+  static constexpr int kParts = Storage<T>::kPack;
+  template <int part>
+  static Vec Part(const T* words) {
+    return Storage<T>::template Part<kParts - 1 - part>(words);
+  }
+  static Vec Add(Vec sum, Vec words, const float* row, int64_t word, int part) {
+    return Fused(words, row[word * kParts + kParts - 1 - part], sum);
+  }
+  static void FromQuery(const T* from, int64_t width, float* to) {
+    for (int64_t i = 0; i < width; ++i) to[i] = Storage<T>::Widen(from[i]);
+  }
+  // In place.
+  static const float* FromWeights(float* row, int64_t end) {
+    if constexpr (kParts == 2)
+      for (int64_t at = 0; at < end; at += kVector) Store(row + at, Rounded(Load(row + at)));
+    return row;
+  }
+
+ private:
+  static Vec Rounded(Vec values) {
+    const Bits bits = Cast<Bits>(values);
+    return Cast<Vec>(bits + 0x7FFFu + (bits >> 16 & 1u) & 0xFFFF0000u);
+  }
+};
+
+#ifdef XLA_ENGINE_PAIRS
+template <>
+struct Factors<BFloat16> {
+  using Type = Word;
+  static constexpr int kParts = 1;
+  template <int part>
+  static Words Part(const BFloat16* words) {
+    return LoadAs<Words>(words);
+  }
+  static Vec Add(Vec sum, Words words, const Word* row, int64_t word, int) {
+    return Dots<BFloat16>::Add(sum, words, row[word]);
+  }
+  static void FromQuery(const BFloat16* from, int64_t width, Word* to) {
+    std::memcpy(to, from, width * sizeof(BFloat16));
+  }
+  // In place: words are half as long, so that none is written before it is read.
+  static const Word* FromWeights(float* row, int64_t end) {
+    BFloat16* to = reinterpret_cast<BFloat16*>(row);
+    for (int64_t at = 0; at < end; at += kVector) Storage<BFloat16>::Round(Load(row + at), to + at);
+    return reinterpret_cast<const Word*>(row);
+  }
+};
+#endif
+
+// Rows and vectors beside each other: few rows take more vectors, so that enough sums are under way.
+constexpr int kMostRows = kRegister == 16 ? 8 : 6;
+constexpr int Beside(int rows) {
+  if (kRegister == 16) return rows <= 4 ? 4 : 2;
+  return rows <= 3 ? 4 : 1;
+}
+
 template <typename T, int kRows, int kBlocks>
-void ScoreBlocks(const Context<T>& context, const float* queries, int64_t first_block, float* scores, int64_t stride) {
+void ScoreBlocks(const Context<T>& context, const typename Factors<T>::Type* queries, int64_t first_block, float* scores,
+                 int64_t stride) {
   constexpr int kPack = Storage<T>::kPack;
+  const int64_t words = context.width / kPack, pitch = words * Factors<T>::kParts;
   Vec sum[kRows][kBlocks] = {};
   const T* const* keys = context.keys.data() + first_block;
-  for (int64_t word = 0; word < context.width / kPack; ++word) {
+  for (int64_t word = 0; word < words; ++word) {
     for (int b = 0; b < kBlocks; ++b) {
-      const T* words = keys[b] + word * kVector * kPack;
-      const Vec first = Storage<T>::template Part<0>(words);
-      for (int r = 0; r < kRows; ++r) sum[r][b] = Fused(first, queries[r * context.width + word * kPack], sum[r][b]);
-      if constexpr (kPack == 2) {
-        const Vec second = Storage<T>::template Part<1>(words);
-        for (int r = 0; r < kRows; ++r) sum[r][b] = Fused(second, queries[r * context.width + word * 2 + 1], sum[r][b]);
-      }
+      auto add = [&](auto part) {
+        const auto key = Factors<T>::template Part<part>(keys[b] + word * kVector * kPack);
+        for (int r = 0; r < kRows; ++r) sum[r][b] = Factors<T>::Add(sum[r][b], key, queries + r * pitch, word, part);
+      };
+      add(std::integral_constant<int, 0>());
+      if constexpr (Factors<T>::kParts == 2) add(std::integral_constant<int, 1>());
     }
   }
   for (int r = 0; r < kRows; ++r)
@@ -28,8 +92,8 @@ void ScoreBlocks(const Context<T>& context, const float* queries, int64_t first_
 }
 
 template <typename T, int kRows>
-void ScoreRows(const Context<T>& context, const float* queries, float* scores, int64_t stride) {
-  constexpr int kBlocks = kRows >= 4 ? 2 : 4;
+void ScoreRows(const Context<T>& context, const typename Factors<T>::Type* queries, float* scores, int64_t stride) {
+  constexpr int kBlocks = Beside(kRows);
   const int64_t blocks = context.keys.size();
   int64_t block = 0;
   for (; block + kBlocks <= blocks; block += kBlocks)
@@ -38,7 +102,7 @@ void ScoreRows(const Context<T>& context, const float* queries, float* scores, i
 }
 
 template <typename T, int kRows, int kParts>
-void WeighParts(const Context<T>& context, const float* weights, int64_t stride, int64_t dim, float* out) {
+void WeighParts(const Context<T>& context, const typename Factors<T>::Type* weights, int64_t stride, int64_t dim, float* out) {
   constexpr int kPack = Storage<T>::kPack;
   Vec sum[kRows][kParts] = {};
   const int64_t words = (context.count + kPack - 1) / kPack;
@@ -47,13 +111,12 @@ void WeighParts(const Context<T>& context, const float* weights, int64_t stride,
     const int64_t end = std::min((tile + 1) * kVector, words);
     for (int64_t word = tile * kVector; word < end; ++word, rows += kVector * kPack) {
       for (int p = 0; p < kParts; ++p) {
-        const T* part = rows + p * kVector * kVector * kPack;
-        const Vec first = Storage<T>::template Part<0>(part);
-        for (int r = 0; r < kRows; ++r) sum[r][p] = Fused(first, weights[r * stride + word * kPack], sum[r][p]);
-        if constexpr (kPack == 2) {
-          const Vec second = Storage<T>::template Part<1>(part);
-          for (int r = 0; r < kRows; ++r) sum[r][p] = Fused(second, weights[r * stride + word * 2 + 1], sum[r][p]);
-        }
+        auto add = [&](auto part) {
+          const auto value = Factors<T>::template Part<part>(rows + p * kVector * kVector * kPack);
+          for (int r = 0; r < kRows; ++r) sum[r][p] = Factors<T>::Add(sum[r][p], value, weights + r * stride, word, part);
+        };
+        add(std::integral_constant<int, 0>());
+        if constexpr (Factors<T>::kParts == 2) add(std::integral_constant<int, 1>());
       }
     }
   }
@@ -62,8 +125,8 @@ void WeighParts(const Context<T>& context, const float* weights, int64_t stride,
 }
 
 template <typename T, int kRows>
-void WeighRows(const Context<T>& context, const float* weights, int64_t stride, float* out) {
-  constexpr int64_t kParts = kRows >= 4 ? 2 : 4;
+void WeighRows(const Context<T>& context, const typename Factors<T>::Type* weights, int64_t stride, float* out) {
+  constexpr int64_t kParts = Beside(kRows);
   int64_t dim = 0;
   for (; dim + kParts * kVector <= context.width; dim += kParts * kVector)
     WeighParts<T, kRows, kParts>(context, weights, stride, dim, out);
@@ -74,25 +137,34 @@ void WeighRows(const Context<T>& context, const float* weights, int64_t stride, 
 template <typename Step>
 void ByRows(int64_t rows, Step step) {
   int64_t row = 0;
-  for (; row + 6 <= rows; row += 6) step(std::integral_constant<int, 6>(), row);
-  for (; row + 3 <= rows; row += 3) step(std::integral_constant<int, 3>(), row);
-  for (; row < rows; ++row) step(std::integral_constant<int, 1>(), row);
+  for (; row + kMostRows <= rows; row += kMostRows) step(std::integral_constant<int, kMostRows>(), row);
+  for (; row + 4 <= rows; row += 4) step(std::integral_constant<int, 4>(), row);
+  if (row + 3 == rows) return step(std::integral_constant<int, 3>(), row);
+  if (row + 2 == rows) return step(std::integral_constant<int, 2>(), row);
+  if (row + 1 == rows) step(std::integral_constant<int, 1>(), row);
 }
 
 // Attends with queries [rows, width] to the keys each of them sees: weighted values [rows, width] and, apart, the sum of
-// weights of each row. `scores` is scratch, `stride` floats a row.
+// weights of each row. Weights are rounded to the type of the values, their sum is not. `scores` is scratch, `stride`
+// floats a row.
 template <typename T>
 void AttendVectors(const Context<T>& context, const T* queries, const Seen& seen, ScoreForm form, float* scores,
                    int64_t stride, float* out, float* sums) {
-  float wide[kQueries * kMaxWidth];
-  for (int64_t i = 0; i < seen.rows * context.width; ++i) wide[i] = Storage<T>::Widen(queries[i]);
+  using Factor = typename Factors<T>::Type;
+  alignas(64) Factor factors[kQueries * kMaxWidth];
+  const int64_t pitch = context.width / Storage<T>::kPack * Factors<T>::kParts;
+  for (int64_t row = 0; row < seen.rows; ++row)
+    Factors<T>::FromQuery(queries + row * context.width, context.width, factors + row * pitch);
   ByRows(seen.rows, [&](auto count, int64_t row) {
-    ScoreRows<T, count>(context, wide + row * context.width, scores + row * stride, stride);
+    ScoreRows<T, count>(context, factors + row * pitch, scores + row * stride, stride);
   });
-  const int64_t end = (context.count + kVector - 1) / kVector * kVector;
-  for (int64_t row = 0; row < seen.rows; ++row) sums[row] = Softmax(scores + row * stride, seen, row, end, form);
+  const int64_t end = (context.count + 2 * kVector - 1) / (2 * kVector) * (2 * kVector);
+  for (int64_t row = 0; row < seen.rows; ++row) {
+    sums[row] = Softmax(scores + row * stride, seen, row, end, form);
+    Factors<T>::FromWeights(scores + row * stride, end);
+  }
   ByRows(seen.rows, [&](auto count, int64_t row) {
-    WeighRows<T, count>(context, scores + row * stride, stride, out + row * context.width);
+    WeighRows<T, count>(context, reinterpret_cast<const Factor*>(scores + row * stride), stride, out + row * context.width);
   });
 }
 

@@ -21,6 +21,9 @@
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define XLA_ENGINE_BFDOT 1
 #endif
+#if defined(__AVX512BF16__) || defined(XLA_ENGINE_BFDOT)
+#define XLA_ENGINE_PAIRS 1  // of bf16 in one instruction
+#endif
 
 namespace xla_engine {
 
@@ -117,7 +120,7 @@ struct Dots<BFloat16> {
   static Sum Start(Word) { return Sum{}; }
   static int32_t Total(Word) { return 0; }
 
-#if defined(__AVX512BF16__) || defined(XLA_ENGINE_BFDOT)
+#ifdef XLA_ENGINE_PAIRS
   static constexpr int64_t kParts = 1;
   template <int part>
   static Words Part(const char* words) {
