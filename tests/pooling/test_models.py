@@ -219,3 +219,25 @@ def test_numpy_agrees_with_transformers(tmp_path: Path, labels: int) -> None:
             close([found.logits[0].tolist()], [tensors["score.weight"] @ hidden[-1]])
         else:
             close(found.last_hidden_state[0].tolist(), list(hidden))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("pooling", [LAST, MEAN], ids=["last token", "mean"])
+def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, pooling: dict[str, Any]) -> None:
+    """From the same directory: tokens, pooling and length 1. In float32, each number to 1e-5."""
+    from sentence_transformers import SentenceTransformer
+
+    texts = ["def push(self)", "the cat sat on the mat", "naïve café", "x", "import os\nimport sys\n" * 4]
+    size = {"word_embedding_dimension": CONFIG["hidden_size"]}
+    write_model(
+        tmp_path, qwen3_tensors(prefix=""), "Qwen3Model", modules=("Transformer", "Pooling", "Normalize"),
+        pooling={**size, **pooling},
+    )  # fmt: skip
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|end|>", "padding_side": "left"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(words))
+    theirs = SentenceTransformer(str(tmp_path), device="cpu").encode(texts, normalize_embeddings=True)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        found = llm.embed(texts, use_tqdm=False)
+    ours = np.array([each.outputs.embedding for each in found])
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    assert np.abs(theirs - theirs[0]).max(1)[1:].min() > 0.1, "texts differ"
