@@ -28,14 +28,8 @@ struct Factors {
   // In place.
   static const float* FromWeights(float* row, int64_t end) {
     if constexpr (kParts == 2)
-      for (int64_t at = 0; at < end; at += kVector) Store(row + at, Rounded(Load(row + at)));
+      for (int64_t at = 0; at < end; at += kVector) StoreAs(row + at, Storage<T>::Rounded(Load(row + at)) & 0xFFFF0000u);
     return row;
-  }
-
- private:
-  static Vec Rounded(Vec values) {
-    const Bits bits = Cast<Bits>(values);
-    return Cast<Vec>(bits + 0x7FFFu + (bits >> 16 & 1u) & 0xFFFF0000u);
   }
 };
 

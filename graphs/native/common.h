@@ -52,9 +52,10 @@ struct Storage<BFloat16> {
     if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
     return {static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
   }
-  static void Round(Vec values, BFloat16* to) {
+  static void Round(Vec values, BFloat16* to) { StoreAs(to, Convert<Shorts>(Rounded(values) >> 16)); }
+  static Bits Rounded(Vec values) {  // in the upper halves
     const Bits bits = Cast<Bits>(values), rounded = bits + 0x7FFFu + (bits >> 16 & 1u), nan = bits | 0x400000u;
-    StoreAs(to, Convert<Shorts>(Select(values != values, nan, rounded) >> 16));
+    return Select(values != values, nan, rounded);
   }
   static float Widen(BFloat16 value) {
     uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
