@@ -3,7 +3,8 @@
 Every weight is cut by output features, so that each dot product runs over its whole width on one device, in the order
 in which one device alone would take it. Where features become inputs they are gathered. Gathering moves bits and adds
 nothing: results are the same for any number of devices, as far as a feature's bits do not depend on how many features
-a product has. Megatron's way (Shoeybi et al. 2019) adds up partial sums, in an order that depends on the devices.
+a product has. Where few would make a difference, every device has the whole weight and computes all of them.
+Megatron's way (Shoeybi et al. 2019) adds up partial sums, in an order that depends on the devices.
 
 Heads stay whole: a device has key/value heads with their queries. Where there are more devices than key/value heads,
 several devices hold the same one and share its queries. What does not come out even is padded with zeros.
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.config import DeltaForm, ModelConfig
+from xla_engine.graphs.delta_net.native import fits
 
 AXIS = "tp"  # of the mesh
 
@@ -38,11 +40,14 @@ class Sharding:
     config: of the whole model.
     devices: how many; None: one, and programs know no mesh.
     task: features that stay together, because a product takes so many at once.
+    least: features of a product that a device has at least; 1 is for products without such a bound. Where it would
+        have fewer, no device's weight is cut. The products of experts are free of this.
     """
 
     config: ModelConfig
     devices: int | None = None
     task: int = 1
+    least: int = 1
 
     @property
     def local(self) -> ModelConfig:
@@ -55,8 +60,8 @@ class Sharding:
         return self._with_heads(self.devices or 1)
 
     def gather(self, x: jax.Array, kind: Kind, axis: int = 1) -> jax.Array:
-        """`x` with the features of all devices along `axis`, in the model's order; x itself without a mesh."""
-        if self.devices is None:
+        """`x` with the features of all devices along `axis`, in the model's order; x itself where it has all."""
+        if self.devices is None or _is_whole(_held(self, kind)):
             return x
         every = x if self.devices == 1 else lax.all_gather(x, AXIS, axis=axis, tiled=True)
         order = _order(self, kind)
@@ -64,38 +69,49 @@ class Sharding:
             every = lax.slice_in_dim(every, 0, len(order), axis=axis)
         else:
             every = jnp.take(every, order, axis=axis)
-        return self.stored(every)
+        return self.stored(every, kind)
 
-    def stored(self, x: jax.Array) -> jax.Array:
+    def stored(self, x: jax.Array, kind: Kind) -> jax.Array:
         """x, of which XLA makes nothing else for what follows, as it does not on one device either.
 
-        It would turn a product around to get rid of a gather's transpose, into one that XLA:CPU may not have in
-        bfloat16; or round the scaling of an embedding and the sum behind it as one.
+        Where each has some features of the kind, that is. XLA would turn a product around to get rid of a gather's
+        transpose, into one that XLA:CPU may not have in bfloat16; or round the scaling of an embedding and the sum
+        behind it as one.
         """
-        return x if self.devices in (None, 1) else lax.optimization_barrier(x)
+        if self.devices in (None, 1) or _is_whole(_held(self, kind)):
+            return x
+        return lax.optimization_barrier(x)
 
     def own(self, x: jax.Array, kind: Kind) -> jax.Array:
         """The device's features of `x [N, F]`, where all devices have all of them; x itself without a mesh."""
-        if self.devices is None:
-            return x
-        held = _held(self, kind)
-        mine = jnp.asarray(np.where(held < 0, x.shape[1], held), jnp.int32)[lax.axis_index(AXIS)]
-        if not _is_consecutive(held):
-            return x.at[:, mine].get(mode="fill", fill_value=0)
-        missing = held.size - x.shape[1]
-        padded = jnp.pad(x, ((0, 0), (0, missing))) if missing else x
-        if self.devices == 1:
-            return padded
-        return lax.dynamic_slice_in_dim(padded, lax.axis_index(AXIS) * held.shape[1], held.shape[1], axis=1)
+        return x if self.devices is None else _part(x, _held(self, kind))
+
+    def own_heads(self, qkv: jax.Array) -> jax.Array:
+        """The device's queries, keys, values and gates of a projection `[N, F]`, of which it may have computed all."""
+        return qkv if self.devices is None or self.cuts_qkv else _part(qkv, _qkv(self))
+
+    @property
+    def cuts_recurrent(self) -> bool:
+        """Whether each device has some heads of recurrent layers, and not all.
+
+        Where XLA runs the rule, or the product before it, fewer heads were found to have other bits (findings/050).
+        """
+        return self.config.delta is not None and self.least == 1 and fits(self.config.delta)
+
+    @property
+    def cuts_qkv(self) -> bool:
+        """Whether each device computes the projection of its own heads alone."""
+        return _qkv(self).shape[1] >= self.least
 
     def looked_up(self, lookup: Callable[[jax.Array], jax.Array], tokens: jax.Array) -> jax.Array:
         """`lookup(tokens [N])`, float32 `[N, ...]`, which a device can do for tokens of its part of the vocabulary.
 
         The bits are added up as integers, all but one of them zero.
         """
-        if self.devices in (None, 1):
+        held = None if self.devices is None else _held(self, "vocabulary")
+        if held is None or _is_whole(held) or self.devices == 1:
             return lookup(tokens)
-        width = _held(self, "vocabulary").shape[1]
+        width = held.shape[1]
         own = tokens - lax.axis_index(AXIS).astype(tokens.dtype) * width
         here = (own >= 0) & (own < width)
         bits = lax.bitcast_convert_type(lookup(jnp.where(here, own, 0)), jnp.int32)
@@ -104,17 +120,16 @@ class Sharding:
 
     def cut(self, leaf: str) -> Cut | None:
         """How the weight `leaf` is cut; None: every device has all of it."""
-        return None if self.devices is None else _cut(self, leaf)
+        found = None if self.devices is None else _cut(self, leaf)
+        return None if found is None or _is_whole(found.rows) else found
 
     def _with_heads(self, times: int) -> ModelConfig:
         c = self.config
         if self.devices is None:
             return c
         delta = c.delta
-        if delta is not None:
-            _, values = _groups(delta.key_heads, delta.value_heads // delta.key_heads, self.devices)
-            keys = times * values.shape[1]
-            delta = replace(delta, key_heads=keys, value_heads=keys * values.shape[2])
+        if delta is not None and self.cuts_recurrent:
+            delta = _delta_of(delta, self.devices, times)
         _, queries = _groups(
             c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, self.devices
         )
@@ -159,6 +174,28 @@ def _groups(heads: int, queries: int, devices: int) -> tuple[Indices, Indices]:
     return head, np.where(there, head[:, :, None] * queries + place, -1)
 
 
+def _delta_of(form: DeltaForm, devices: int, times: int) -> DeltaForm:
+    """The form with the heads that so many of the devices have together."""
+    _, values = _groups(form.key_heads, form.value_heads // form.key_heads, devices)
+    keys = times * values.shape[1]
+    return replace(form, key_heads=keys, value_heads=keys * values.shape[2])
+
+
+def _part(x: jax.Array, rows: Indices) -> jax.Array:
+    """The features of `x [N, F]` that the device holds of `rows`, zero for padding."""
+    devices, width = rows.shape
+    if _is_whole(rows):
+        return x
+    if not _is_consecutive(rows):
+        mine = jnp.asarray(np.where(rows < 0, x.shape[1], rows), jnp.int32)[lax.axis_index(AXIS)]
+        return x.at[:, mine].get(mode="fill", fill_value=0)
+    missing = rows.size - x.shape[1]
+    padded = jnp.pad(x, ((0, 0), (0, missing))) if missing else x
+    if devices == 1:
+        return padded
+    return lax.dynamic_slice_in_dim(padded, lax.axis_index(AXIS) * width, width, axis=1)
+
+
 def _features(heads: Indices, size: int) -> Indices:
     """The features of heads `[devices, ...]` of so many features each, `[devices, F]`."""
     features = np.where(heads[..., None] < 0, -1, heads[..., None] * size + np.arange(size))
@@ -194,15 +231,20 @@ def _held(sharding: Sharding, kind: Kind) -> Indices:
         return _features(queries if kind == "queries" else keys, c.head_dim)
     if kind == "values":
         assert c.delta is not None
+        if not sharding.cuts_recurrent:
+            return _everywhere(c.delta.inner_features, devices)
         _, values = _groups(c.delta.key_heads, c.delta.value_heads // c.delta.key_heads, devices)
         return _features(values, c.delta.value_dim)
     sizes = {"residual": c.hidden_size, "mlp": c.intermediate_size, "vocabulary": c.vocab_size}
     if c.experts is not None:
         sizes["expert"] = c.experts.moe_intermediate_size
         sizes["shared_expert"] = c.experts.shared_expert_intermediate_size
-    if kind == "residual" and c.hidden_size % sharding.task:
-        return _odd(c.hidden_size, devices, sharding.task)
-    return _even(sizes[kind], devices, sharding.task)
+    is_odd = kind == "residual" and c.hidden_size % sharding.task
+    held = (_odd if is_odd else _even)(sizes[kind], devices, sharding.task)
+    is_whole = kind != "expert" and held.shape[1] < sharding.least
+    if kind == "vocabulary" and sharding.least > 1:
+        is_whole |= c.embedding_multiplier != 1  # XLA may round it and the sums behind it as one, or not
+    return _everywhere(sizes[kind], devices) if is_whole else held
 
 
 @functools.cache
@@ -210,6 +252,15 @@ def _order(sharding: Sharding, kind: Kind) -> Indices:
     """Where each feature of the model is among those of all devices side by side; of copies the first."""
     found, place = np.unique(_held(sharding, kind).reshape(-1), return_index=True)
     return place[found >= 0]
+
+
+def _everywhere(count: int, devices: int) -> Indices:
+    return np.tile(np.arange(count), (devices, 1))
+
+
+def _is_whole(rows: Indices) -> bool:
+    """Whether each device has all rows."""
+    return bool((rows == np.arange(rows.shape[1])).all())
 
 
 def _is_consecutive(held: Indices) -> bool:
@@ -231,16 +282,24 @@ def _cut(sharding: Sharding, leaf: str) -> Cut | None:
     if kind in ("gate_up", "gate_up_bias"):
         return Cut(0, _side_by_side((held("mlp"), c.intermediate_size), (held("mlp"), 0)))
     if kind in ("qkv", "qkv_bias"):
-        queries, keys, count = held("queries"), held("keys"), c.num_key_value_heads * c.head_dim
-        parts = [(queries, c.num_attention_heads * c.head_dim), (keys, count), (keys, count), (queries, 0)]
-        return Cut(0, _side_by_side(*parts[: 4 if c.attn_output_gate else 3]))
+        return Cut(0, _qkv(sharding)) if sharding.cuts_qkv else None
     if kind == "sinks":
         return Cut(0, held("queries")[:, :: c.head_dim] // c.head_dim)
     if c.experts is not None and kind.startswith("experts."):
         return _expert_cut(sharding, kind.removeprefix("experts."))
-    if c.delta is not None and kind.startswith("delta."):
-        return _delta_cut(sharding, kind.removeprefix("delta."))
+    if kind.startswith("delta.") and sharding.cuts_recurrent:
+        rows = _delta_rows(sharding, kind.removeprefix("delta."))
+        return None if rows is None else Cut(0, rows)
     return None  # norms
+
+
+@functools.cache
+def _qkv(sharding: Sharding) -> Indices:
+    """The rows of the fused projection that go with each device's heads, `[devices, F]`."""
+    c, held = sharding.config, functools.partial(_held, sharding)
+    queries, keys, count = held("queries"), held("keys"), c.num_key_value_heads * c.head_dim
+    parts = [(queries, c.num_attention_heads * c.head_dim), (keys, count), (keys, count), (queries, 0)]
+    return _side_by_side(*parts[: 4 if c.attn_output_gate else 3])
 
 
 def _expert_cut(sharding: Sharding, kind: str) -> Cut | None:
@@ -263,7 +322,8 @@ def _expert_cut(sharding: Sharding, kind: str) -> Cut | None:
     return Cut(1, rows)
 
 
-def _delta_cut(sharding: Sharding, kind: str) -> Cut | None:
+def _delta_rows(sharding: Sharding, kind: str) -> Indices | None:
+    """The rows of a recurrent layer's weight that go with each device's heads; None: it has none for each head."""
     form = sharding.config.delta
     assert form is not None and sharding.devices is not None
     keys, values = _groups(form.key_heads, form.value_heads // form.key_heads, sharding.devices)
@@ -272,10 +332,10 @@ def _delta_cut(sharding: Sharding, kind: str) -> Cut | None:
     mixed = [(key, form.key_heads * form.key_dim)] * 2 + [(value, form.inner_features)]
     if kind == "projected":
         ends = [(value, form.inner_features), (heads, form.value_heads), (heads, 0)]
-        return Cut(0, _side_by_side(*mixed, *ends))
+        return _side_by_side(*mixed, *ends)
     if kind == "convolution":
-        return Cut(0, _side_by_side(*mixed))
-    return Cut(0, heads) if kind in ("decay", "step_bias") else None
+        return _side_by_side(*mixed)
+    return heads if kind in ("decay", "step_bias") else None
 
 
 def _side_by_side(*parts: tuple[Indices, int]) -> Indices:

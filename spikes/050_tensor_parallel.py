@@ -4,7 +4,8 @@
     python -m spikes.050_tensor_parallel step
 
 `bits`: every golden family through the engine on forced host devices, each in a process of its own: tokens,
-log-probabilities and the most likely tokens held against one device's; and random models that the C++ products serve.
+log-probabilities and the most likely tokens held against one device's; and random models, of which the C++ products or
+XLA's serve. "every weight cut": also those that the engine leaves whole, as a device would have few of their features.
 `step`: the decode step of SmolLM2-135M's shape on one device, with its programs under `jax.shard_map` on a mesh of one
 device and without, in turns; and what the collectives of two forced host devices on the same cores take.
 """
@@ -23,21 +24,25 @@ import numpy as np
 
 from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
 
-arguments = argparse.ArgumentParser()
-arguments.add_argument("part", nargs="?", default="step", choices=["bits", "step"])
-arguments.add_argument("--rounds", type=int, default=60)
-arguments.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
-arguments.add_argument("--only", nargs="*", help="families")
-options = arguments.parse_known_args()[0]
-
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "f32": {"dtype": "float32"},
     "int8": {"engine": {"quantization": "int8"}},
     "bf16, pure JAX": {"engine": {"isa": "none"}},
     "f32, pure JAX": {"dtype": "float32", "engine": {"isa": "none"}},
+    "int8, pure JAX": {"engine": {"quantization": "int8", "isa": "none"}},
     "bf16, blocks": {"engine": {"num_blocks": 80}},
+    "f32, blocks": {"dtype": "float32", "engine": {"num_blocks": 80}},
+    "f32, every weight cut": {"dtype": "float32", "least": 1},
 }
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("part", nargs="?", default="step", choices=["bits", "step"])
+arguments.add_argument("--rounds", type=int, default=60)
+arguments.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
+arguments.add_argument("--only", nargs="*", help="families")
+arguments.add_argument("--forms", nargs="*", choices=FORMS)
+options = arguments.parse_known_args()[0]
 
 
 # %%
@@ -49,18 +54,20 @@ def differing(results: dict[int, dict[str, Any]]) -> tuple[int, int]:
 
 
 def bits() -> None:
-    from tests.support.tensor_parallel import GOLDEN, run
+    from tests.support.tensor_parallel import GOLDEN, MODELS, WIDE_MODELS, run
 
-    names = options.only or ["tiny", "wide", *sorted(path.name for path in GOLDEN.iterdir())]
+    golden = sorted(path.name for path in GOLDEN.iterdir())
+    forms = [*FORMS] if options.forms is None else options.forms
     rows = []
-    for name in names:
+    for name in options.only or [*MODELS, *WIDE_MODELS, *golden]:
         cells = [name]
-        routed = any(word in name for word in ("moe", "mixtral", "gpt_oss", "next", "qwen3_5"))
-        for form, fields in FORMS.items():
-            if (routed and form == "int8") or ("blocks" in form and ("next" in name or "qwen3_5" in name)):
+        recurrent = any(word in name for word in ("next", "qwen3_5", "recurrent"))
+        routed = recurrent or any(word in name for word in ("moe", "mixtral", "gpt_oss", "routed", "clamped"))
+        for form in forms:
+            if (routed and "int8" in form) or (recurrent and "blocks" in form):
                 cells.append("")
                 continue
-            (results,) = run({"model": name, **fields})
+            (results,) = run({"model": name, **FORMS[form]})
             float_sums = [
                 program
                 for size in (2, 4)
@@ -71,7 +78,7 @@ def bits() -> None:
             cells.append(f"{two} / {four}{'' if not float_sums else ' SUMS'}")
         rows.append(cells)
         print(cells, flush=True)
-    print(markdown_table(["family", *FORMS], rows))
+    print(markdown_table(["family", *forms], rows))
 
 
 # %%

@@ -106,10 +106,13 @@ class NativeProducts:
     def pack_head(self, weight: np.ndarray) -> np.ndarray:
         return weight if self.isa == "amx" else self.pack(weight)
 
-    def head(self, weight: Weight, norm: Norm | None, x: jax.Array) -> jax.Array:
+    def head(
+        self, weight: Weight, norm: Norm | None, x: jax.Array, sharding: Sharding | None = None
+    ) -> jax.Array:
         values, scale = parts_of(weight)
         call = self._call(HEAD, (len(values), len(x)), jnp.float32)
-        return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm))
+        out = call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm))
+        return out if sharding is None else sharding.gather(out, "vocabulary", axis=0)
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         if self.isa == "amx":

@@ -110,14 +110,17 @@ class Products(Protocol):
         """The head's weight `[V, D]` as `head` and `embedded` want it, in an array of the same shape."""
         ...
 
-    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
-        """`weight [V, D]` of `pack_head` times the norm of x, vocabulary-major: float32 `[V, N]`."""
+    def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+        """`weight [V, D]` of `pack_head` times the norm of x, vocabulary-major: float32 `[V, N]`.
+
+        sharding: each device has some rows of the weight, and gets the others' results; None: all are here.
+        """
         ...
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         """The rows `tokens [N]` of `weight [V, D]` of `pack_head`, where it is the embedding: float32 `[N, D]`.
 
-        sharding: each device has some of the rows; None: all are here.
+        sharding: as in `head`.
         """
         ...
 
@@ -183,8 +186,8 @@ class XlaProducts:
     def pack_head(self, weight: np.ndarray) -> np.ndarray:
         return weight
 
-    def head(self, weight: Weight, norm: Norm, x: jax.Array) -> jax.Array:
-        return feature_major(weight, normed(x, norm))
+    def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+        return feature_major(weight, normed(x, norm), sharding)
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         return looked_up(weight, tokens, sharding)
@@ -196,17 +199,28 @@ class XlaProducts:
         return rows_first(weight, x)
 
 
+# Features from which more of them change no bit of XLA:CPU's products: with the rows on the left it chooses a way by
+# their number, in float32 up to 144 of them (findings/050).
+LEAST = 192
+
 WEIGHT_LEFT = XlaProducts(weight_left=True)  # decode: as fast as weights can be read, to some 64 rows
 ROWS_LEFT = XlaProducts(weight_left=False)  # prefill: faster from some 128 rows on
 
 
-def feature_major(weight: Weight, x: Input) -> jax.Array:
-    """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields."""
+def feature_major(weight: Weight, x: Input, sharding: Sharding | None = None) -> jax.Array:
+    """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields.
+
+    sharding: as in `Products.head`. Scales come behind what devices share, as in `look_up`.
+    """
+
+    def every(x: jax.Array) -> jax.Array:
+        return x if sharding is None else sharding.gather(x, "vocabulary", axis=0)
+
     rows, axis = (x.values, 0) if isinstance(x, FeatureMajor) else (x, 1)
     if not isinstance(weight, Quantized):
-        return _contract(weight, rows.astype(weight.dtype), axis)
+        return every(_contract(weight, rows.astype(weight.dtype), axis))
     values, scale = quantize_rows(rows, axis)
-    return _contract(weight.values, values, axis) * weight.scale[:, None] * scale
+    return every(_contract(weight.values, values, axis)) * every(weight.scale)[:, None] * scale
 
 
 def rows_first(weight: Weight, x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
-from xla_engine.graphs.linear.products import FeatureMajor, Norm, Products, gathered, looked_up
+from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Norm, Products, gathered, looked_up
 from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices, part_ends
 from xla_engine.graphs.lora.products import of_weight
 from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, matrix, ones, weight_of, zeros
@@ -104,12 +104,9 @@ class Layer(nnx.Module):
         source = centred(source) if c.layer_norm else source
         if c.experts_of(index) is not None:
             return self.experts(source, residual, norm, behind)
+        bias = self._parameter("gate_up_bias")
         hidden = of_weight(behind, self._matrices("gate_up")).gated(
-            weight_of(self, "gate_up"),
-            source,
-            norm=norm,
-            activation=c.hidden_act,
-            bias=self._parameter("gate_up_bias"),
+            weight_of(self, "gate_up"), source, norm=norm, bias=bias, activation=c.hidden_act
         )
         hidden = gathered(hidden, self.sharding, "mlp")
         return self._project_residual("down", hidden, residual, "post_feedforward_norm", behind)
@@ -122,6 +119,7 @@ class Layer(nnx.Module):
         qkv = of_weight(products, self._matrices("qkv")).linear(
             weight_of(self, "qkv"), source, norm=self._norm("input_norm"), bias=self._parameter("qkv_bias")
         )
+        qkv = self.sharding.own_heads(qkv)
         gate = None
         if c.attn_output_gate:
             queries = self.sharding.local.num_attention_heads * c.head_dim
@@ -216,7 +214,7 @@ class Decoder(nnx.Module):
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
             x = x * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
             if not isinstance(embed, Quantized):  # scales are multiplied where this is
-                x = self.sharding.stored(x)
+                x = self.sharding.stored(x, "vocabulary")
         return x
 
     def through(
@@ -238,8 +236,7 @@ class Decoder(nnx.Module):
         c = self.config
         head = weight_of(self, "embed" if c.tie_word_embeddings else "head")
         x = centred(x) if c.layer_norm else x
-        logits = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x)
-        logits = self.sharding.gather(logits, "vocabulary", axis=0)
+        logits = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x, self.sharding)
         if c.logit_scale != 1:
             logits = logits * c.logit_scale
         if c.final_logit_softcapping is not None:
@@ -266,7 +263,8 @@ class ModelSpec:
         """`products`: None takes XLA's, in the operand order that suits each graph. `quantized`: matrices in int8.
         `devices`: those of a mesh on which the graphs run; None: one, without a mesh. `lora`: room for adapters."""
         self.config = config
-        self.sharding = Sharding(config, devices, task=1 if products is None else products.task)
+        task, least = (1, LEAST) if products is None else (products.task, 1)
+        self.sharding = Sharding(config, devices, task, least)
         self.dtype = jnp.dtype(dtype)
         self.attention = attention
         self.products = products

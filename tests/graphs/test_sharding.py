@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.models import TINY
-from xla_engine.graphs.config import ModelConfig
+from tests.support.tensor_parallel import WIDE, WIDE_MODELS
+from xla_engine.graphs.config import ModelConfig, RoutedExperts
+from xla_engine.graphs.delta_net.native import fits
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.model import decoder
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
 from xla_engine.graphs.sharding import Kind, Sharding, _held, _order
 from xla_engine.model_loader.checkpoint import load_checkpoint
@@ -47,15 +52,21 @@ def test_features_come_out_even_in_whole_tasks(count: int, devices: int, task: i
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parts_of_every_weight_make_the_whole(name: str, devices: int) -> None:
+def test_parts_of_every_weight_make_the_whole(
+    name: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each row is somewhere, and what stands side by side on a device has the shapes that it computes with."""
+    monkeypatch.setattr(decoder, "LEAST", 1)
     checkpoint = load_checkpoint(GOLDEN / name)
     spec = ModelSpec(checkpoint.config, np.dtype("float32"), devices=devices)
     expected = parameter_shapes(_with_local_sizes(spec.sharding))
     for leaf, shape in parameter_shapes(checkpoint.config).items():
         cut = spec.sharding.cut(leaf)
         if cut is None:
-            assert leaf.rsplit(".", 1)[-1].endswith(("norm", "router", "router_bias", "shared_gate", "scale"))
+            last = leaf.rsplit(".", 1)[-1]
+            assert last.endswith(("norm", "router", "router_bias", "shared_gate", "scale")) or (
+                ".delta." in leaf and not fits(checkpoint.config.delta)
+            )
             continue
         rows = [cut.flat_rows(device, shape) for device in range(devices)]
         every = int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
@@ -64,6 +75,39 @@ def test_parts_of_every_weight_make_the_whole(name: str, devices: int) -> None:
             (".output", ".down", "down_bias", "output_bias", "shared_down", "embed", "head")
         ):
             assert spec.local_shape(leaf) == expected[leaf]
+
+
+def test_where_a_device_would_have_few_features_it_has_all() -> None:
+    """Each weight by its own width; of experts a device has its part, however few features that are."""
+    experts = RoutedExperts(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=40)
+    model = replace(WIDE, intermediate_size=500, vocab_size=1600, experts=experts, mlp_only_layers=(1,))
+    spec = ModelSpec(model, np.dtype("float32"), devices=4)
+    cut = {name.split(".", 2)[-1] for name in spec.names if spec.sharding.cut(name) is not None}
+    assert cut == {"embed", "head", "qkv", "output", "down", "experts.gate_up", "experts.down"}
+    assert spec.local_shape("layers.1.gate_up") == (1000, 768)
+    assert spec.local_shape("layers.0.experts.gate_up") == (3, 20, 768)
+    narrow = ModelSpec(replace(model, head_dim=32, hidden_size=760), np.dtype("float32"), devices=4)
+    cut = {name.split(".", 2)[-1] for name in narrow.names if narrow.sharding.cut(name) is not None}
+    assert cut == {"embed", "head", "experts.gate_up"}  # of 128 features of q, k and v, and 190 of the others
+    assert narrow.local.num_attention_heads == 2 and narrow.local.num_key_value_heads == 1
+
+
+@pytest.mark.parametrize(("value_dim", "is_native"), [(48, True), (44, True), (48, False)])
+def test_recurrent_layers_are_cut_as_one(value_dim: int, is_native: bool) -> None:
+    """Projection, state and all, where heads are whole vectors and the products are in C++."""
+    wide = WIDE_MODELS["wide_recurrent"]
+    assert wide.delta is not None
+    model = replace(wide, delta=replace(wide.delta, value_dim=value_dim))
+    products = NativeProducts("avx512") if is_native else None
+    spec = ModelSpec(model, np.dtype(jnp.bfloat16), products=products, devices=4)
+    assert spec.local.delta is not None
+    cut = {name.split(".")[-1] for name in spec.names if ".delta." in name and spec.sharding.cut(name)}
+    if value_dim == 48 and is_native:
+        assert cut == {"projected", "convolution", "decay", "step_bias", "output"}
+        assert spec.local.delta.value_heads == 2
+    else:
+        assert cut == {"output"}
+        assert spec.local.delta == spec.sharding.across.delta == model.delta
 
 
 @pytest.mark.parametrize("name", FAMILIES)

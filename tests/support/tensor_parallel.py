@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.support.models import TINY
 from xla_engine.graphs.config import DeltaForm, RoutedExperts
@@ -49,11 +50,54 @@ MODELS = {  # whose layers are C++ operations; what devices share comes out even
         _WIDE, qk_norm="all", pre_norm=False, post_norm=True, mlp_bias=True, num_key_value_heads=4
     ),
 }
-# Of which four devices have 128 features of each product each: from there on XLA's give the bits of more features.
+# Of which each of four devices has 192 features of every product: where XLA's serve, smaller weights are not cut.
 WIDE = replace(
-    TINY, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=512,
-    max_position_embeddings=256,
+    TINY, hidden_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=768,
+    vocab_size=800, max_position_embeddings=256,
 )  # fmt: skip
+WIDE_MODELS = {
+    "wide": WIDE,
+    "wide_routed": replace(
+        WIDE,
+        experts=RoutedExperts(
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=90,
+            shared_expert_intermediate_size=768,
+        ),
+        mlp_only_layers=(1,),
+    ),
+    "wide_clamped": replace(
+        WIDE,
+        experts=RoutedExperts(
+            num_experts=4, num_experts_per_tok=3, moe_intermediate_size=96, bias=True, swiglu_limit=7.0
+        ),
+        attention_sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+    ),
+    "wide_recurrent": replace(
+        WIDE,
+        layer_types=("linear_attention", "full_attention"),
+        delta=DeltaForm(key_heads=4, value_heads=8, key_dim=16, value_dim=48, kernel=4, norm_eps=1e-6),
+        attn_output_gate=True,
+        qk_norm="head",
+    ),
+    "wide_normed": replace(
+        WIDE, qk_norm="all", pre_norm=False, post_norm=True, mlp_bias=True, qkv_bias=True, output_bias=True
+    ),
+    "wide_scaled": replace(
+        WIDE,
+        layer_norm=True,
+        use_parallel_residual=True,
+        hidden_act="gelu_tanh",
+        embedding_multiplier=27.7,
+        residual_multiplier=0.22,
+        final_logit_softcapping=30.0,
+        attn_logit_softcapping=50.0,
+        tie_word_embeddings=True,
+    ),
+}
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8, "max_model_len": 160, "chunk_size": 16, "prefill_lanes": (2,), "self_check": False,
     "block_size": 32,
@@ -80,8 +124,9 @@ def run(*jobs: dict[str, Any], sizes: tuple[int, ...] = (1, 2, 4)) -> list[dict[
 def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     """What one engine gives for requests of every kind that arrive while others run.
 
-    model: a golden family, or one of `MODELS`. dtype. engine: options. tokens: of each request. preempts: requests
-    lose their slots in every fourth of the first 60 turns. verifies: so many requests of `verify`, before.
+    model: a golden family, or one of `MODELS` and `WIDE_MODELS`. dtype. engine: options. tokens: of each request.
+    preempts: requests lose their slots in every fourth of the first 60 turns. verifies: so many requests of `verify`,
+    before. least: features of one of XLA's products that a device has at least, in place of what the engine asks for.
     """
     import numpy as np
 
@@ -89,17 +134,19 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.equivalence.verify import verify
+    from xla_engine.graphs.model import decoder
     from xla_engine.model_loader.checkpoint import load_checkpoint
 
     dtype = job.get("dtype", "bfloat16")
-    if (model := (MODELS | {"wide": WIDE}).get(job["model"])) is not None:
+    if (model := (MODELS | WIDE_MODELS).get(job["model"])) is not None:
         checkpoint = tiny_checkpoint(dtype, model=model)
     else:
         checkpoint = load_checkpoint(GOLDEN / job["model"], dtype=dtype)
     config = EngineConfig(**OPTIONS | job.get("engine", {}), tensor_parallel_size=size)
     generator = np.random.default_rng(5)
     beginning = generator.integers(1, 198, 48).tolist()
-    with XlaBatchEngine(checkpoint, None, config) as engine:
+    least = mock.patch.object(decoder, "LEAST", job.get("least", decoder.LEAST))
+    with least, XlaBatchEngine(checkpoint, None, config) as engine:
         report = verify(engine, requests=asked, schedules=1) if (asked := job.get("verifies")) else None
         outputs: dict[str, Any] = {}
         submitted: list[str] = []
