@@ -87,7 +87,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "cpu_offload_gb": VllmOption(accepted=(0,), why="weights stay on the device"),
     "max_cpu_loras": VllmOption(why="an adapter that made room for another is read from its files again"),
     "lora_dtype": VllmOption(accepted=(None, "auto"), why="adapters have the type of the weights"),
-    "fully_sharded_loras": VllmOption(accepted=(False,), why="adapters are for one device"),
+    "fully_sharded_loras": VllmOption(accepted=(False,), why="each device has A whole: it is small"),
     "hf_token": VllmOption(accepted=(None,), why="set `HF_TOKEN`"),
     "limit_mm_per_prompt": VllmOption(accepted=(None, {}), why=_TEXT),
     "mm_processor_kwargs": VllmOption(accepted=(None, {}), why=_TEXT),

@@ -49,6 +49,15 @@ class LoraForm:
         blocks = up.reshape(self.rank, -1, 16).swapaxes(0, 1)
         return np.ascontiguousarray(blocks).reshape(up.shape)
 
+    def stored_rows(self, stored: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Of B as it lies on a device, the features `rows [devices, width]`, each device's as it lies there, side by
+        side: `[rank, devices * width]`. -1: zeros."""
+        up = stored
+        if self.packed:
+            up = stored.reshape(-1, self.rank, 16).swapaxes(0, 1).reshape(stored.shape)
+        padded = np.pad(up, ((0, 0), (0, 1)))  # what -1 takes
+        return np.concatenate([self.stored(padded[:, own]) for own in rows], axis=1)
+
 
 class Matrices(NamedTuple):
     """Those of all adapters for one weight, as `LoraForm.shapes` says. ends: of its parts, by features."""

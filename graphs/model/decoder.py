@@ -23,8 +23,9 @@ from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
 from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Norm, Products, gathered, looked_up
-from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices, part_ends
+from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight
+from xla_engine.graphs.lora.shares import cut_of, local_ends
 from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, matrix, ones, weight_of, zeros
 from xla_engine.graphs.ops.norms import centred, rms_norm
 from xla_engine.graphs.sharding import Sharding
@@ -168,7 +169,7 @@ class Layer(nnx.Module):
         if down is None:
             return None
         up, ranks = (getattr(self, name + kind)[...] for kind in (UP, RANKS))
-        return Matrices(down, up, ranks, part_ends(self.config, name))
+        return Matrices(down, up, ranks, local_ends(self.sharding, name))
 
     def _norm(self, name: str) -> Norm | None:
         weight = self._parameter(name)
@@ -287,7 +288,7 @@ class ModelSpec:
 
     def local_shape(self, name: str, devices: int = 1) -> tuple[int, ...]:
         """Shape of what so many devices hold of a leaf; `leaves` are what one holds."""
-        cut = self.sharding.cut(name)
+        cut = cut_of(self.sharding, name)
         return self.shapes[name] if cut is None else cut.shape(self.shapes[name], devices)
 
     @property

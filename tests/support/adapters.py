@@ -32,7 +32,7 @@ def modules_of(checkpoint: Checkpoint, modules: Sequence[str] = MODULES) -> dict
         source.name.removesuffix(".weight"): source.shape
         for leaf, parts in checkpoint.sources.items()
         for source in parts
-        if leaf.startswith("layers.") and source.name.split(".")[-2] in modules
+        if leaf.startswith("layers.") and len(source.shape) == 2 and source.name.split(".")[-2] in modules
     }
 
 

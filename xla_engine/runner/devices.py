@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import Program
+from xla_engine.graphs.lora.shares import cut_of
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.sharding import AXIS
 from xla_engine.model_loader.weights import read_rows
 from xla_engine.runner.memory import weights_bytes
 from xla_engine.runner.programs import READ, READ_BLOCKS
-from xla_engine.runner.weights.adapters import empty_adapters
 from xla_engine.utils.startup import StartupProgress, StartupStep
 
 READS = (READ, READ_BLOCKS)  # programs that return what slots hold
@@ -68,7 +68,7 @@ class Devices:
                 placed[part] = jax.block_until_ready(array)
                 done += array.addressable_shards[0].data.nbytes
             progress(StartupStep("loading weights", done, total))
-        placed |= self.put(empty_adapters(spec))
+        placed |= self._room_for_adapters(spec)
         return [placed[name] for name in spec.names]
 
     def leaf(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> dict[str, jax.Array]:
@@ -83,6 +83,34 @@ class Devices:
             for part, array in stored.items():
                 parts.setdefault(part, []).append(jax.block_until_ready(jax.device_put(array, device)))
         return {part: self._joined(spec, part, arrays) for part, arrays in parts.items()}
+
+    def adapter(self, spec: ModelSpec, leaves: Mapping[str, np.ndarray]) -> list[jax.Array]:
+        """What one adapter has of each of `spec.adapter_leaves`, each device its part. leaves: of all together."""
+        if self._mesh is None:
+            whole: list[jax.Array] = self.put([leaves[name] for name in spec.adapter_leaves])
+            return whole
+        found = []
+        for name in spec.adapter_leaves:
+            if (cut := cut_of(spec.sharding, name)) is None:
+                found.append(self.put(leaves[name]))
+                continue
+            assert spec.lora is not None
+            sharding = NamedSharding(self._mesh, PartitionSpec(None, AXIS))
+            found.append(jax.device_put(spec.lora.stored_rows(leaves[name], cut.rows), sharding))
+        return found
+
+    def _room_for_adapters(self, spec: ModelSpec) -> dict[str, jax.Array]:
+        """The leaves of adapters before one is loaded."""
+        mine, every = (
+            {
+                name: jax.ShapeDtypeStruct(spec.local_shape(name, devices), spec.lora.dtype_of(name))
+                for name in spec.adapter_leaves
+                if spec.lora is not None
+            }
+            for devices in (1, 1 if self._mesh is None else self._mesh.size)
+        )
+        found: dict[str, jax.Array] = self.zeros(mine, every)
+        return found
 
     def programs(self, local: Sequence[Program], whole: Sequence[Program]) -> Iterator[Program]:
         """Programs on a device's arrays as programs on the whole arrays, whose abstract values `whole` has."""

@@ -123,7 +123,7 @@ def make_programs(
             )
     if config.keep_finished:
         programs.append(_continue(rows, state[3]))
-    return [*programs, *_moves(spec, config, state[2:]), *writing(spec)]
+    return [*programs, *_moves(spec, config, state[2:]), *writing(spec, weights)]
 
 
 def _continue(rows: Rows, held: RowState) -> Program:

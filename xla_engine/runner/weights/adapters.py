@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,8 +27,6 @@ def lora_form(
     """The room for adapters that an engine asks for; None: none. Raises ConfigError where it cannot have any."""
     if not config.enable_lora:
         return None
-    if config.tensor_parallel_size > 1:
-        raise ConfigError("enable_lora is for one device: leave out tensor_parallel_size")
     if model.experts is not None or model.delta is not None:
         raise ConfigError(
             "enable_lora is for dense models; this one has routed experts or recurrent layers. Merge the adapter into "
@@ -43,6 +40,8 @@ def lora_form(
         packed=packed,
     )
     widths = [size for target in TARGETS for size in _widths(form, model, target)]
+    if config.tensor_parallel_size > 1:
+        widths.append(model.head_dim)  # a device has whole heads; its share of all else is in larger units
     if packed and any(size % _WHOLE_WIDTH for size in widths):
         raise ConfigError(
             "enable_lora: widths of this model are no multiples of 16; set linear_backend 'xla'"
@@ -55,67 +54,58 @@ def _widths(form: LoraForm, model: ModelConfig, target: str) -> tuple[int, ...]:
     return (down[-1], *part_ends(model, target))
 
 
-def writing(spec: ModelSpec) -> list[Program]:
-    """The program that writes one adapter, where there is room for any."""
+def writing(spec: ModelSpec, weights: list[Any]) -> list[Program]:
+    """The program that writes one adapter, where there is room for any. Of the weights only the shapes matter."""
     if spec.lora is None:
         return []
 
-    def write(held: list[jax.Array], slot: jax.Array, new: list[jax.Array]) -> list[jax.Array]:
-        return [every.at[slot].set(one) for every, one in zip(held, new, strict=True)]
+    def write(held: list[jax.Array], slot: jax.Array, new: list[jax.Array]) -> tuple[list[jax.Array]]:
+        return ([every.at[slot].set(one) for every, one in zip(held, new, strict=True)],)
 
-    held = _abstract(spec)
+    every = (weights[spec.names.index(name)] for name in spec.adapter_leaves)
+    held = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in every]
     new = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in held]
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     return [Program(name=WRITE, function=write, arguments=(held, scalar, new), donate=(0,))]
 
 
 def write_adapter(
-    inventory: Inventory,
-    spec: ModelSpec,
-    weights: list[jax.Array],
-    put: Callable[[Any], Any],
-    slot: int,
-    leaves: Mapping[str, np.ndarray] | None,
+    inventory: Inventory, spec: ModelSpec, weights: list[jax.Array], slot: jax.Array, new: list[jax.Array]
 ) -> None:
-    """Write an adapter to a slot, from 1: its part of each of `spec.adapter_leaves`; None writes zeros.
+    """Write an adapter to a slot, from 0: its part of each of `spec.adapter_leaves`, on the devices.
 
     weights: of the model, in the order of programs; changed in place. Steps that were started have the old ones.
     """
-    if leaves is None:
-        leaves = {
-            name: np.zeros(leaf.shape[1:], leaf.dtype)
-            for name, leaf in zip(spec.adapter_leaves, _abstract(spec), strict=True)
-        }
     places = [spec.names.index(name) for name in spec.adapter_leaves]
-    new = put([leaves[name] for name in spec.adapter_leaves])
-    held = [weights[place] for place in places]
-    written = inventory(WRITE, held, put(np.int32(slot - 1)), new)
+    (written,) = inventory(WRITE, [weights[place] for place in places], slot, new)
     for place, leaf in zip(places, written, strict=True):
         weights[place] = leaf
 
 
-def empty_adapters(spec: ModelSpec) -> dict[str, np.ndarray]:
-    """The leaves of adapters before one is loaded."""
-    return {
-        name: np.zeros(leaf.shape, leaf.dtype)
-        for name, leaf in zip(spec.adapter_leaves, _abstract(spec), strict=True)
-    }
+def no_adapter(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """What clears a slot."""
+    return {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in _one(spec).items()}
 
 
 def random_adapter(spec: ModelSpec) -> dict[str, np.ndarray]:
     """An adapter as large as there is room for, to see what it does to bits."""
     found = {}
-    for name, leaf in zip(spec.adapter_leaves, _abstract(spec), strict=True):
+    for name, leaf in _one(spec).items():
         if name.endswith(RANKS):
             assert spec.lora is not None
-            found[name] = np.full(leaf.shape[1:], spec.lora.rank, leaf.dtype)
+            found[name] = np.full(leaf.shape, spec.lora.rank, leaf.dtype)
             continue
         draw = np.random.default_rng(zlib.crc32(name.encode()))
-        values = draw.standard_normal(leaf.shape[1:], dtype=np.float32)
+        values = draw.standard_normal(leaf.shape, dtype=np.float32)
         found[name] = (values * np.float32(0.05)).astype(leaf.dtype)
     return found
 
 
-def _abstract(spec: ModelSpec) -> list[jax.ShapeDtypeStruct]:
-    every = dict(zip(spec.names, spec.leaves, strict=True))
-    return [every[name] for name in spec.adapter_leaves]
+def _one(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """What one adapter has of each leaf, for all devices together."""
+    form = spec.lora
+    return {
+        name: jax.ShapeDtypeStruct(spec.shapes[name][1:], form.dtype_of(name))
+        for name in spec.adapter_leaves
+        if form is not None
+    }

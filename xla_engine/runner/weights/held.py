@@ -11,7 +11,7 @@ from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.runner import memory
 from xla_engine.runner.devices import Devices
-from xla_engine.runner.weights.adapters import write_adapter
+from xla_engine.runner.weights.adapters import no_adapter, write_adapter
 
 
 class HeldWeights:
@@ -37,7 +37,9 @@ class HeldWeights:
 
     def write_adapter(self, slot: int, leaves: Mapping[str, np.ndarray] | None) -> None:
         """Put an adapter into a slot, from 1, for the steps that start from now on; None clears it."""
-        write_adapter(self._inventory, self._spec, self._weights, self._devices.put, slot, leaves)
+        new = self._devices.adapter(self._spec, no_adapter(self._spec) if leaves is None else leaves)
+        place = self._devices.put(np.int32(slot - 1))
+        write_adapter(self._inventory, self._spec, self._weights, place, new)
 
     def replace_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Take these leaves of a checkpoint, by name, in place of those that there are. Nothing may be in flight.
