@@ -26,7 +26,7 @@ from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Norm, Product
 from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight
 from xla_engine.graphs.lora.shares import cut_of, local_ends
-from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, matrix, ones, weight_of, zeros
+from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, all_heads, matrix, ones, weight_of, zeros
 from xla_engine.graphs.ops.norms import centred, rms_norm
 from xla_engine.graphs.sharding import Sharding
 
@@ -131,8 +131,7 @@ class Layer(nnx.Module):
         elif c.qk_norm == "all":
             qkv = self._normed_whole(qkv)
         attended = attend(index, qkv, own)
-        attended = attended if gate is None else attended * jax.nn.sigmoid(gate)
-        attended = self.sharding.gather(attended, "queries")
+        attended = all_heads(attended, gate, self.sharding)
         return self._project_residual("output", attended, x, "post_attention_norm", behind)
 
     def _project_residual(

@@ -98,6 +98,19 @@ class DeltaNet(nnx.Module):
         return self.sharding.gather(products.linear(self.output[...], out, residual=own), "residual")
 
 
+def all_heads(attended: jax.Array, gate: jax.Array | None, sharding: Sharding) -> jax.Array:
+    """What attention makes of all heads `[N, H Dh]`, multiplied by the sigmoid of its gates if there are any.
+
+    attended, gate: the device's heads. XLA:CPU's exponential of a value may depend on the width of its row: with XLA's
+    products the rows are those of one device.
+    """
+    if gate is None:
+        return sharding.gather(attended, "queries")
+    if sharding.least == 1:
+        return sharding.gather(attended * jax.nn.sigmoid(gate), "queries")
+    return sharding.gather(attended, "queries") * jax.nn.sigmoid(sharding.gather(gate, "queries"))
+
+
 def zeros(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> nnx.Param[jax.Array]:
     return nnx.Param(jnp.zeros(shape, dtype))
 
