@@ -2,6 +2,7 @@
 
 python -m spikes.045_observability --model embedded --rows 32
 python -m spikes.045_observability --model embedded --rows 256 --rounds 9
+python -m spikes.045_observability steady --model embedded --rows 256 --rounds 200
 python -m spikes.045_observability calls
 """
 
@@ -14,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +35,9 @@ from xla_engine.observability.stats import WorkCounters
 from xla_engine.sampling_params import SamplingParams
 
 PROMPT = 16
+STEADY = 400  # steps in which all slots decode, of one filling of them
+STEPS = 8  # of a kind in one round
+MANY = 8
 
 
 def make_engine(model: str, rows: int, shapes: Path) -> XlaBatchEngine:
@@ -78,11 +83,12 @@ def histograms(engine: XlaBatchEngine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def timers(engine: XlaBatchEngine) -> Iterator[None]:
-    """With phase timers as well."""
+def timers(engine: XlaBatchEngine, count: int = 1) -> Iterator[None]:
+    """With phase timers as well. count: so many, one around the other."""
     start = vars(engine.runner).pop("start", None)
-    assert start is None, "one timer at a time"
-    PhaseTimer().watch(engine)
+    assert start is None, "nothing else times this engine"
+    for _ in range(count):
+        PhaseTimer().watch(engine)
     try:
         yield
     finally:
@@ -130,6 +136,74 @@ def turns(engine: XlaBatchEngine, tokens: int, rounds: int) -> list[list[str]]:
             ]
         )
     return table
+
+
+# %%
+def fill(engine: XlaBatchEngine) -> None:
+    """Let all slots decode, for `STEADY` steps and more."""
+    draw = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=engine.max_model_len - PROMPT, ignore_eos=True)
+    for number in range(engine.max_num_seqs):
+        engine.submit(
+            [int(token) for token in draw.integers(10, 400, PROMPT)], params, request_id=f"{number}"
+        )
+    while engine.snapshot().waiting:
+        engine.step(only_finished=True)
+    for _ in range(STEPS):  # the last prompts
+        engine.step(only_finished=True)
+
+
+def steady(engine: XlaBatchEngine, rounds: int) -> list[list[str]]:
+    """Turns with all slots live: with no timer, one, `MANY` and none again, `STEPS` of each in a round.
+
+    Microseconds of a turn, by the clock and of the engine's thread: the median and the lower quartile of all turns. By
+    round, times that of the first kind in the same round, which is the median of its turns: the median and the
+    quartiles over rounds. The last kind says how far equal ones are apart, and that of many timers what one costs
+    where turns scatter by more than that.
+    """
+    kinds: tuple[tuple[str, Variant], ...] = (
+        ("off", histograms),
+        ("on", timers),
+        (f"{MANY} timers", partial(timers, count=MANY)),
+        ("off again", histograms),
+    )
+    spent: dict[str, list[list[tuple[float, float]]]] = {name: [] for name, _ in kinds}
+    for number in range(rounds):
+        if number % (STEADY // (STEPS * len(kinds))) == 0:
+            for name in [view.request.request_id for view in engine.snapshot().slots if view.request]:
+                engine.abort(name)
+            engine.drain()
+            fill(engine)
+        for at in range(len(kinds)):
+            name, variant = kinds[(at + number) % len(kinds)]
+            with variant(engine):
+                spent[name].append([a_turn(engine) for _ in range(STEPS)])
+        live = sum(view.request is not None for view in engine.snapshot().slots)
+        assert live == engine.max_num_seqs, f"only {live} rows"
+    table = []
+    for name in spent:
+        row = [name]
+        for which in (0, 1):
+            mine, base = ([[turn[which] for turn in each] for each in spent[of]] for of in (name, "off"))
+            ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(mine, base, strict=True)]
+            low, middle, high = statistics.quantiles(ratios)
+            quarter, half, _ = statistics.quantiles(turn for each in mine for turn in each)
+            of_off = statistics.quantiles(turn for each in base for turn in each)[0]
+            row += [
+                f"{half:.0f}",
+                f"{middle:.4f} ({low:.4f}-{high:.4f})",
+                f"{quarter:.0f}",
+                f"{quarter / of_off:.4f}",
+            ]
+        table.append(row)
+    return table
+
+
+def a_turn(engine: XlaBatchEngine) -> tuple[float, float]:
+    """One turn, in microseconds by the clock and of this thread."""
+    began, cpu = time.perf_counter(), time.thread_time()
+    engine.step(only_finished=True)
+    return 1e6 * (time.perf_counter() - began), 1e6 * (time.thread_time() - cpu)
 
 
 # %%
@@ -204,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("question", choices=["turns", "calls"], nargs="?", default="turns")
+    parser.add_argument("question", choices=["turns", "steady", "calls"], nargs="?", default="turns")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
@@ -216,6 +290,11 @@ def main() -> None:
         print(markdown_table(("called in", "us"), calls()))
         return
     with make_engine(options.model, options.rows, options.shapes) as engine:
+        if options.question == "steady":
+            times = ("us a turn", "of off, by round", "lower quartile", "of off")
+            head = (f"{options.model}, {options.rows} rows", *times, *(f"CPU: {what}" for what in times))
+            print(markdown_table(head, steady(engine, options.rounds)))
+            return
         table = turns(engine, options.tokens, options.rounds)
         head = (
             f"{options.model}, {options.rows} rows",
