@@ -65,7 +65,7 @@ def test_many_requests_of_a_tiny_model_are_compared_in_the_same_share(life: int)
     report = run_many(life, on_life=lambda so_far: said.append(so_far.tally.requests))
     assert report.ok, report.lines()
     tally = report.tally
-    assert tally.requests > 90 and said == [tally.requests]
+    assert tally.requests + tally.refused > 90 and said == [tally.requests]  # a full queue refuses
     assert tally.compared >= 15  # of the first round; in the second the engine ends
     assert {"stop", "length", "abort"} <= set(tally.ends) and tally.failed_steps > 0 and tally.preemptions > 0
     ((name, times),) = report.kinds.items()
