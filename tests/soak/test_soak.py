@@ -83,6 +83,18 @@ def test_the_tiny_model_is_the_same_each_time_and_has_the_others_vocabulary() ->
 
 
 @pytest.mark.slow
+def test_blocks_of_a_few_slots_speculate_as_well() -> None:
+    """The start-up check, without which nothing speculates, does not fit into as many blocks as preempt the most."""
+    files = embedded_model_directory()
+    checkpoint = tiny_model(load_checkpoint(files, dtype=CONFIG.dtype), CONFIG.dtype)
+    tokenizer = FaultyTokenizer.from_pretrained(files)
+    config = EngineConfig(max_num_seqs=4, max_model_len=128)
+    report = soak(checkpoint, tokenizer, config, lives=1, first_life=3, seed=5, rounds=3)
+    assert report.ok and report.without_speculation is None, report.lines()
+    assert list(report.kinds) == ["blocks, speculation"] and report.tally.drafted_tokens > 0
+
+
+@pytest.mark.slow
 def test_a_seed_says_what_happens() -> None:
     tally, again = run(SLOTS).tally, run(SLOTS)
     assert (again.tally.ends, again.tally.steps) == (tally.ends, tally.steps)

@@ -135,13 +135,22 @@ def _begin(
         "step_timeout_s": STEP_TIMEOUT_S if end == "hang" or draw.random() < 0.5 else None,
         **_KINDS[kind],
     }
+    longest = -(-config.context_length(checkpoint.config.max_position_embeddings) // _BLOCK) + 1
     if "block_size" in fields:
-        longest = -(-config.context_length(checkpoint.config.max_position_embeddings) // _BLOCK) + 1
         fields["num_blocks"] = max(longest + 1, config.num_slots * longest * 2 // 5)
     kind_of_life = AsyncLife if number % EVERY == EVERY - 1 else Life
-    return kind_of_life(
-        checkpoint, tokenizer, replace(config, **fields), seed, report.tally, end=end, requests=requests
-    )
+
+    def make(**more: Any) -> Life:
+        options = replace(config, **fields | more)
+        return kind_of_life(checkpoint, tokenizer, options, seed, report.tally, end=end, requests=requests)
+
+    try:
+        return make()
+    except ConfigError:
+        if not {"block_size", "speculative_config"} <= fields.keys():
+            raise
+        # Speculation wants the start-up check, which finds too little room in the pool of a few slots.
+        return make(num_blocks=config.num_slots * longest + 1)
 
 
 def _remains(others: Counter[str], threads: int) -> Iterator[str]:
