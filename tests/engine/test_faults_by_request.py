@@ -12,6 +12,7 @@ from tests.support.device import edit_cache
 from tests.support.engine_faults import SLOTS, _raises, bits, ends, fail_at, poison, submit_all
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.faults import Faults
 from xla_engine.equivalence.cases import Case
 from xla_engine.graphs.row_state import rows
 from xla_engine.sampling_params import SamplingParams
@@ -103,6 +104,39 @@ def test_requests_that_fail_together_and_not_apart_all_end_by_themselves(
     poison(monkeypatch, tiny, lambda plan: len(plan.decode) > SLOTS // 2)
     submit_all(tiny, cases)
     assert {name: bits(output.outputs[0]) for name, output in ends(tiny.drain()).items()} == alone
+
+
+def test_an_interrupt_in_the_turn_that_lets_suspects_go_loses_nothing(
+    tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That turn begins with a restart, and the step that it starts behind it is as unsettled as any other."""
+    tiny.lag, acquitted, interrupts = 0, False, 0
+    acquit, start = Faults.acquit, tiny.runner.start
+
+    def noted(self: Faults, *arguments: Any) -> bool:
+        nonlocal acquitted
+        acquitted = acquit(self, *arguments)
+        return acquitted
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal acquitted
+        if acquitted:
+            acquitted = False
+            raise KeyboardInterrupt
+        return start(*arguments)
+
+    monkeypatch.setattr(Faults, "acquit", noted)
+    fail_at(monkeypatch, tiny, "wait", {3, 5}, RuntimeError("planted"))
+    monkeypatch.setattr(tiny.runner, "start", interrupted)
+    submit_all(tiny, cases)
+    outputs = []
+    while tiny.has_unfinished:
+        try:
+            outputs += tiny.drain()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 1
+    assert {name: bits(output.outputs[0]) for name, output in ends(outputs).items()} == alone
 
 
 def test_a_repeated_request_that_differs_ends_with_an_error(

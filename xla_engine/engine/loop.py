@@ -210,6 +210,7 @@ class Loop(Recovery):
             self.expire()
             if self._faults.acquit(self.scheduler.credited):
                 self._restart()
+                self._unsettled = True  # an interrupt may come before the turn's own step is started
             # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
             started = len(self._in_flight) <= self.lag and self._start_next()
             if len(self._in_flight) > (self.lag if started else 0):
