@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdio>
 #include <random>
+#include <tuple>
 
 #include "attention_cache.h"
 #include "attention_heads.h"
@@ -137,24 +138,40 @@ void CheckExponential() {
   Check(nan != nan, "exp of NaN", 0);
 }
 
+// Queries of one head over a cache of keys; what nobody wrote there is no number.
+template <typename T>
+struct Attention {
+  int64_t stride;
+  std::vector<T> queries, key_store, value_store;
+  int32_t table = 0;
+  Context<T> context;
+  Seen seen = {};
+  std::vector<float> scores, out, sums;
+
+  Attention(int64_t head_dim, const std::vector<T>& keys, const std::vector<T>& values, std::vector<T> asked)
+      : queries(std::move(asked)), out(kQueries * kMaxWidth), sums(kQueries) {
+    const int64_t count = keys.size() / head_dim, page = (count + 31) / 32 * 32, kept = page * head_dim;
+    stride = page + 16;
+    scores.resize(kQueries * stride);
+    key_store.resize(kept + 64), value_store.resize(kept + 64);
+    for (auto* store : {&key_store, &value_store}) std::memset(static_cast<void*>(store->data()), 0xFF, store->size() * sizeof(T));  // NaN
+    const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, kept, head_dim};
+    for (int64_t t = 0; t < count; ++t) head.Write(t, keys.data() + t * head_dim, values.data() + t * head_dim, true);
+    context.List(head, 0, count);
+    seen.rows = queries.size() / head_dim;
+    for (int64_t r = 0; r < seen.rows; ++r) seen.last[r] = count - seen.rows + 1 + r, seen.sink[r] = kLowest;
+  }
+
+  void Run() { AttendVectors(context, queries.data(), seen, {0.25f, 0.0f}, scores.data(), stride, out.data(), sums.data()); }
+};
+
 // Queries of one head over `count` keys, against the definition.
 template <typename T>
 void CheckAttention(int64_t head_dim, int64_t count, int64_t rows) {
-  const int64_t page = 256, kept = page * head_dim;
   const auto keys = Drawn<T>(count * head_dim), values = Drawn<T>(count * head_dim), queries = Drawn<T>(rows * head_dim);
-  std::vector<T> key_store(kept + 64), value_store(kept + 64);
-  for (auto* store : {&key_store, &value_store}) std::memset(static_cast<void*>(store->data()), 0xFF, store->size() * sizeof(T));  // NaN
-  const int32_t table = 0;
-  const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, kept, head_dim};
-  for (int64_t t = 0; t < count; ++t) head.Write(t, keys.data() + t * head_dim, values.data() + t * head_dim, true);
-  Context<T> context;
-  context.List(head, 0, count);
-  Seen seen = {};
-  seen.rows = rows;
-  for (int64_t r = 0; r < rows; ++r) seen.last[r] = count - rows + 1 + r, seen.sink[r] = kLowest;
-  const int64_t stride = (count + 15) / 16 * 16 + 16;
-  std::vector<float> scores(kQueries * stride), out(kQueries * kMaxWidth), sums(kQueries);
-  AttendVectors(context, queries.data(), seen, {0.25f, 0.0f}, scores.data(), stride, out.data(), sums.data());
+  Attention<T> attention(head_dim, keys, values, queries);
+  attention.Run();
+  const auto& [out, sums, seen] = std::tie(attention.out, attention.sums, attention.seen);
   for (int64_t r = 0; r < rows; ++r) {
     std::vector<double> weight(seen.last[r]);
     double total = 0;
@@ -194,21 +211,11 @@ struct Hash {
 
 template <typename T>
 void HashAttention(Hash& hash, int64_t head_dim, int64_t count, int64_t rows) {
-  const int64_t page = 256, kept = page * head_dim, stride = (count + 15) / 16 * 16 + 16;
-  const auto keys = Fixed<T>(count * head_dim), values = Fixed<T>(count * head_dim), queries = Fixed<T>(rows * head_dim);
-  std::vector<T> key_store(kept + 64), value_store(kept + 64);
-  const int32_t table = 0;
-  const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, kept, head_dim};
-  for (int64_t t = 0; t < count; ++t) head.Write(t, keys.data() + t * head_dim, values.data() + t * head_dim, true);
-  Context<T> context;
-  context.List(head, 0, count);
-  Seen seen = {};
-  seen.rows = rows;
-  for (int64_t r = 0; r < rows; ++r) seen.last[r] = count - rows + 1 + r, seen.sink[r] = kLowest;
-  std::vector<float> scores(kQueries * stride), out(kQueries * kMaxWidth), sums(kQueries);
-  AttendVectors(context, queries.data(), seen, {0.25f, 0.0f}, scores.data(), stride, out.data(), sums.data());
-  hash.Add(out.data(), rows * head_dim);
-  hash.Add(sums.data(), rows);
+  const auto keys = Fixed<T>(count * head_dim), values = Fixed<T>(count * head_dim);
+  Attention<T> attention(head_dim, keys, values, Fixed<T>(rows * head_dim));
+  attention.Run();
+  hash.Add(attention.out.data(), rows * head_dim);
+  hash.Add(attention.sums.data(), rows);
 }
 
 // Heads normed and rotated, by vectors and by what is left of them.
@@ -248,24 +255,13 @@ void PrintBits() {
 // Microseconds of one head over `count` keys, one thread, keys and values in the caches.
 template <typename T>
 void TimeAttention(const char* name, int64_t head_dim, int64_t count, int64_t rows) {
-  const int64_t page = (count + 31) / 32 * 32, kept = page * head_dim, stride = page + 16;
-  const auto keys = Drawn<T>(kept), values = Drawn<T>(kept), queries = Drawn<T>(rows * head_dim);
-  std::vector<T> key_store(kept), value_store(kept);
-  const int32_t table = 0;
-  const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, kept, head_dim};
-  for (int64_t t = 0; t < count; ++t) head.Write(t, keys.data() + t * head_dim, values.data() + t * head_dim, true);
-  Context<T> context;
-  context.List(head, 0, count);
-  Seen seen = {};
-  seen.rows = rows;
-  for (int64_t r = 0; r < rows; ++r) seen.last[r] = count, seen.sink[r] = kLowest;
-  std::vector<float> scores(kQueries * stride), out(kQueries * kMaxWidth), sums(kQueries);
+  Attention<T> attention(head_dim, Drawn<T>(count * head_dim), Drawn<T>(count * head_dim), Drawn<T>(rows * head_dim));
+  for (int64_t r = 0; r < rows; ++r) attention.seen.last[r] = count;
   constexpr int kTimes = 10;
   double least = 1e9;
   for (int round = 0; round < 200; ++round) {
     const auto began = std::chrono::steady_clock::now();
-    for (int time = 0; time < kTimes; ++time)
-      AttendVectors(context, queries.data(), seen, {0.25f, 0.0f}, scores.data(), stride, out.data(), sums.data());
+    for (int time = 0; time < kTimes; ++time) attention.Run();
     least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() / kTimes);
   }
   std::printf("%-5s %4lld queries x %4lld keys x %3lld: %7.2f us, %6.1f GFLOP/s\n", name, static_cast<long long>(rows),

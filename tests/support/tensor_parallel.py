@@ -105,11 +105,13 @@ OPTIONS: dict[str, Any] = {
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "all-gather")
 
 
-def run(*jobs: dict[str, Any], sizes: tuple[int, ...] = (1, 2, 4)) -> list[dict[int, dict[str, Any]]]:
-    """What each job gives at each `tensor_parallel_size`; see `_result`."""
+def run(
+    *jobs: dict[str, Any], sizes: tuple[int, ...] = (1, 2, 4), module: str = __name__
+) -> list[dict[int, dict[str, Any]]]:
+    """What each job gives at each `tensor_parallel_size`, in a process of its own that runs `module`."""
     devices = f"--xla_force_host_platform_device_count={max(sizes)}"
     done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(jobs), *map(str, sizes)],
+        [sys.executable, "-m", module, json.dumps(jobs), *map(str, sizes)],
         capture_output=True,
         text=True,
         timeout=280,

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,7 @@ from tests.support.tensor_parallel import OPTIONS, WIDE
 MODELS = {"tiny": TINY, "wide": WIDE}
 
 
-def run(*jobs: dict[str, Any], sizes: tuple[int, ...] = (1, 2, 4)) -> list[dict[int, dict[str, Any]]]:
-    """What each job gives at each `tensor_parallel_size`; see `_result`."""
-    devices = f"--xla_force_host_platform_device_count={max(sizes)}"
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(jobs), *map(str, sizes)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    every = json.loads(done.stdout.splitlines()[-1])
-    return [{int(size): result for size, result in found.items()} for found in every]
+run = partial(tensor_parallel.run, module=__name__)
 
 
 def _result(job: dict[str, Any], size: int, directory: Path) -> dict[str, Any]:
