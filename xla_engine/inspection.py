@@ -21,7 +21,7 @@ from xla_engine.model_loader.tensor_files import TensorInfo
 from xla_engine.model_loader.weights import DTYPES
 from xla_engine.pooling.model import for_runner
 from xla_engine.runner import memory
-from xla_engine.runner.backends import isa_of, library_of, make_spec, serving_device
+from xla_engine.runner.backends import library_of, make_spec, serving_device
 from xla_engine.runner.memory import size
 from xla_engine.runner.sizing import resolve_length, resolve_sizes
 from xla_engine.text.tokenizer import Tokenizer
@@ -160,7 +160,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     report.backends = {
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else "native",
-        "isa": isa_of(spec) or "none",
+        "isa": spec.isa or "none",
         "library": library_of(spec) or "none",
         "device": f"{device.platform} ({device.device_kind})",
     }

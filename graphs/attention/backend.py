@@ -68,6 +68,7 @@ class Attention(Protocol):
     """An attention backend. Instances are frozen and hashable: a graph is compiled for one.
 
     name: what `attention_backend` calls it.
+    isa: the instruction set of its C++ operation; None: it has none.
     bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
         serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
     shares_stores: layers that keep as much of a slot share one store, whose leading axis they are. A call pays for
@@ -80,6 +81,9 @@ class Attention(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def isa(self) -> str | None: ...
 
     @property
     def bounded_by_length(self) -> bool: ...

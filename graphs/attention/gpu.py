@@ -53,6 +53,7 @@ class GpuAttention:
 
     interpret: bool = False
     name = "gpu"
+    isa = None
     bounded_by_length = True
     shares_stores = False
 

@@ -47,6 +47,7 @@ class XlaAttention:
     cache_dtype: jnp.dtype | None = None
     call_positions: int | None = None
     name = "xla"
+    isa = None
     bounded_by_length = False
     shares_stores = False  # XLA:CPU would copy a layer out of it
 

@@ -63,6 +63,11 @@ class Products(Protocol):
         ...
 
     @property
+    def isa(self) -> str | None:
+        """The instruction set of their C++ operations; None: they have none."""
+        ...
+
+    @property
     def task(self) -> int:
         """Features that a product takes at once: where several devices share its features, each has whole tasks."""
         ...
@@ -134,6 +139,7 @@ class XlaProducts:
 
     weight_left: bool
     live: jax.Array | None = None
+    isa = None
     task = 1
 
     def for_rows(self, live: jax.Array) -> Self:

@@ -16,7 +16,6 @@ from flax import nnx
 from jax import lax
 
 from xla_engine.graphs.attention.backend import Attention, AttentionWeights
-from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
@@ -268,6 +267,8 @@ class ModelSpec:
         self.dtype = jnp.dtype(dtype)
         self.attention = attention
         self.products = products
+        # Of the operations in C++, if there are any.
+        self.isa = attention.isa or (None if products is None else products.isa)
         self.quantized = quantized
         self.lora = lora
         abstract = nnx.eval_shape(lambda: Decoder(self.sharding, dtype, quantized=quantized, lora=lora))
@@ -294,9 +295,7 @@ class ModelSpec:
     def native_state(self) -> str | None:
         """The instruction set of linear layers in C++: where attention is, and their heads are whole vectors."""
         delta = self.config.delta
-        if delta is None or not isinstance(self.attention, NativeAttention) or not fits(delta):
-            return None
-        return self.attention.isa
+        return None if delta is None or not fits(delta) else self.attention.isa
 
     def flatten(self, weights: Mapping[str, Any]) -> list[Any]:
         """Order named weights as the graphs expect them; a missing or extra name is a KeyError."""

@@ -11,16 +11,21 @@ from jax import lax
 
 from xla_engine.graphs.ops.reductions import largest, relative, total
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
+from xla_engine.graphs.sampling.native import native_logprobs
 
 
-def logprobs(logits: jax.Array, token: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def logprobs(
+    logits: jax.Array, token: jax.Array, wanted: jax.Array, *, native: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities under `logits [V, N]` of the chosen `token [N]` and of the most likely tokens.
 
     wanted i32 `[N]`: -1 none, 0 the chosen token's, n > 0 also those of the n most likely tokens. What no row wants
     is skipped and zero. Returns f32 `[N]`, and packed as i32 `[1 + 2 * MAX_LOGPROBS, N]`: rank of the chosen token
     (1 is the most likely), ids of the most likely tokens, bits of their log-probabilities. A vocabulary below
-    MAX_LOGPROBS leaves places with id -1.
+    MAX_LOGPROBS leaves places with id -1. native: as in `graphs.sampling.sampler.sample`.
     """
+    if native is not None:
+        return native_logprobs(logits, token, wanted, native)
     count = token.shape[0]
 
     def compute() -> tuple[jax.Array, jax.Array]:

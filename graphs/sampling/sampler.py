@@ -30,6 +30,7 @@ from xla_engine.graphs.ops.reductions import (
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust, wants_adjustment
 from xla_engine.graphs.sampling.logprobs import logprobs
+from xla_engine.graphs.sampling.native import native_sample
 from xla_engine.graphs.sampling.truncation import threshold
 
 
@@ -48,6 +49,7 @@ def sample(
     context: SamplingContext | None = None,
     *,
     processed_logprobs: bool = False,
+    native: str | None = None,
 ) -> Sampled:
     """Sample one token per row, or NO_CHOICE where logits are not finite or no token is allowed.
 
@@ -55,10 +57,23 @@ def sample(
     context: None where every row is live and no row wants an adjustment.
     processed_logprobs (static): log-probabilities are those of the distribution drawn from, after adjustments,
     temperature and truncation (a greedy row's: after adjustments); otherwise those of the logits as they came.
+    native (static): the instruction set whose C++ library samples (`graphs.sampling.native`); None: JAX does.
     """
     live = jnp.ones(position.shape, bool) if context is None else context.live
     random = live & (rows.temperature > 0)
     is_adjusted = jnp.zeros_like(live) if context is None else wants_adjustment(rows, context)
+
+    if native is not None:
+
+        def call(adjusted: jax.Array) -> Sampled:
+            given = logits, adjusted, rows, position, live
+            return Sampled(*native_sample(*given, processed_logprobs=processed_logprobs, isa=native))
+
+        if context is None:
+            return call(logits)
+        return lax.cond(
+            jnp.any(is_adjusted), lambda: call(adjust(logits, rows, context)), lambda: call(logits)
+        )
 
     def adjusted() -> jax.Array:
         if context is None:

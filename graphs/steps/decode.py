@@ -87,7 +87,12 @@ def decode_step(
         block_tables=rows.block_tables,
     )
     token, logprob, top = sample(
-        logits, rows.sampling, rows.length + 1, context, processed_logprobs=processed_logprobs
+        logits,
+        rows.sampling,
+        rows.length + 1,
+        context,
+        processed_logprobs=processed_logprobs,
+        native=spec.isa,
     )
     advanced = dataclasses.replace(
         rows,

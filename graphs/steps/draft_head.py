@@ -132,7 +132,9 @@ def guess_and_verify(
     flat = state.hidden[slot].reshape(lanes * held, -1)
     own_cache, x = feed(state.cache, flat, tokens, begin, jnp.where(ready, count, 0))
     logits = head.logits(x, products.for_rows(wanted))
-    (own_cache, _), guesses = draw(rows, tables, at, wanted, width - 1, (own_cache, x), logits, one)
+    (own_cache, _), guesses = draw(
+        rows, tables, at, wanted, width - 1, (own_cache, x), logits, one, native=spec.isa
+    )
     drafts = proposed(rows, drafts, at, wanted, guesses)
     cache, rows, packed, top, seen = verify_rows(
         spec,

@@ -147,4 +147,4 @@ def _guess(
 
     ready = wanted & (behind == 0)
     logits = model.logits(hidden, products.for_rows(ready))
-    return draw(rows, tables, at, ready, most, state, logits, one)
+    return draw(rows, tables, at, ready, most, state, logits, one, native=spec.isa)

@@ -39,10 +39,13 @@ def draw(
     held: Held,
     logits: jax.Array,
     feed: Feed[Held],
+    *,
+    native: str | None,
 ) -> tuple[Held, jax.Array]:
     """Up to `most` tokens behind each row that is `wanted [P]`, i32 `[P, most]`: -1 where none was asked for.
 
     logits: `[V, P]`, behind the rows' last tokens. feed: gives those behind each token that was drawn.
+    native: as in `sample`.
     """
     slot, _, limit = at
     end = rows.length[slot]
@@ -63,7 +66,7 @@ def draw(
             tables=tables,
             block_tables=rows.block_tables,
         )
-        token = sample(logits, sampling, position, context).token
+        token = sample(logits, sampling, position, context, native=native).token
         going = live & (place + 1 < limit)
         history = replace(rows, history=history).remember(slot, position, token, going)
         held, logits = feed(held, jnp.maximum(token, 0), position, going)

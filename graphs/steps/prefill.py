@@ -116,7 +116,14 @@ def prefill_chunk(
         block_tables=rows.block_tables,
     )
     sampling = jax.tree.map(widen, lanes.sampling)
-    sampled = sample(logits, sampling, widen(length), context, processed_logprobs=processed_logprobs)
+    sampled = sample(
+        logits,
+        sampling,
+        widen(length),
+        context,
+        processed_logprobs=processed_logprobs,
+        native=spec.isa,
+    )
     token, logprob, top = sampled.token[:count], sampled.logprob[:count], sampled.top[:, :count]
     armed = _arm(rows, lanes, token, length)
     return (

@@ -33,7 +33,8 @@ def prompt_logprobs(
     def compute(hidden: jax.Array, target: jax.Array) -> jax.Array:
         asked = target >= 0
         logits = model.logits(hidden, (spec.products or WEIGHT_LEFT).for_rows(asked))
-        logprob, top = logprobs(logits, jnp.maximum(target, 0), jnp.where(asked, MAX_LOGPROBS, -1))
+        wanted = jnp.where(asked, MAX_LOGPROBS, -1)
+        logprob, top = logprobs(logits, jnp.maximum(target, 0), wanted, native=spec.isa)
         return jnp.concatenate([lax.bitcast_convert_type(logprob, jnp.int32)[None], top]).T
 
     def group(each: tuple[jax.Array, jax.Array]) -> jax.Array:

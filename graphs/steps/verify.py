@@ -151,7 +151,14 @@ def verify_rows(
         draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1) if width > 1 else None,
     )
     sampling = jax.tree.map(lambda leaf: spread(leaf[slot]), rows.sampling)
-    sampled = sample(logits, sampling, next_position, context, processed_logprobs=processed)
+    sampled = sample(
+        logits,
+        sampling,
+        next_position,
+        context,
+        processed_logprobs=processed,
+        native=spec.isa,
+    )
 
     token = sampled.token.reshape(lanes, width)
     right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]

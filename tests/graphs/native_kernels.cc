@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <numeric>
 #include <random>
 #include <tuple>
 
@@ -13,6 +14,7 @@
 #include "attention_heads.h"
 #include "attention_scores.h"
 #include "attention_vectors.h"
+#include "logprobs.h"
 #include "packed_dots.h"
 
 using namespace xla_engine;
@@ -190,6 +192,53 @@ void CheckAttention(int64_t head_dim, int64_t count, int64_t rows) {
   }
 }
 
+// What may be drawn, what is drawn and its log-probability, against a sort and sums in double precision.
+void CheckSampling(int64_t count, SamplingParams params) {
+  auto logits = Drawn<float>(count);
+  for (float& logit : logits) logit = std::round(logit * 64) / 16;  // some alike
+  std::vector<int32_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+  const Peak peak = PeakOf(logits.data(), count);
+  Check(peak.index == order[0] && peak.value == logits[order[0]], "the largest logit", count);
+  const auto weight = [&](int64_t index) {
+    const double found = std::exp((static_cast<double>(logits[index]) - peak.value) / params.temperature);
+    return found < params.min_p ? 0.0 : found;
+  };
+  const int64_t most = params.top_k ? std::min<int64_t>(params.top_k, count) : count;
+  double whole = 0, sum = 0;
+  int64_t last = 0;
+  const float kth = logits[order[most - 1]];
+  for (int64_t index = 0; index < count; ++index) whole += logits[index] >= kth ? weight(index) : 0;
+  while (last + 1 < most && params.top_p < 1 && sum + weight(order[last]) < whole * params.top_p) sum += weight(order[last++]);
+  Weights weights;
+  weights.Weigh(logits.data(), count, peak.value, params);
+  const float least = params.top_p < 1 ? logits[order[last]] : most < count ? kth : weights.least;
+  for (int64_t index = 0; index < count; ++index)
+    Check(weight(index) == 0 || (logits[index] >= least) == (logits[index] >= weights.least), "what is kept", index);
+  const auto kept = [&](int64_t index) { return logits[index] >= least ? weight(index) : 0.0; };
+  double total = 0;
+  for (int64_t index = 0; index < count; ++index) total += kept(index);
+  for (uint32_t share : {0u, 1u, 1u << 20, 1u << 22, (1u << 23) - 1}) {
+    const int32_t drawn = weights.Draw(share);
+    double before = 0;
+    for (int64_t index = 0; index < drawn; ++index) before += kept(index);
+    const double target = static_cast<double>(share) / (1 << 23) * total, allowed = 1e-6 * total;
+    Check(kept(drawn) > 0 && before <= target + allowed && before + kept(drawn) >= target - allowed, "a draw", share);
+  }
+  double exponentials = 0;
+  for (int64_t index = 0; index < count; ++index) exponentials += std::exp(static_cast<double>(logits[index]) - peak.value);
+  float logprob;
+  int32_t top[1 + 2 * kMostLogprobs];
+  const int32_t token = order[count / 3];
+  Logprobs(logits.data(), count, peak.value, token, 1, 1, &logprob, top);
+  Check(std::abs(logprob - (logits[token] - peak.value - std::log(exponentials))) < 3e-6, "a log-probability", count);
+  const auto larger = std::count_if(logits.begin(), logits.end(), [&](float logit) { return logit > logits[token]; });
+  Check(top[0] == 1 + larger, "a rank", top[0]);
+  for (int64_t place = 0; place < kMostLogprobs; ++place)
+    Check(top[1 + place] == (place < count ? order[place] : -1), "one of the most likely", place);
+}
+
 // Multiples of 2^-16 between -1 and 1, and rounded to T, by integers alone: the same on all machines.
 template <typename T>
 std::vector<T> Fixed(int64_t count) {
@@ -233,6 +282,21 @@ void HashHeads(Hash& hash, int64_t head_dim) {
   }
 }
 
+void HashSampling(Hash& hash, int64_t count, SamplingParams params) {
+  auto logits = Fixed<float>(count);
+  for (float& logit : logits) logit *= 9.0f;
+  const Peak peak = PeakOf(logits.data(), count);
+  Weights weights;
+  weights.Weigh(logits.data(), count, peak.value, params);
+  for (params.position = 0; params.position < 50; ++params.position) {
+    const int32_t token = weights.Draw(Uniform(params));
+    float logprob;
+    int32_t top[1 + 2 * kMostLogprobs];
+    Logprobs(logits.data(), count, peak.value, token, 1, 1, &logprob, top);
+    hash.Add(&token, 1), hash.Add(&logprob, 1), hash.Add(top, 1 + 2 * kMostLogprobs);
+  }
+}
+
 void PrintBits() {
   Hash products, rest;
   for (int64_t width : {16, 576}) {
@@ -248,8 +312,13 @@ void PrintBits() {
   for (int64_t keys : {1, 17, 200}) HashAttention<BFloat16>(products, 64, keys, 1), HashAttention<float>(rest, 48, keys, 1);
   HashAttention<BFloat16>(products, 96, 200, 16), HashAttention<float>(rest, 64, 200, 7);
   for (int64_t head_dim : {32, 64, 80, 128}) HashHeads(rest, head_dim);
+  Hash sampler;
+  for (int64_t count : {5, 300, 4097})
+    for (int32_t top_k : {0, 40})
+      for (float top_p : {1.0f, 0.9f}) HashSampling(sampler, count, {0.75f, top_k, top_p, 0.001f, {7, 11}, 0});
   products.Print("products");
   rest.Print("rest");
+  sampler.Print("sampler");
 }
 
 // Microseconds of one head over `count` keys, one thread, keys and values in the caches.
@@ -327,6 +396,10 @@ int main(int count, char** words) {
     CheckAttention<BFloat16>(64, keys, 1), CheckAttention<float>(48, keys, 1);
     if (keys > 16) CheckAttention<BFloat16>(96, keys, 16), CheckAttention<float>(64, keys, 7);
   }
+  for (int64_t size : {1, 15, 64, 199, 5000})
+    for (int32_t top_k : {0, 1, 40, 3000})
+      for (float top_p : {1.0f, 0.999f, 0.5f})
+        for (float min_p : {0.0f, 0.02f}) CheckSampling(size, {1.5f, top_k, top_p, min_p, {1, 2}, 3});
   if (!failures) std::printf("ok\n");
   return failures != 0;
 }

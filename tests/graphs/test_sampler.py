@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from xla_engine.runner.native_library.build import NativeBuildError, register
 from xla_engine.runner.native_library.instruction_sets import available
 
 ROWS = 8
+Sample = Callable[..., sampling.Sampled]
 
 
 def rows(**fields: Any) -> SamplingRows:
@@ -45,10 +47,24 @@ def random_logits(vocabulary: int, seed: int, spread: float = 3.0) -> np.ndarray
     return (np.random.default_rng(seed).standard_normal((vocabulary, ROWS)) * spread).astype(np.float32)
 
 
-sample = jax.jit(sampling.sample)
+ISAS = [None, *(each.name for each in available())] if jax.default_backend() == "cpu" else [None]
 
 
-def test_one_column_gets_the_bits_it_has_among_eight() -> None:
+def registered(isa: str | None) -> str | None:
+    """The instruction set, its library registered; None is the sampler in JAX."""
+    try:
+        return isa and register(isa)
+    except NativeBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=ISAS, ids=str)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """The sampler in JAX, and in C++ for each instruction set of this machine."""
+    return jax.jit(functools.partial(sampling.sample, native=registered(request.param)))
+
+
+def test_one_column_gets_the_bits_it_has_among_eight(sample: Sample) -> None:
     """Draws of every kind, and the sums they rest on: programs of few rows rest on it."""
     logits = random_logits(1024, 9)
     given = rows(top_p=[1, 0.9] * 4, min_p=[0, 0, 0.1, 0] * 2, top_k=[0, 0, 0, 7] * 2, num_logprobs=3)
@@ -113,7 +129,7 @@ def test_bisection_and_candidates_agree() -> None:
     np.testing.assert_array_equal(np.asarray(fast), np.asarray(slow))
 
 
-def test_temperature_zero_is_argmax_with_the_lowest_id_on_ties() -> None:
+def test_temperature_zero_is_argmax_with_the_lowest_id_on_ties(sample: Sample) -> None:
     logits = np.zeros((199, ROWS), np.float32)
     logits[[70, 130, 198]] = 5.0
     token, *_ = sample(jnp.asarray(logits), rows(temperature=0.0), jnp.arange(ROWS))
@@ -129,7 +145,7 @@ def test_two_level_argmax_is_argmax(size: int) -> None:
         )
 
 
-def test_logprob_is_raw_whatever_the_temperature() -> None:
+def test_logprob_is_raw_whatever_the_temperature(sample: Sample) -> None:
     logits = random_logits(512, 5)
     token, logprob, _ = sample(jnp.asarray(logits), rows(temperature=0.3, top_k=5), jnp.arange(ROWS))
     shifted = logits.astype(np.float64)
@@ -138,7 +154,7 @@ def test_logprob_is_raw_whatever_the_temperature() -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="level B is promised on CPUs")
-@pytest.mark.parametrize("isa", [None, *(each.name for each in available())])
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> None:
     """Pins an exponential over 8 columns, whose unrolled loop was compiled without fused multiply-adds.
 
@@ -150,16 +166,13 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
     if isa is None:
         logits = np.ascontiguousarray(feature_major(jnp.asarray(head), hidden).T)  # [N, V]
     else:
-        try:
-            products = NativeProducts(register(isa))
-        except NativeBuildError as error:
-            pytest.skip(str(error))
+        products = NativeProducts(registered(isa))
         packed = jnp.asarray(products.pack_head(head))
 
     @jax.jit
     def chosen(rows: jax.Array) -> jax.Array:
         logits = rows.T if isa is None else products.head(packed, None, rows)
-        return logprobs(logits, vocabulary.argmax(logits), jnp.zeros(len(rows), jnp.int32))[0]
+        return logprobs(logits, vocabulary.argmax(logits), jnp.zeros(len(rows), jnp.int32), native=isa)[0]
 
     def by(count: int) -> np.ndarray:
         every = logits if isa is None else hidden
@@ -170,14 +183,77 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
         np.testing.assert_array_equal(by(count).view(np.int32), expected.view(np.int32))
 
 
-def test_top_k_one_is_greedy_for_sampled_rows() -> None:
+@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize(("vocabulary", "width"), [(10, 1), (4097, 48)])
+def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabulary: int, width: int) -> None:
+    """Tokens, ranks and the most likely tokens; log-probabilities to rounding."""
+    in_jax, in_cpp = (
+        jax.jit(functools.partial(sampling.sample, processed_logprobs=processed, native=native))
+        for native in (None, registered(isa))
+    )
+    draw = np.random.default_rng(vocabulary)
+    for spread in (1.0, 3.0, 8.0):
+        logits = (draw.standard_normal((vocabulary, width)) * spread).astype(np.float32)
+        logits[draw.random(logits.shape) < 0.1] = -np.inf
+        state = make_sampling_rows(width)
+        state.temperature[:] = draw.choice([0, 0.5, 1, 2], width)
+        state.top_k[:] = draw.choice([0, 0, 1, 40, 500], width)
+        state.top_p[:] = draw.choice([1, 0.999, 0.9, 0.3], width)
+        state.min_p[:] = draw.choice([0, 0, 0.05], width)
+        state.seed[:] = draw.integers(0, 2**32, (width, 2), np.uint32)
+        state.num_logprobs[:] = draw.choice([0, 20], width)
+        given = jax.tree.map(jnp.asarray, state)
+        for position in range(5):
+            at = jnp.full(width, position, jnp.int32)
+            expected, found = in_jax(logits, given, at), in_cpp(logits, given, at)
+            np.testing.assert_array_equal(found.token, expected.token)
+            np.testing.assert_allclose(found.logprob, expected.logprob, rtol=2e-6, atol=2e-6)
+            theirs, ours = (np.asarray(each.top)[:, state.num_logprobs > 0] for each in (expected, found))
+            values = theirs[21:].view(np.float32)
+            np.testing.assert_allclose(ours[21:].view(np.float32), values, rtol=2e-6, atol=2e-6)
+            np.testing.assert_array_equal(ours[0], theirs[0])
+            np.testing.assert_array_equal(ours[1:21][np.isfinite(values)], theirs[1:21][np.isfinite(values)])
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_greedy_tokens_in_cpp_at_every_width(isa: str) -> None:
+    """Columns side by side in vectors, several entries of few columns, widths that fill none; ties, no numbers."""
+    choose = jax.jit(functools.partial(sampling.sample, native=registered(isa)))
+    for width in (1, 2, 4, 6, 8, 16, 48, 272):
+        for size in (5, 511, 1100):
+            logits = np.round(np.random.default_rng(size).standard_normal((size, width)) * 2).astype(
+                np.float32
+            )
+            expected = logits.argmax(axis=0)
+            if width > 1:
+                logits[:, 0] = -np.inf
+                logits[size // 2, width // 2] = np.nan
+                logits[size - 1, -1] = np.inf
+                expected[[0, width // 2, -1]] = NO_CHOICE
+            state = jax.tree.map(jnp.asarray, make_sampling_rows(width))
+            found = choose(jnp.asarray(logits), state, jnp.arange(width, dtype=jnp.int32)).token
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_noise_is_that_of_jax(sample: Sample) -> None:
+    """Of 4,096 tokens alike, the uniform number names the one that is drawn."""
+    flat = jnp.zeros((4096, ROWS), jnp.float32)
+    state = rows(seed=[[row * 2**29 + 5, 2**32 - 1 - row] for row in range(ROWS)])
+    for position in (0, 1, 77, 2**31 - 1):
+        at = jnp.full(ROWS, position, jnp.int32)
+        expected = np.floor(np.asarray(sampling._uniform(state.seed, at)) * 4096)
+        np.testing.assert_array_equal(sample(flat, state, at).token, expected)
+
+
+def test_top_k_one_is_greedy_for_sampled_rows(sample: Sample) -> None:
     logits = random_logits(512, 6)
     token, *_ = sample(jnp.asarray(logits), rows(top_k=1), jnp.arange(ROWS))
     np.testing.assert_array_equal(np.asarray(token), logits.argmax(axis=0))
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
-def test_the_most_likely_token_is_kept_at_every_temperature(fields: dict[str, Any]) -> None:
+def test_the_most_likely_token_is_kept_at_every_temperature(fields: dict[str, Any], sample: Sample) -> None:
     """A quotient rounded in two ways must not leave a row without a token (61: the last block is not whole)."""
     logits = random_logits(61, 8)
     for turn, temperature in enumerate(np.random.default_rng(9).uniform(0.05, 2.0, (60, ROWS))):
@@ -187,7 +263,7 @@ def test_the_most_likely_token_is_kept_at_every_temperature(fields: dict[str, An
         np.testing.assert_array_equal(np.asarray(token), moved.argmax(axis=0))
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(sample: Sample) -> None:
     """Chi-square over 16 tokens and 40,000 draws with fixed seeds; 15 degrees of freedom, bound at p = 1e-5."""
     probability = np.arange(1, 17) / 136
     logits = jnp.asarray(np.repeat(np.log(probability)[:, None], ROWS, axis=1).astype(np.float32))
@@ -198,7 +274,7 @@ def test_draws_follow_the_distribution() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 50.5
 
 
-def test_noise_depends_on_seed_and_position_only() -> None:
+def test_noise_depends_on_seed_and_position_only(sample: Sample) -> None:
     """A row's draw is the same in any row, beside any peers; its own seed and position do matter."""
     column = random_logits(512, 9)[:, :1]
     logits = jnp.asarray(np.repeat(column, ROWS, axis=1))
@@ -218,7 +294,7 @@ def test_noise_depends_on_seed_and_position_only() -> None:
     assert len(set(np.asarray(many_positions).tolist())) > 1
 
 
-def test_greedy_rows_do_not_notice_sampled_peers() -> None:
+def test_greedy_rows_do_not_notice_sampled_peers(sample: Sample) -> None:
     logits = jnp.asarray(random_logits(512, 10))
     alone, *_ = sample(logits, rows(temperature=0.0), jnp.arange(ROWS))
     mixed, *_ = sample(logits, rows(temperature=[0, 1, 0, 2, 0, 0.5, 0, 1]), jnp.arange(ROWS))
@@ -291,7 +367,7 @@ def test_the_largest_are_those_of_a_stable_sort(
 
 @pytest.mark.parametrize("vocabulary", [199, 4096])
 def test_a_row_that_cannot_choose_says_so_and_its_neighbours_do_not_notice(
-    vocabulary: int,
+    vocabulary: int, sample: Sample
 ) -> None:
     """A hidden state with NaN or infinity; no token allowed; a single one that is not allowed is harmless."""
     logits = random_logits(vocabulary, 5)
@@ -318,7 +394,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_a_gpu_takes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_takes_the_same_tokens(monkeypatch: pytest.MonkeyPatch, sample: Sample) -> None:
     """Without sorts and loops: narrow and wide nuclei, top-k within and beyond the candidates, ties."""
     logits = np.concatenate([random_logits(4000, 1), np.round(random_logits(1000, 2))])
     position = jnp.arange(ROWS, dtype=jnp.int32)

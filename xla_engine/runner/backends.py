@@ -109,16 +109,9 @@ def mesh_size(config: EngineConfig) -> int | None:
     return None if config.tensor_parallel_size == 1 else config.tensor_parallel_size
 
 
-def isa_of(spec: ModelSpec) -> str | None:
-    """The instruction set of the C++ operations of a model; None: it has none."""
-    found = spec.attention if isinstance(spec.attention, NativeAttention) else spec.products
-    return found.isa if isinstance(found, (NativeAttention, NativeProducts)) else None
-
-
 def library_of(spec: ModelSpec) -> str | None:
     """Where the library of a model's C++ operations came from; None: it has none."""
-    isa = isa_of(spec)
-    return None if isa is None else origin(isa)
+    return None if spec.isa is None else origin(spec.isa)
 
 
 def platform_words(spec: ModelSpec) -> dict[str, str]:
@@ -131,9 +124,8 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else "native",
     }
-    isa = isa_of(spec)
     # Files from before instruction sets had names were written with tiles, or with none of ours.
-    return words if isa in (None, "amx") else {**words, "isa": isa}
+    return words if spec.isa in (None, "amx") else {**words, "isa": spec.isa}
 
 
 def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype, isa: str = AUTO) -> Products | None:

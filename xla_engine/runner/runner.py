@@ -28,7 +28,7 @@ from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Pool
 from xla_engine.observability.histogram import Histogram
 from xla_engine.runner import memory
-from xla_engine.runner.backends import isa_of, library_of, make_spec, platform_words
+from xla_engine.runner.backends import library_of, make_spec, platform_words
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.devices import Devices
@@ -273,7 +273,7 @@ class Runner(HeldWeights):
     @property
     def isa(self) -> str | None:
         """The instruction set of the C++ operations in use; None: there are none."""
-        return isa_of(self._spec)
+        return self._spec.isa
 
     @property
     def library(self) -> str | None:

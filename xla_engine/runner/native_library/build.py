@@ -25,6 +25,7 @@ from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
 from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
+from xla_engine.graphs.sampling.native import LOGPROBS, SAMPLE
 from xla_engine.runner.native_library import bundled, recipe
 from xla_engine.runner.native_library import cache as library_cache
 from xla_engine.runner.native_library.instruction_sets import InstructionSet, available, processor
@@ -44,6 +45,8 @@ _OPERATIONS = {
     EXPERTS: "XlaEngineExperts",
     GATED_EXPERTS: "XlaEngineGatedExperts",
     DOWN_EXPERTS: "XlaEngineDownExperts",
+    SAMPLE: "XlaEngineSample",
+    LOGPROBS: "XlaEngineLogprobs",
 }
 _SOURCES = Path(graphs.__file__).parent / "native"
 _BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
