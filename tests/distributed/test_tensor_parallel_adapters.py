@@ -50,6 +50,7 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     "job",
     [
         {"model": "wide"},
+        {"model": "biased"},
         {"model": "wide", "engine": {"quantization": "int8"}},
         {"model": "tiny", "engine": {"num_blocks": 18, "self_check": True}},
         {"model": "wide", "dtype": "float32", "engine": {"isa": "none"}},
@@ -57,7 +58,7 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     ids=str,
 )
 def test_no_bit_depends_on_it_in_other_engines(job: dict[str, Any]) -> None:
-    """Whole tasks of features; eight bits; blocks, and a start-up check with an adapter;
+    """Whole tasks of features; biases beside all weights; eight bits; blocks, and a start-up check with an adapter;
     products of XLA."""
     (results,) = run(job)
     assert (results[1]["products"] == "native") is (job.get("dtype") is None)

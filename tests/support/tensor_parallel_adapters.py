@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from tests.support import tensor_parallel
 from tests.support.models import TINY
 from tests.support.tensor_parallel import OPTIONS, WIDE
 
-MODELS = {"tiny": TINY, "wide": WIDE}
+MODELS = {
+    "tiny": TINY,
+    "wide": WIDE,
+    "biased": replace(WIDE, qkv_bias=True, output_bias=True, mlp_bias=True),
+}
 
 
 run = partial(tensor_parallel.run, module=__name__)
