@@ -82,10 +82,8 @@ def measure(batch: int, vocabulary: int, rounds: int) -> tuple[dict[str, dict[st
 def start(form: str) -> float:
     """Seconds of `LLM()` in this process."""
     import xla_engine
-    from xla_engine.graphs.model.decoder import ModelSpec
     from xla_engine.graphs.steps import decode, guess, prefill, prompt_logprobs, verify
 
-    assert ModelSpec is not None
     if form == "JAX":
         for module in (decode, guess, prefill, verify):
             mock.patch.object(module, "sample", _without(module.sample)).start()
