@@ -245,7 +245,8 @@ def test_a_reader_that_goes_away_ends_the_run_cleanly() -> None:
         while stream._events.unsent and stream._events.failure is None:
             time.sleep(0.001)
 
-    stream = EventStream(engine, lines, Gone(), on_turn=on_turn)
+    # Else all lines may be taken before the first event is there.
+    stream = EventStream(engine, lines, Gone(), on_turn=on_turn, max_unfinished=8)
     totals = stream.run()
     assert isinstance(totals.failure, BrokenPipeError) and not engine.live and totals.done < 5000
 
