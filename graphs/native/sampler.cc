@@ -165,15 +165,17 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Floats adjusted, Flags li
     int32_t& chosen = token->typed_data()[row];
     chosen = Greedy(peak);
     if (chosen == kNoChoice) return;
+    const bool is_scored = wanted.typed_data()[row] >= 0;
     const float* scored = processed ? shifted : raw;
     if (params.temperature > 0) {
       weights.Weigh(shifted, count, peak.value, params);
       chosen = weights.Draw(Uniform(params));
-      if (processed && wanted.typed_data()[row] >= 0) {
+      if (processed && is_scored) {
         Restrict(shifted, count, peak.value, weights.least, params, restricted);
         scored = restricted.data();
       }
     }
+    if (!is_scored) return;
     if (scored != shifted) peak = PeakOf(scored, count);
     Logprobs(scored, count, peak.value, chosen, wanted.typed_data()[row], rows, logprob->typed_data() + row, top->typed_data() + row);
   };
@@ -199,8 +201,8 @@ ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats logits, Integers token, Integ
     thread_local Columns read;
     const float* values = read.Read(logits.typed_data(), count, rows, task * columns, columns);
     for (int64_t row = task * columns; row < (task + 1) * columns; ++row, values += Columns::Apart(count))
-      Logprobs(values, count, PeakOf(values, count).value, token.typed_data()[row], wanted.typed_data()[row], rows,
-               logprob->typed_data() + row, top->typed_data() + row);
+      Logprobs(values, count, wanted.typed_data()[row] < 0 ? 0 : PeakOf(values, count).value, token.typed_data()[row],
+               wanted.typed_data()[row], rows, logprob->typed_data() + row, top->typed_data() + row);
   });
   return ffi::Error::Success();
 }

@@ -1,4 +1,4 @@
-// One row's choice: the largest logit, the weights of what may be drawn, the cut of top-k and top-p, the params.
+// One row's choice: the largest logit, the weights of what may be drawn, the cut of top-k and top-p, the draw.
 //
 // Weights are whole numbers, 2^30 for the most likely token, and are summed in 64 bits: no order of additions changes a sum.
 
