@@ -192,3 +192,22 @@ def test_text_that_cannot_be_made_is_told_when_the_request_goes_on() -> None:
     assert request.finish(FinishReason.LENGTH, 1.0) is FinishReason.ERROR
     output = request.output()
     assert output.outputs[0].finish_reason == "error" and output.error == "no text"
+
+
+@pytest.mark.parametrize(
+    ("reason", "told", "stands"),
+    [
+        (FinishReason.ABORT, "the engine was told to end", "no text"),
+        (FinishReason.ERROR, "the device is gone", "the device is gone"),
+    ],
+)
+def test_text_that_cannot_be_made_is_the_error_unless_there_was_one(
+    reason: FinishReason, told: str, stands: str
+) -> None:
+    """A request that nobody read is ended for another reason, and its text turns out to be broken."""
+    buffer = TokenBuffer()
+    request = live(buffer, "bad")
+    buffer.begin(request, 0, 0)
+    buffer.append(0, Decoded(tokens=[Spelling.BROKEN, NO_TOKEN]), 0.0)
+    assert request.finish(reason, 1.0, told) is FinishReason.ERROR
+    assert request.output().error == stands

@@ -301,7 +301,9 @@ class LiveSequence:
             if self._text is not None and self._stop_string is None:
                 self._text.end()
         except Exception as failure:
-            reason, error = FinishReason.ERROR, error or str(failure)
+            if reason is not FinishReason.ERROR or error is None:
+                error = str(failure)
+            reason = FinishReason.ERROR
         self._token_buffer.end(self)
         self._finish_reason = reason
         self._finished_time = now
