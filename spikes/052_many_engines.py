@@ -4,6 +4,7 @@
     python -m spikes.052_many_engines ray [ROUNDS] [MODEL] [ROWS A BLOCK]
                                                             one actor of Ray Data beside one engine, in turns
     python -m spikes.052_many_engines kills [TIMES]         SIGKILL of engines and shards at random moments
+    python -m spikes.052_many_engines ray_kills [TIMES]     of actors and drivers of Ray Data
 
 The embedded model; with `parallel` each of two engines has half of the cores.
 """
@@ -212,7 +213,77 @@ def shard_kills(times: int, draw: random.Random) -> int:
     return killed
 
 
+def ray_kills(times: int) -> None:
+    from tests.support import ray_job
+
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        source = ray_job.write_source(Path(folder) / "in.parquet", 600)
+        with XlaBatchEngine.from_pretrained(None, ray_job.CONFIG) as engine:
+            expected = ray_job.expected(source, engine)
+        for what, kill in (("actors", kill_actors), ("drivers", kill_drivers)):
+            killed = jobs = 0
+            while killed < times:
+                target = Path(folder) / f"{what}-{jobs}"
+                killed += kill(source, target, times - killed, draw)
+                assert ray_job.found(target) == expected, "lost, twice or other bits"
+                jobs += 1
+                print(
+                    f"{what}: {killed} killed in {jobs} jobs, 0 rows lost, 0 twice, 0 with other bits",
+                    flush=True,
+                )
+
+
+def kill_actors(source: Path, target: Path, most: int, draw: random.Random) -> int:
+    """A job with two actors, of which one is killed a while after both are there, until it is done."""
+    from tests.support import ray_job
+
+    process = ray_job.start(source, target, "-", 2)
+    killed, at, limit = 0, None, time.monotonic() + 900
+    while process.poll() is None:
+        assert time.monotonic() < limit, "the job hangs"
+        alive = ray_job.actors_of(process.pid)
+        if len(alive) < 2 or killed == most:
+            at = None
+        elif at is None:
+            at = time.monotonic() + draw.uniform(0, 25)  # some are killed while their engine starts
+        elif time.monotonic() > at:
+            os.kill(draw.choice(alive), signal.SIGKILL)
+            killed, at = killed + 1, None
+        time.sleep(0.2)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()[-3000:]
+    return killed
+
+
+def kill_drivers(source: Path, target: Path, most: int, draw: random.Random) -> int:
+    """A job with checkpoints, killed with all its processes and begun again, until it is done."""
+    from tests.support import ray_job
+
+    checkpoint, killed = target.with_suffix(".checkpoint"), 0
+    while True:
+        process = ray_job.start(source, target, checkpoint, 1)
+        began = time.monotonic()
+        while process.poll() is None and not ray_job.actors_of(process.pid):
+            assert time.monotonic() < began + 300, "the job hangs"
+            time.sleep(0.2)
+        try:
+            _, errors = process.communicate(timeout=600 if killed == most else draw.uniform(0, 25))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            killed += 1
+            continue
+        assert process.returncode == 0, errors.decode()[-3000:]
+        return killed
+
+
 if __name__ == "__main__":
-    what: dict[str, Callable[..., None]] = {"parallel": parallel, "ray": through_ray, "kills": kills}
+    what: dict[str, Callable[..., None]] = {
+        "parallel": parallel,
+        "ray": through_ray,
+        "kills": kills,
+        "ray_kills": ray_kills,
+    }
     rest: list[Any] = [int(word) if word.isdigit() else word for word in sys.argv[2:]]
     what[sys.argv[1]](*(rest or [5]))

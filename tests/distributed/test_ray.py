@@ -5,117 +5,30 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.command_line import ROOT
-from tests.support.ray_driver import postprocess, preprocess
-from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.sampling_params import SamplingParams
 
 pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
-pq = pytest.importorskip("pyarrow.parquet")
-import pyarrow as pa  # noqa: E402
+pytest.importorskip("pyarrow.parquet")
+from tests.support.ray_job import CONFIG, actors_of, expected, found, start, write_source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-ROWS = 120
-WORDS = ["def f(x):", "import os", "class A:", "for i in range(3):"]
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    draw = random.Random(0)
-    table = pa.table(
-        {
-            "key": [f"k{number}" for number in range(ROWS)],
-            "text": [f"{draw.choice(WORDS)} # {number}" for number in range(ROWS)],
-            "length": [draw.randrange(1, 40) for _ in range(ROWS)],
-        }
-    )
-    pq.write_table(table, tmp_path / "in.parquet", row_group_size=15)
-    return tmp_path / "in.parquet"
+    return write_source(tmp_path / "in.parquet", 120)
 
 
 @pytest.fixture(scope="module")
 def single() -> Any:
-    config = EngineConfig(max_num_seqs=4, max_model_len=128, prefill_lanes=(2,), self_check=False)
-    with XlaBatchEngine.from_pretrained(None, config) as engine:
+    with XlaBatchEngine.from_pretrained(None, CONFIG) as engine:
         yield engine
-
-
-def expected(source: Path, engine: XlaBatchEngine) -> list[dict[str, Any]]:
-    """What one engine makes of the rows."""
-    rows = pq.read_table(source).to_pylist()
-    for row in rows:
-        fields = preprocess(row)
-        params = SamplingParams(**fields["sampling_params"])
-        engine.submit(
-            fields["prompt"], params.clone(seed=engine.seed_of(row["key"], params)), request_id=row["key"]
-        )
-    outputs = {output.request_id: output.outputs[0] for output in engine.drain()}
-    return [
-        postprocess(
-            row
-            | {
-                "generated_text": outputs[row["key"]].text,
-                "generated_tokens": [*outputs[row["key"]].token_ids],
-            }
-        )
-        for row in rows
-    ]
-
-
-def found(target: Path) -> list[dict[str, Any]]:
-    rows = pq.read_table(target).to_pylist()
-    assert all(row.pop("__inference_error__") == "" for row in rows)
-    return sorted(rows, key=lambda row: int(row["key"][1:]))
-
-
-def start(source: Path, target: Path, checkpoint: Path | str, actors: int) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.ray_driver",
-        str(source),
-        str(target),
-        str(checkpoint),
-        str(actors),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def actors_of(pid: int) -> list[int]:
-    """The processes below one that hold an engine."""
-    parents = {}
-    titles = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            titles[int(path.name)] = (path / "cmdline").read_text()
-        except OSError:
-            continue
-
-    def is_below(each: int) -> bool:
-        while each and each != pid:
-            each = parents.get(each, 0)
-        return each == pid
-
-    return [each for each, title in titles.items() if "EngineActor" in title and is_below(each)]
 
 
 def test_a_killed_actor_changes_nothing(source: Path, tmp_path: Path, single: XlaBatchEngine) -> None:

@@ -52,7 +52,7 @@ class AsyncLife(Life):
                 readers[request.name] = asyncio.create_task(self._follow(request, live), name=request.name)
             self._disturb(live, readers, turn)
             if turn == end_turn:
-                await self._end_engine(live)
+                await self._end_engine(requests)
             if engine.closed_because is not None:
                 waiting.clear()
                 if not engine.has_unfinished and all(reader.done() for reader in readers.values()):
@@ -105,11 +105,11 @@ class AsyncLife(Life):
                 request.aborted = self._llm.abort(request.name)
             self._preempt(request, turn)
 
-    async def _end_engine(self, live: dict[str, SoakRequest]) -> None:
+    async def _end_engine(self, requests: list[SoakRequest]) -> None:
         """Begin the end of the engine; drained or closed, it is over."""
         if self._fail_for_good():
             return
-        for request in live.values():
+        for request in requests:  # also those whose readers have not begun
             request.aborted = True  # unless it has ended before
         if self.end == "drain":
             await self._llm.drain(0.05)
