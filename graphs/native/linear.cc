@@ -119,6 +119,7 @@ ffi::Error Linear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& l
     Operand<T> operand(Source(x, norm, live, eps), scales);
     const int64_t width = operand.width, features = weight.dimensions()[0];
     if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
+    if (adapters) adapters->Order(operand.places, operand.count);
     const float* before = OrNull(residual);
     if (before && before != out) return ffi::Error::Internal("the result has to take the residual's place");
     const auto clear = [&](int64_t block) { operand.Clear(block, out, features * sizeof(float)); };
@@ -139,7 +140,7 @@ ffi::Error Linear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& l
           }
           if (!adapters) return;
           const int32_t* places = operand.places.data() + n;
-          for (int64_t f = task * 32; f < task * 32 + 32; f += 16) adapters->Add(places, rows, f, out + f, places, features);
+          for (int64_t f = task * 32; f < task * 32 + 32; f += 16) adapters->Add(n, rows, f, f + 32, out + f, places, features);
         },
         adapters);
     return ffi::Error::Success();
@@ -153,6 +154,7 @@ ffi::Error GatedLinear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Fla
     Operand<T> operand(Source(x, norm, live, eps), scales);
     const int64_t width = operand.width, features = weight.dimensions()[0] / 2;
     if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
+    if (adapters) adapters->Order(operand.places, operand.count);
     const int64_t bytes = features * (std::is_same_v<T, int8_t> ? sizeof(float) : sizeof(BFloat16));
     const auto clear = [&](int64_t block) { operand.Clear(block, out, bytes); };
     const auto put = [&](int64_t n, int64_t feature, Vec gate, Vec up) {
@@ -180,9 +182,8 @@ ffi::Error GatedLinear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Fla
           }
           alignas(64) float both[16 * 32];  // gates and ups of each row
           for (int64_t r = 0; r < rows; ++r) Store(both + r * 32, gate(r)), Store(both + r * 32 + 16, up(r));
-          const int32_t* places = operand.places.data() + n;
-          adapters->Add(places, rows, feature, both, kInOrder, 32);
-          adapters->Add(places, rows, features + feature, both + 16, kInOrder, 32);
+          adapters->Add(n, rows, feature, feature + 16, both, kInOrder, 32);
+          adapters->Add(n, rows, features + feature, features + feature + 16, both + 16, kInOrder, 32);
           for (int64_t r = 0; r < rows; ++r) put(n + r, feature, Load(both + r * 32), Load(both + r * 32 + 16));
         },
         adapters);
@@ -235,10 +236,11 @@ ffi::Error Lora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags adapted, Floats no
   const int64_t rows = y.dimensions()[0], features = y.dimensions()[1];
   std::vector<int32_t> places(rows);
   std::iota(places.begin(), places.end(), 0);
+  adapters.Order(places, rows);
   const auto read = [&](int64_t n) { adapters.Read(n); };
   const auto shrink = [&](int64_t task) { adapters.Shrink(task); };
   const auto add = [&](int64_t task) {
-    adapters.Add(places.data(), rows, task * 16, out->typed_data() + task * 16, places.data(), features);
+    adapters.Add(0, rows, task * 16, task * 16 + 16, out->typed_data() + task * 16, places.data(), features);
   };
   if (adapters.Rows()) InPhases(pool, Phase{adapters.Rows(), read}, Phase{adapters.Shrinks(), shrink}, Phase{features / 16, add});
   return ffi::Error::Success();

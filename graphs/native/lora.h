@@ -33,8 +33,9 @@ class Adapters {
     std::stable_sort(places.begin(), places.begin() + source_.count, [&](int32_t m, int32_t n) { return of[m] < of[n]; });
     for (int64_t n = 0; n < source_.count; ++n) {
       at_[places[n]] = static_cast<int32_t>(n);
-      adapter_.push_back(of[places[n]] - 1);
-      if (!n || adapter_[n] != adapter_[n - 1]) first_.push_back(n);
+      const int64_t adapter = of[places[n]] - 1;
+      if (!n || adapter != adapter_.back()) first_.push_back(n), adapter_.push_back(adapter);
+      run_.push_back(adapter_.size() - 1);
     }
     first_.push_back(source_.count);
     thread_local Lines kept;
@@ -60,27 +61,34 @@ class Adapters {
   // A task of Shrinks(), once all rows are read: kRanks rows of one A times the rows that have it.
   void Shrink(int64_t task) {
     const int64_t blocks = parts_ * rank_ / kRanks, run = task / blocks, j = task % blocks * kRanks, width = source_.width;
-    if (j % rank_ >= RankOf(adapter_[first_[run]], j / rank_)) return;
-    const BFloat16* weights = down_ + (adapter_[first_[run]] * parts_ * rank_ + j) * width;
+    const BFloat16* weights = Down(task);
+    if (!weights) return;
+    if (const BFloat16* next = task + 1 < Shrinks() ? Down(task + 1) : nullptr)
+      for (int64_t k = 0; k < kRanks * width; k += 32) __builtin_prefetch(next + k);
     Blocks(first_[run], first_[run + 1], [&](auto some, int64_t n) {
       ShrinkRows<some>(rows_ + n * width, width, weights, hidden_ + n * parts_ * rank_ + j, parts_ * rank_);
     });
   }
 
-  // Once all of A is done: adds to sixteen features, from `feature` on, of the `rows` rows whose places are at `places`.
-  // to[at[r] * stride] is the first of row r.
-  void Add(const int32_t* places, int64_t rows, int64_t feature, float* to, const int32_t* at, int64_t stride) const {
+  // Puts the places of `count` rows, among them all that have an adapter, in the order in which `Add` takes them: those without one
+  // first, then those of one adapter together.
+  void Order(std::vector<int32_t>& places, int64_t count) {
+    std::stable_sort(places.begin(), places.begin() + count, [&](int32_t m, int32_t n) { return at_[m] < at_[n]; });
+    plain_ = count - source_.count;
+  }
+
+  // Once all of A is done: adds to sixteen features, from `feature` on, of the ordered rows n .. n + rows; to[at[r] * stride] is the
+  // first of row n + r. What the features from `next` on need is fetched meanwhile.
+  void Add(int64_t n, int64_t rows, int64_t feature, int64_t next, float* to, const int32_t* at, int64_t stride) const {
     const int64_t part = std::upper_bound(ends_.begin(), ends_.end(), feature) - ends_.begin();
-    for (int64_t r = 0, end; r < rows; r = end) {
-      const int64_t first = at_[places[r]];
-      for (end = r + 1; first >= 0 && end < rows && Follows(first + end - r, places[end]); ++end) continue;
-      if (first < 0) continue;
-      const int64_t used = RankOf(adapter_[first], part);
-      const BFloat16* weights = up_ + adapter_[first] * features_ * rank_ + feature * rank_;
-      const float* hidden = hidden_ + first * parts_ * rank_ + part * rank_;
-      if (!used) continue;
-      Blocks(r, end, [&](auto some, int64_t n) {
-        ExpandRows<some>(hidden + (n - r) * parts_ * rank_, parts_ * rank_, used, weights, to, at + n, stride);
+    for (int64_t r = std::max<int64_t>(0, plain_ - n), end; r < rows; r = end) {
+      const int64_t first = n + r - plain_, run = run_[first], used = RankOf(adapter_[run], part);
+      end = std::min(rows, first_[run + 1] + plain_ - n);
+      const BFloat16* weights = up_ + (adapter_[run] * features_ + feature) * rank_;
+      const float* hidden = hidden_ + (first * parts_ + part) * rank_;
+      for (int64_t j = 0; next < features_ && j < used; j += 2) __builtin_prefetch(weights + (next - feature) * rank_ + j * kVector);
+      Blocks(0, used ? end - r : 0, [&](auto some, int64_t m) {
+        ExpandRows<some>(hidden + m * parts_ * rank_, parts_ * rank_, used, weights, to, at + r + m, stride);
       });
     }
   }
@@ -91,13 +99,16 @@ class Adapters {
 
   static Vec Wide(const BFloat16* from) { return Cast<Vec>(Convert<Bits>(LoadAs<Shorts>(from)) << 16); }
 
+  // The rows of A of a task of `Shrink`, or null where its ranks are beyond the adapter's.
+  const BFloat16* Down(int64_t task) const {
+    const int64_t blocks = parts_ * rank_ / kRanks, adapter = adapter_[task / blocks], j = task % blocks * kRanks;
+    return j % rank_ < RankOf(adapter, j / rank_) ? down_ + (adapter * parts_ * rank_ + j) * source_.width : nullptr;
+  }
+
   // Ranks of an adapter's part, as many as blocks of them hold.
   int64_t RankOf(int64_t adapter, int64_t part) const {
     return std::min(rank_, (ranks_[adapter * parts_ + part] + kRanks - 1) / kRanks * kRanks);
   }
-
-  // Whether the row at `place` is row n here and has the adapter of the row before.
-  bool Follows(int64_t n, int32_t place) const { return at_[place] == n && adapter_[n] == adapter_[n - 1]; }
 
   // Calls run(constant number of rows, n) for blocks of the rows n .. end.
   template <typename Run>
@@ -143,8 +154,10 @@ class Adapters {
   int64_t parts_, rank_, features_;
   Ends ends_;
   std::vector<int32_t> at_;       // by place: which of the rows it is, or -1
-  std::vector<int64_t> adapter_;  // of each row, from 0
-  std::vector<int64_t> first_;    // row of each run of rows that share an adapter, and their number
+  std::vector<int64_t> run_;      // of each row: which of the runs of rows that share an adapter
+  std::vector<int64_t> adapter_;  // of each run, from 0
+  std::vector<int64_t> first_;    // row of each run, and the number of rows
+  int64_t plain_ = 0;             // rows without an adapter, which come first in `Add`
   float *rows_, *hidden_;         // [rows, K], [rows, P, r]
 };
 
