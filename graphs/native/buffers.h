@@ -18,6 +18,7 @@ namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using Halves = ffi::Buffer<ffi::BF16>;
 using Integers = ffi::Buffer<ffi::S32>;
+using Unsigned = ffi::Buffer<ffi::U32>;
 using Flags = ffi::Buffer<ffi::PRED>;
 
 inline const float* OrNull(const Floats& buffer) { return buffer.element_count() ? buffer.typed_data() : nullptr; }

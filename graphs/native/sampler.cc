@@ -1,6 +1,7 @@
 // The sampler (graphs/sampling) for XLA:CPU: one call from logits to tokens and log-probabilities. Every row is read by itself:
 // its bits depend neither on what other rows want nor on how many there are.
 
+#include "adjust.h"
 #include "buffers.h"
 #include "logprobs.h"
 #include "parallel.h"
@@ -101,7 +102,8 @@ void FindPeaks(const float* values, int64_t begin, int64_t end, int64_t stride, 
 int32_t Greedy(const Peak& peak) { return std::isfinite(peak.value) ? peak.index : kNoChoice; }
 
 // The greedy tokens of values [count, stride], where nothing else is asked for: a stretch of the vocabulary to a task.
-void ChooseGreedily(ffi::ThreadPool& pool, const float* values, int64_t count, int64_t stride, const bool* live, int32_t* token) {
+void ChooseGreedily(ffi::ThreadPool& pool, const float* values, int64_t count, int64_t stride,
+                    const std::vector<RowFields>& fields, int32_t* token) {
   constexpr int64_t kStretch = 512;
   const int64_t stretches = (count + kStretch - 1) / kStretch;
   thread_local std::vector<Peak> kept;
@@ -119,7 +121,7 @@ void ChooseGreedily(ffi::ThreadPool& pool, const float* values, int64_t count, i
       if (next.value > peak.value || next.value != next.value) peak = next;
       if (peak.value != peak.value) break;
     }
-    if (live[column]) token[column] = Greedy(peak);
+    if (fields[column].live) token[column] = Greedy(peak);
   }
 }
 
@@ -133,61 +135,88 @@ void Restrict(const float* logits, int64_t count, float peak, float least, const
   });
 }
 
-// logits [V, N], as they came and as requests want them shifted; live [N]; parameters [N], seed [N, 2] -> token [N],
-// log-probability [N] and the most likely tokens [1 + 2 kMostLogprobs, N]; zeros for rows that are not live.
-ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Floats adjusted, Flags live, Floats temperature, Integers top_k,
-                  Floats top_p, Floats min_p, ffi::Buffer<ffi::U32> seed, Integers position, Integers wanted,
-                  ffi::ResultBuffer<ffi::S32> token, ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top,
-                  bool processed) {
-  const int64_t count = logits.dimensions()[0], rows = logits.dimensions()[1];
-  const int64_t columns = ColumnsOfTask(rows, pool.num_threads());
-  const bool is_shifted = adjusted.typed_data() != logits.typed_data();
+// The parameters of a row's draws.
+SamplingParams ParamsOf(const RowFields& row) {
+  return {row.temperature, row.top_k, row.top_p, row.min_p, {row.seed[0], row.seed[1]}, static_cast<uint32_t>(row.position)};
+}
+
+// logits [V, N]; words [N, W], the rows (`RowFields`), of which `stops` are stop ids; the tables of all slots (`SlotTables`), which
+// are read where `adjusts` -> token [N], log-probability [N] and the most likely tokens [1 + 2 kMostLogprobs, N]; zeros for rows
+// that are not live.
+ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
+                  Floats bias, Unsigned mask, Unsigned draft_masks, ffi::ResultBuffer<ffi::S32> token,
+                  ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top, bool processed, bool adjusts, int64_t stops) {
+  const int64_t count = logits.dimensions()[0], rows = logits.dimensions()[1], width = words.dimensions()[1];
+  const int64_t columns = ColumnsOfTask(rows, pool.num_threads()), fixed = sizeof(RowFields) / sizeof(uint32_t);
+  const int64_t breakers = width - fixed - stops;
+  if (breakers < 0) return ffi::Error::InvalidArgument("a row has too few words");
+  SlotTables tables = {};
+  if (adjusts) {
+    const bool has_blocks = blocks.element_count(), has_drafts = draft_masks.element_count();
+    tables = {history.typed_data(),
+              has_blocks ? blocks.typed_data() : nullptr,
+              history.dimensions()[1],
+              has_blocks ? blocks.dimensions()[1] : 1,
+              history.dimensions()[0],
+              bias_ids.typed_data(),
+              bias.typed_data(),
+              bias.dimensions()[1],
+              mask.typed_data(),
+              has_drafts ? draft_masks.typed_data() : nullptr,
+              mask.dimensions()[1],
+              has_drafts ? draft_masks.dimensions()[1] : 0};
+  }
+  std::vector<RowFields> fields(rows);
+  for (int64_t row = 0; row < rows; ++row) std::memcpy(&fields[row], words.typed_data() + row * width, sizeof(RowFields));
+  const auto adjustment = [&](int64_t row) {
+    return Adjustment(fields[row], words.typed_data() + row * width + fixed, stops, breakers, tables);
+  };
   std::memset(token->untyped_data(), 0, token->size_bytes());
   std::memset(logprob->untyped_data(), 0, logprob->size_bytes());
   std::memset(top->untyped_data(), 0, top->size_bytes());
   bool is_greedy = kVector % rows == 0 || rows % kVector == 0;  // and nothing but the token is asked for
   for (int64_t row = 0; row < rows; ++row)
-    is_greedy &= !live.typed_data()[row] || (temperature.typed_data()[row] <= 0 && wanted.typed_data()[row] < 0);
+    is_greedy &= !fields[row].live || (fields[row].temperature <= 0 && fields[row].num_logprobs < 0 &&
+                                       !(adjusts && adjustment(row).Wanted()));
   if (is_greedy) {
-    ChooseGreedily(pool, adjusted.typed_data(), count, rows, live.typed_data(), token->typed_data());
+    ChooseGreedily(pool, logits.typed_data(), count, rows, fields, token->typed_data());
     return ffi::Error::Success();
   }
-  const auto one = [&](int64_t row, const float* raw, const float* shifted) {
+  const auto one = [&](int64_t row, const float* raw) {
     thread_local Weights weights;
-    thread_local std::vector<float> restricted;
-    const SamplingParams params = {temperature.typed_data()[row],
-                                   top_k.typed_data()[row],
-                                   top_p.typed_data()[row],
-                                   min_p.typed_data()[row],
-                                   {seed.typed_data()[2 * row], seed.typed_data()[2 * row + 1]},
-                                   static_cast<uint32_t>(position.typed_data()[row])};
+    thread_local std::vector<float> adjusted, restricted;
+    const int32_t wanted = fields[row].num_logprobs;
+    const SamplingParams params = ParamsOf(fields[row]);
+    const float* shifted = raw;
+    if (const Adjustment adjust = adjustment(row); adjusts && adjust.Wanted()) {
+      adjusted.assign(raw, raw + count);
+      adjust.Apply(adjusted.data(), count);
+      shifted = adjusted.data();
+    }
     Peak peak = PeakOf(shifted, count);
     int32_t& chosen = token->typed_data()[row];
     chosen = Greedy(peak);
     if (chosen == kNoChoice) return;
-    const bool is_scored = wanted.typed_data()[row] >= 0;
     const float* scored = processed ? shifted : raw;
     if (params.temperature > 0) {
       weights.Weigh(shifted, count, peak.value, params);
       chosen = weights.Draw(Uniform(params));
-      if (processed && is_scored) {
+      if (processed && wanted >= 0) {
         Restrict(shifted, count, peak.value, weights.least, params, restricted);
         scored = restricted.data();
       }
     }
-    if (!is_scored) return;
+    if (wanted < 0) return;
     if (scored != shifted) peak = PeakOf(scored, count);
-    Logprobs(scored, count, peak.value, chosen, wanted.typed_data()[row], rows, logprob->typed_data() + row, top->typed_data() + row);
+    Logprobs(scored, count, peak.value, chosen, wanted, rows, logprob->typed_data() + row, top->typed_data() + row);
   };
   ParallelFor(pool, rows / columns, [&](int64_t task) {
-    thread_local Columns as_they_came, as_wanted;
-    const int64_t first = task * columns;
-    const bool* lives = live.typed_data() + first;
-    if (std::none_of(lives, lives + columns, [](bool is_live) { return is_live; })) return;
-    const float* shifted = as_wanted.Read(adjusted.typed_data(), count, rows, first, columns);
-    const float* raw = is_shifted ? as_they_came.Read(logits.typed_data(), count, rows, first, columns) : shifted;
+    thread_local Columns read;
+    const auto first = fields.begin() + task * columns;
+    if (std::none_of(first, first + columns, [](const RowFields& row) { return row.live; })) return;
+    const float* raw = read.Read(logits.typed_data(), count, rows, task * columns, columns);
     for (int64_t row = 0; row < columns; ++row)
-      if (lives[row]) one(first + row, raw + row * Columns::Apart(count), shifted + row * Columns::Apart(count));
+      if (first[row].live) one(task * columns + row, raw + row * Columns::Apart(count));
   });
   return ffi::Error::Success();
 }
@@ -209,7 +238,7 @@ ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats logits, Integers token, Integ
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineSample, Sample, Attributes({"processed"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineSample, Sample, Attributes({"processed", "adjusts", "stops"}));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLogprobs, LogprobsOf, Attributes());
 
 }  // namespace xla_engine

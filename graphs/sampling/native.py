@@ -1,54 +1,97 @@
 """The sampler on XLA:CPU: one C++ call (`native/sampler.cc`) from logits to tokens and log-probabilities.
 
-It chooses as the sampler in JAX does, by the same noise, but sums probabilities as whole numbers: where a draw or the
-edge of a nucleus falls between two tokens to the last bit, the two may differ. It also spares XLA most of what it
-compiles in a step: the sampler in JAX is four fifths of that (findings/061).
+It shifts logits and chooses as the sampler in JAX does, by the same noise, but sums probabilities as whole numbers:
+where a draw or the edge of a nucleus falls between two tokens to the last bit, the two may differ. It also spares XLA
+most of what it compiles in a step: the sampler in JAX is four fifths of that (findings/061).
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from xla_engine.graphs.linear.native import or_nothing
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
+from xla_engine.graphs.row_state.packing import WORD, pack
 from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
 
 SAMPLE, LOGPROBS = "xla_engine_sample", "xla_engine_logprobs"
 
 
 def native_sample(
     logits: jax.Array,
-    adjusted: jax.Array,
     rows: SamplingRows,
     position: jax.Array,
-    live: jax.Array,
+    context: SamplingContext | None,
     *,
     processed_logprobs: bool,
     isa: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `graphs.sampling.sampler.sample` gives, once requests' adjustments are made; zeros for rows not live.
-
-    logits, adjusted: float32 `[V, N]`, as they came and with adjustments; one array where no row has any. isa: the
-    instruction set whose library serves.
-    """
+    """What `graphs.sampling.sampler.sample` gives; zeros for rows not live. isa: whose library serves."""
     count = position.shape[0]
     call = jax.ffi.ffi_call(
         f"{SAMPLE}_{isa}", (jax.ShapeDtypeStruct((count,), jnp.int32), *_logprobs_of(count))
     )
+    none = or_nothing(None, jnp.int32)
+    wide = [none, none, none, or_nothing(None), or_nothing(None, WORD), or_nothing(None, WORD)]
+    if context is not None:
+        tables = context.tables
+        wide = [
+            context.history,
+            none if context.block_tables is None else context.block_tables,
+            tables.bias_ids,
+            tables.bias,
+            tables.mask,
+            wide[-1] if context.draft is None or tables.draft_masks is None else tables.draft_masks,
+        ]
     token, logprob, top = call(
         logits,
-        adjusted,
-        live,
+        pack(_fields(rows, position, context)),
+        *wide,
+        processed=processed_logprobs,
+        adjusts=context is not None,
+        stops=np.int64(0 if context is None else context.stop_ids.shape[1]),
+    )
+    return token, logprob, top
+
+
+def _fields(
+    rows: SamplingRows, position: jax.Array, context: SamplingContext | None
+) -> tuple[jax.Array, ...]:
+    """What C++ knows of each row, in the order of `RowFields` (`native/adjust.h`), then its stop ids and breakers."""
+    none = jnp.zeros_like(position)
+    every = jnp.ones_like(position, bool)
+    repetition = rows.repetition
+    return (
+        every if context is None else context.live,
+        position,
         rows.temperature,
         rows.top_k,
         rows.top_p,
         rows.min_p,
         rows.seed,
-        position,
         rows.num_logprobs,
-        processed=processed_logprobs,
+        *((none,) * 4 if context is None else _places(context)),
+        none if context is None or context.draft is None else context.draft,
+        rows.has_bias,
+        rows.has_mask,
+        rows.repetition_penalty,
+        rows.frequency_penalty,
+        rows.presence_penalty,
+        *(
+            (none, none, none, none - 1)
+            if repetition is None
+            else (repetition.multiplier, repetition.base, repetition.allowed_length, repetition.last_n)
+        ),
+        *(() if context is None else (context.stop_ids,)),
+        *(() if repetition is None else (repetition.breakers,)),
     )
-    return token, logprob, top
+
+
+def _places(context: SamplingContext) -> tuple[jax.Array, ...]:
+    return context.slot, context.length, context.prompt_length, context.min_remaining
 
 
 def native_logprobs(

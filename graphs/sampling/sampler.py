@@ -59,21 +59,12 @@ def sample(
     temperature and truncation (a greedy row's: after adjustments); otherwise those of the logits as they came.
     native (static): the instruction set whose C++ library samples (`graphs.sampling.native`); None: JAX does.
     """
+    if native is not None:
+        given = logits, rows, position, context
+        return Sampled(*native_sample(*given, processed_logprobs=processed_logprobs, isa=native))
     live = jnp.ones(position.shape, bool) if context is None else context.live
     random = live & (rows.temperature > 0)
     is_adjusted = jnp.zeros_like(live) if context is None else wants_adjustment(rows, context)
-
-    if native is not None:
-
-        def call(adjusted: jax.Array) -> Sampled:
-            given = logits, adjusted, rows, position, live
-            return Sampled(*native_sample(*given, processed_logprobs=processed_logprobs, isa=native))
-
-        if context is None:
-            return call(logits)
-        return lax.cond(
-            jnp.any(is_adjusted), lambda: call(adjust(logits, rows, context)), lambda: call(logits)
-        )
 
     def adjusted() -> jax.Array:
         if context is None:

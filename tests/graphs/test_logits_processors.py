@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.instruction_sets import ISAS, registered
 from xla_engine.graphs.row_state.rows import SamplingRows, make_sampling_rows, make_tables
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust
@@ -104,7 +107,14 @@ def random_logits(seed: int) -> np.ndarray:
 
 
 device_adjust = jax.jit(adjust)
-device_sample = jax.jit(sampling.sample, static_argnames="processed_logprobs")
+
+
+@functools.cache
+def device_sample(isa: str | None) -> Callable[..., sampling.Sampled]:
+    sample = functools.partial(sampling.sample, native=registered(isa))
+    return jax.jit(sample, static_argnames="processed_logprobs")
+
+
 mixes = st.lists(row(), min_size=ROWS, max_size=ROWS)
 
 
@@ -122,16 +132,17 @@ def test_logits_are_adjusted_in_the_order_that_is_promised(
             )
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=40, deadline=None)
 @given(mixes, st.permutations(range(ROWS)), st.integers(0, 2**31), st.booleans())
 def test_tokens_and_logprobs_follow_from_the_adjusted_logits(
-    rows: list[Row], order: list[int], seed: int, processed: bool
+    isa: str | None, rows: list[Row], order: list[int], seed: int, processed: bool
 ) -> None:
     """Greedy rows take the largest adjusted logit, others one that is kept; logprobs are raw or processed."""
     logits = random_logits(seed)
     token, logprob, top = (
         np.asarray(value)
-        for value in device_sample(
+        for value in device_sample(isa)(
             jnp.asarray(logits), *_with_position(records(rows, order)), processed_logprobs=processed
         )
     )
@@ -172,10 +183,11 @@ def _truncated(scaled: np.ndarray, row: Row) -> np.ndarray:
     return np.where(kept, scaled, -np.inf)
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=15, deadline=None)
 @given(mixes, mixes, st.permutations(range(ROWS)), st.integers(0, 2**31))
 def test_a_row_is_the_same_bits_beside_any_others(
-    rows: list[Row], others: list[Row], order: list[int], seed: int
+    isa: str | None, rows: list[Row], others: list[Row], order: list[int], seed: int
 ) -> None:
     """Law 1 inside the sampler: whether the others want penalties, masks or log-probabilities changes nothing."""
     logits = random_logits(seed)
@@ -183,7 +195,7 @@ def test_a_row_is_the_same_bits_beside_any_others(
     alone = [mine, *[{**other, "live": False} for other in others[1:]]]
     among = [mine, *rows[1:]]
     found = [
-        [np.asarray(leaf)[..., 0] for leaf in device_sample(jnp.asarray(logits), *_with_position(state))]
+        [np.asarray(leaf)[..., 0] for leaf in device_sample(isa)(jnp.asarray(logits), *_with_position(state))]
         for state in (records(alone, order), records(among, order))
     ]
     wanted = max(mine["num_logprobs"], 0)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.instruction_sets import ISAS, registered
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import feature_major
 from xla_engine.graphs.ops import reductions as vocabulary
@@ -22,8 +23,6 @@ from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampl
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling import truncation as thresholds
 from xla_engine.graphs.sampling.logprobs import logprobs
-from xla_engine.runner.native_library.build import NativeBuildError, register
-from xla_engine.runner.native_library.instruction_sets import available
 
 ROWS = 8
 Sample = Callable[..., sampling.Sampled]
@@ -45,17 +44,6 @@ def rows(**fields: Any) -> SamplingRows:
 
 def random_logits(vocabulary: int, seed: int, spread: float = 3.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((vocabulary, ROWS)) * spread).astype(np.float32)
-
-
-ISAS = [None, *(each.name for each in available())] if jax.default_backend() == "cpu" else [None]
-
-
-def registered(isa: str | None) -> str | None:
-    """The instruction set, its library registered; None is the sampler in JAX."""
-    try:
-        return isa and register(isa)
-    except NativeBuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(params=ISAS, ids=str)
@@ -181,59 +169,6 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
     expected = by(16)
     for count in (8, 32):
         np.testing.assert_array_equal(by(count).view(np.int32), expected.view(np.int32))
-
-
-@pytest.mark.parametrize("isa", ISAS[1:])
-@pytest.mark.parametrize("processed", [False, True])
-@pytest.mark.parametrize(("vocabulary", "width"), [(10, 1), (4097, 48)])
-def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabulary: int, width: int) -> None:
-    """Tokens, ranks and the most likely tokens; log-probabilities to rounding."""
-    in_jax, in_cpp = (
-        jax.jit(functools.partial(sampling.sample, processed_logprobs=processed, native=native))
-        for native in (None, registered(isa))
-    )
-    draw = np.random.default_rng(vocabulary)
-    for spread in (1.0, 3.0, 8.0):
-        logits = (draw.standard_normal((vocabulary, width)) * spread).astype(np.float32)
-        logits[draw.random(logits.shape) < 0.1] = -np.inf
-        state = make_sampling_rows(width)
-        state.temperature[:] = draw.choice([0, 0.5, 1, 2], width)
-        state.top_k[:] = draw.choice([0, 0, 1, 40, 500], width)
-        state.top_p[:] = draw.choice([1, 0.999, 0.9, 0.3], width)
-        state.min_p[:] = draw.choice([0, 0, 0.05], width)
-        state.seed[:] = draw.integers(0, 2**32, (width, 2), np.uint32)
-        state.num_logprobs[:] = draw.choice([0, 20], width)
-        given = jax.tree.map(jnp.asarray, state)
-        for position in range(5):
-            at = jnp.full(width, position, jnp.int32)
-            expected, found = in_jax(logits, given, at), in_cpp(logits, given, at)
-            np.testing.assert_array_equal(found.token, expected.token)
-            np.testing.assert_allclose(found.logprob, expected.logprob, rtol=2e-6, atol=2e-6)
-            theirs, ours = (np.asarray(each.top)[:, state.num_logprobs > 0] for each in (expected, found))
-            values = theirs[21:].view(np.float32)
-            np.testing.assert_allclose(ours[21:].view(np.float32), values, rtol=2e-6, atol=2e-6)
-            np.testing.assert_array_equal(ours[0], theirs[0])
-            np.testing.assert_array_equal(ours[1:21][np.isfinite(values)], theirs[1:21][np.isfinite(values)])
-
-
-@pytest.mark.parametrize("isa", ISAS[1:])
-def test_greedy_tokens_in_cpp_at_every_width(isa: str) -> None:
-    """Columns side by side in vectors, several entries of few columns, widths that fill none; ties, no numbers."""
-    choose = jax.jit(functools.partial(sampling.sample, native=registered(isa)))
-    for width in (1, 2, 4, 6, 8, 16, 48, 272):
-        for size in (5, 511, 1100):
-            logits = np.round(np.random.default_rng(size).standard_normal((size, width)) * 2).astype(
-                np.float32
-            )
-            expected = logits.argmax(axis=0)
-            if width > 1:
-                logits[:, 0] = -np.inf
-                logits[size // 2, width // 2] = np.nan
-                logits[size - 1, -1] = np.inf
-                expected[[0, width // 2, -1]] = NO_CHOICE
-            state = jax.tree.map(jnp.asarray, make_sampling_rows(width))
-            found = choose(jnp.asarray(logits), state, jnp.arange(width, dtype=jnp.int32)).token
-            np.testing.assert_array_equal(found, expected)
 
 
 def test_noise_is_that_of_jax(sample: Sample) -> None:

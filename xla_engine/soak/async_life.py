@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from xla_engine.async_llm import AsyncLLM
@@ -14,8 +13,10 @@ from xla_engine.soak.life import Life
 from xla_engine.soak.requests import SoakRequest
 
 _TURN_S = 0.001  # between two looks at who is due
-_PATIENCE_S = 120.0  # for all readers of a round to get what they wait for, and more where these are many
-_PATIENCE_EACH_S = 2.0
+_PATIENCE = (
+    100_000  # turns for all readers of a round to get what they wait for, and more where these are many
+)
+_PATIENCE_EACH = 1_500
 
 
 class AsyncLife(Life):
@@ -43,7 +44,7 @@ class AsyncLife(Life):
         end_turn = self._draw.randrange(2, 10) if last else None
         live: dict[str, SoakRequest] = {}
         readers: dict[str, asyncio.Task[None]] = {}
-        turn, until = 0, time.monotonic() + max(_PATIENCE_S, _PATIENCE_EACH_S * len(requests))
+        turn, turns = 0, 0
         while waiting or engine.has_work or not all(reader.done() for reader in readers.values()):
             if waiting and not engine.has_unfinished:
                 turn = max(turn, waiting[-1].turn)
@@ -60,7 +61,8 @@ class AsyncLife(Life):
             if self.device.hangs and engine.closed_because is None:
                 self._clock.now += STEP_TIMEOUT_S
                 self._llm.keep_running()
-            if time.monotonic() > until:
+            turns += 1  # and not the time, which passes while the process is stopped
+            if turns > max(_PATIENCE, _PATIENCE_EACH * len(requests)):
                 left = [name for name, reader in readers.items() if not reader.done()]
                 raise TimeoutError(f"these still wait: {', '.join(left)}")
             turn += 1

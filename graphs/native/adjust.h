@@ -1,0 +1,170 @@
+// What shifts a row's logits before a token is chosen: bias, penalties, DRY, tokens that may not be chosen, in this order, as
+// graphs/sampling/logits_processors.py and dry.py have it.
+
+#pragma once
+
+#include "common.h"
+
+namespace xla_engine {
+
+// One row as graphs/sampling/native.py packs it; behind it are its stop ids and its sequence breakers, padded with -1.
+struct RowFields {
+  uint32_t live;
+  int32_t position;
+  float temperature;
+  int32_t top_k;
+  float top_p, min_p;
+  uint32_t seed[2];
+  int32_t num_logprobs, slot, length, prompt_length, min_remaining, draft;
+  uint32_t has_bias, has_mask;
+  float repetition_penalty, frequency_penalty, presence_penalty;
+  float dry_multiplier, dry_base;
+  int32_t dry_allowed_length, last_n;
+};
+
+// Wide data of all slots (`Rows` and `Tables` of graphs.row_state.rows).
+struct SlotTables {
+  const int32_t *history, *blocks;  // blocks: null where slots are contiguous
+  int64_t positions, max_blocks, num_blocks;  // of a slot or a block; of a slot; in all
+  const int32_t* bias_ids;
+  const float* bias;
+  int64_t biases;
+  const uint32_t *mask, *draft_masks;  // draft_masks: null in an engine without drafts
+  int64_t mask_words, drafts;
+};
+
+class Adjustment {
+ public:
+  Adjustment(const RowFields& row, const uint32_t* behind, int64_t stops, int64_t breakers, const SlotTables& tables)
+      : row_(row),
+        stops_(reinterpret_cast<const int32_t*>(behind), stops),
+        breakers_(reinterpret_cast<const int32_t*>(behind) + stops, breakers),
+        tables_(tables) {}
+
+  bool Wanted() const { return row_.has_bias || row_.has_mask || IsPenalised() || IsDry() || row_.min_remaining > 0; }
+
+  void Apply(float* logits, int64_t count) const {
+    if (row_.has_bias) AddBias(logits, count);
+    if (IsPenalised() || IsDry()) {
+      thread_local std::vector<int32_t> tokens;
+      tokens.resize(row_.length);
+      for (int64_t position = 0; position < row_.length; ++position) tokens[position] = Token(position);
+      if (IsPenalised()) Penalise(tokens, logits, count);
+      if (IsDry()) ApplyDry(tokens, logits, count);
+    }
+    if (row_.min_remaining > 0)
+      for (int64_t stop = 0; stop < stops_.count; ++stop)
+        if (IsIn(stops_.ids[stop], count)) logits[stops_.ids[stop]] = kForbidden;
+    if (row_.has_mask) Forbid(logits, count);
+  }
+
+ private:
+  static constexpr float kForbidden = -std::numeric_limits<float>::infinity();
+  static constexpr int64_t kLongest = 64;  // `LONGEST` of graphs.sampling.dry
+
+  struct Ids {
+    const int32_t* ids;
+    int64_t count;
+    Ids(const int32_t* first, int64_t number) : ids(first), count(number) {}
+  };
+
+  // A number for each token, zero but for those of one row at a time.
+  class Numbers {
+   public:
+    explicit Numbers(int64_t count) { kept().resize(std::max<size_t>(kept().size(), count)); }
+    ~Numbers() {
+      for (const int32_t token : tokens_) kept()[token] = 0;
+    }
+    int32_t& operator[](int32_t token) {
+      int32_t& number = kept()[token];
+      if (!number) tokens_.push_back(token);
+      return number;
+    }
+    const std::vector<int32_t>& tokens() const { return tokens_; }
+
+   private:
+    static std::vector<int32_t>& kept() {
+      thread_local std::vector<int32_t> numbers;
+      return numbers;
+    }
+    std::vector<int32_t> tokens_;  // that have a number
+  };
+
+  bool IsPenalised() const { return row_.repetition_penalty != 1 || row_.frequency_penalty != 0 || row_.presence_penalty != 0; }
+  bool IsDry() const { return row_.dry_multiplier > 0; }
+  static bool IsIn(int64_t token, int64_t count) { return 0 <= token && token < count; }
+
+  int32_t Token(int64_t position) const {
+    if (!tables_.blocks) return tables_.history[row_.slot * tables_.positions + position];
+    const int64_t block = tables_.blocks[row_.slot * tables_.max_blocks + position / tables_.positions];
+    return tables_.history[std::clamp<int64_t>(block, 0, tables_.num_blocks - 1) * tables_.positions + position % tables_.positions];
+  }
+
+  void AddBias(float* logits, int64_t count) const {
+    for (int64_t at = row_.slot * tables_.biases; at < (row_.slot + 1) * tables_.biases; ++at)
+      if (IsIn(tables_.bias_ids[at], count)) logits[tables_.bias_ids[at]] += tables_.bias[at];
+  }
+
+  // Repetition penalty (Keskar et al. 2019, section 4.1) for prompt and output, the others for output alone.
+  void Penalise(const std::vector<int32_t>& tokens, float* logits, int64_t count) const {
+    const int64_t length = row_.length, first = row_.last_n < 0 ? 0 : std::max<int64_t>(0, length - row_.last_n);
+    Numbers times(count);  // that a token was generated, and one
+    for (int64_t position = first; position < length; ++position) {
+      if (!IsIn(tokens[position], count)) continue;
+      int32_t& number = times[tokens[position]];
+      number = std::max(number, 1) + (position >= row_.prompt_length);
+    }
+    for (const int32_t token : times.tokens()) {
+      float& logit = logits[token];
+      const int32_t output = times[token] - 1;
+      logit = logit > 0 ? logit / row_.repetition_penalty : logit * row_.repetition_penalty;
+      logit -= row_.frequency_penalty * static_cast<float>(output);
+      if (output > 0) logit -= row_.presence_penalty;
+    }
+  }
+
+  bool Breaks(int32_t token) const { return std::find(breakers_.ids, breakers_.ids + breakers_.count, token) != breakers_.ids + breakers_.count; }
+
+  // A token loses the more, the longer the run of tokens that it would repeat.
+  void ApplyDry(const std::vector<int32_t>& tokens, float* logits, int64_t count) const {
+    const int64_t end = row_.length - 1;
+    Numbers longest(count);
+    for (int64_t place = 0; place < end; ++place) {
+      int64_t length = 0;
+      while (length < std::min(kLongest, place + 1) && tokens[place - length] == tokens[end - length] && !Breaks(tokens[end - length]))
+        ++length;
+      const int32_t following = tokens[place + 1];
+      if (!length || !IsIn(following, count) || Breaks(following)) continue;
+      int32_t& most = longest[following];
+      most = std::max(most, static_cast<int32_t>(length));
+    }
+    for (const int32_t token : longest.tokens())
+      if (const int32_t length = longest[token]; length >= row_.dry_allowed_length) logits[token] -= Lost(length);
+  }
+
+  // One product after the other, as in JAX. Not above 1e30.
+  float Lost(int32_t length) const {
+    float lost = row_.dry_multiplier;
+    for (int32_t more = 0; more <= length; ++more)
+      if (more > row_.dry_allowed_length) lost = std::min(lost * row_.dry_base, 1e30f);
+    return lost;
+  }
+
+  void Forbid(float* logits, int64_t count) const {
+    const bool is_behind = row_.draft > 0 && tables_.draft_masks;
+    const uint32_t* words = is_behind ? tables_.draft_masks + (row_.slot * tables_.drafts + row_.draft - 1) * tables_.mask_words
+                                      : tables_.mask + row_.slot * tables_.mask_words;
+    for (int64_t first = 0; first < count; first += 32) {
+      const uint32_t word = words[first / 32];
+      if (word == ~0u) continue;
+      for (int64_t token = first; token < std::min(first + 32, count); ++token)
+        if (~word >> (token - first) & 1) logits[token] = kForbidden;
+    }
+  }
+
+  const RowFields& row_;
+  Ids stops_, breakers_;
+  const SlotTables& tables_;
+};
+
+}  // namespace xla_engine
