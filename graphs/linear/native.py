@@ -24,6 +24,7 @@ from xla_engine.graphs.experts.routing import Experts, Gather, Route
 from xla_engine.graphs.linear.int8 import Quantized
 from xla_engine.graphs.linear.products import (
     Activation,
+    ByRow,
     FeatureMajor,
     Input,
     Norm,
@@ -64,7 +65,7 @@ class NativeProducts:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
         values, scale = parts_of(weight)
         if len(values) % _WHOLE:  # a router of few experts
-            return finished(self.head(weight, norm, x).T, None, residual)
+            return finished(self.head(weight, norm, x).values, None, residual)
         in_place = {} if residual is None else {5: 0}
         call = self._call(LINEAR, (len(x), len(values)), jnp.float32, in_place)
         return call(x, self._live(), norm_weight(norm), values, scale, or_nothing(residual), eps=eps_of(norm))
@@ -108,11 +109,11 @@ class NativeProducts:
 
     def head(
         self, weight: Weight, norm: Norm | None, x: jax.Array, sharding: Sharding | None = None
-    ) -> jax.Array:
+    ) -> ByRow:
         values, scale = parts_of(weight)
-        call = self._call(HEAD, (len(values), len(x)), jnp.float32)
+        call = self._call(HEAD, (len(x), len(values)), jnp.float32)
         out = call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm))
-        return out if sharding is None else sharding.gather(out, "vocabulary", axis=0)
+        return ByRow(out if sharding is None else sharding.gather(out, "vocabulary", axis=1))
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         if self.isa == "amx":

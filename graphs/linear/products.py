@@ -46,7 +46,14 @@ class FeatureMajor(NamedTuple):
     values: jax.Array
 
 
+class ByRow(NamedTuple):
+    """Logits `[N, V]`, as C++ products give them; those of XLA's are vocabulary-major, `[V, N]`."""
+
+    values: jax.Array
+
+
 Input = jax.Array | FeatureMajor
+Logits = jax.Array | ByRow
 Term = jax.Array | None  # that is added to a product
 
 
@@ -115,8 +122,8 @@ class Products(Protocol):
         """The head's weight `[V, D]` as `head` and `embedded` want it, in an array of the same shape."""
         ...
 
-    def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
-        """`weight [V, D]` of `pack_head` times the norm of x, vocabulary-major: float32 `[V, N]`.
+    def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> Logits:
+        """`weight [V, D]` of `pack_head` times the norm of x, float32.
 
         sharding: each device has some rows of the weight, and gets the others' results; None: all are here.
         """

@@ -21,7 +21,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
-from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Norm, Products, gathered, looked_up
+from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Logits, Norm, Products, gathered, looked_up
 from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight
 from xla_engine.graphs.lora.shares import cut_of, local_ends
@@ -230,18 +230,23 @@ class Decoder(nnx.Module):
         c = self.config
         return rms_norm(centred(x) if c.layer_norm else x, self.final_norm[...], c.rms_norm_eps)
 
-    def logits(self, x: jax.Array, products: Products) -> jax.Array:
-        """Vocabulary-major logits of the residual stream `[N, D]`: float32 `[V, N]`."""
+    def logits(self, x: jax.Array, products: Products) -> Logits:
+        """Logits of the residual stream `[N, D]`, float32."""
         c = self.config
         head = weight_of(self, "embed" if c.tie_word_embeddings else "head")
         x = centred(x) if c.layer_norm else x
-        logits = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x, self.sharding)
-        if c.logit_scale != 1:
-            logits = logits * c.logit_scale
-        if c.final_logit_softcapping is not None:
-            flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
-            capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
-            logits = capped.reshape(logits.shape)
+        found = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x, self.sharding)
+
+        def shaped(logits: jax.Array) -> jax.Array:
+            if c.logit_scale != 1:
+                logits = logits * c.logit_scale
+            if c.final_logit_softcapping is not None:
+                flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
+                capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
+                logits = capped.reshape(logits.shape)
+            return logits
+
+        logits: Logits = jax.tree.map(shaped, found)
         return logits
 
 

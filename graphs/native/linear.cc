@@ -1,6 +1,6 @@
 // Linear layers of a decoder in bf16 or int8, for XLA:CPU: each call is one product with what stands before and behind it,
 // for the rows that are live; all others are zero, or the residual. Weights are packed (product.h), but for features that fill no
-// task, and for the head's on tiles: these are rows as in the checkpoint. The head's result is feature-major.
+// task, and for the head's on tiles: these are rows as in the checkpoint.
 
 #include "buffers.h"
 #include "gates.h"
@@ -42,14 +42,15 @@ void Put(int tile, const Operand<int8_t>& operand, int64_t feature, int64_t feat
 }
 
 // As in products.h, with tiles whose left operand are the weights.
-template <typename T, typename Finish>
-void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, int64_t stride,
-                 const Finish& finish) {
-  const int64_t width = operand.width;
+template <typename T, typename Clear>
+void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, const Phase<Clear>& clear,
+                 float* out) {
+  const int64_t width = operand.width, stride = (operand.count + 15) / 16 * 16;
   const auto sums = [&] {  // of a task, [features][live rows]
     thread_local Lines kept;
     return reinterpret_cast<float*>(kept.Bytes((kFeatures * stride + 16) * sizeof(float)));
   };
+  InPhases(pool, clear);
   Product<T>(
       pool, operand.count, width, (features + kFeatures - 1) / kFeatures,
       [&](int64_t n, int64_t rows, uint32_t* tiles) {
@@ -75,31 +76,28 @@ void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, i
       },
       [&](int64_t task) {
         Written();
-        finish(task, sums());
+        alignas(64) float turned[4 * kFeatures];
+        const int64_t first = task * kFeatures, left = std::min(kFeatures, features - first);
+        for (int64_t n = 0; n < operand.count; n += 4) {
+          ReadColumns(sums(), left, stride, n, 4, turned, kFeatures);
+          for (int64_t r = 0; r < std::min<int64_t>(4, operand.count - n); ++r)
+            std::copy_n(turned + r * kFeatures, left, out + operand.places[n + r] * features + first);
+        }
       });
 }
 
 #endif
 
-// weight [F, K] with scales [F] or [0], times norm(x), feature-major [F, N].
+// weight [F, K] with scales [F] or [0], times norm(x), [N, F].
 ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
                 ffi::ResultBuffer<ffi::F32> out, float eps) {
   return ByType(weight, scale, [&](auto* from, const float* scales) {
     using T = std::decay_t<decltype(*from)>;
     Operand<T> operand(Source(x, norm, live, eps), scales);
-    const int64_t total = operand.total, features = weight.dimensions()[0], stride = (operand.count + 15) / 16 * 16;
+    const int64_t features = weight.dimensions()[0];
     if (operand.width % Kernel<T>::kStep) return Unfit(Kernel<T>::kStep);
-    if (operand.count == 0) std::memset(out->untyped_data(), 0, out->size_bytes());
-    RowsProduct(pool, operand, from, features, stride, [&](int64_t task, const float* sums) {  // to the places of the rows
-      for (int64_t f = 0; f < std::min(kFeatures, features - task * kFeatures); ++f) {
-        const float* packed = sums + f * stride;
-        float* to = out->typed_data() + (task * kFeatures + f) * total;
-        for (int64_t n = 0; n < total; n += 16) {
-          Expand(packed, operand.masks[n / 16], to + n, std::min<int64_t>(16, total - n));
-          packed += __builtin_popcount(operand.masks[n / 16]);
-        }
-      }
-    });
+    const auto clear = [&](int64_t block) { operand.Clear(block, out->typed_data(), features * sizeof(float)); };
+    RowsProduct(pool, operand, from, features, Phase{operand.Gaps(), clear}, out->typed_data());
     return ffi::Error::Success();
   });
 }

@@ -5,6 +5,7 @@
 
 #include "dots.h"
 #include "product.h"
+#include "turn.h"
 
 namespace xla_engine {
 
@@ -103,7 +104,7 @@ struct DotKernel {
     if constexpr (Dots<T>::kParts == 1 && kPitch % 4 == 0) {
       for (; count % 4 == 0 && done + 4 <= rows; done += 4) {
         const Word* four = words + done * count;
-        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, count, to + word * kPitch + done);
+        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, count, to + word * kPitch + done, kBlockRows);
         for (int64_t r = 0; r < 4; ++r) to[count * kPitch + done + r] = Correction(four + r * count, count);
       }
     }
@@ -116,19 +117,6 @@ struct DotKernel {
     if constexpr (Dots<T>::kOffset != 0)
       for (int64_t word = 0; word < count; ++word) total += Dots<T>::Total(words[word]);
     return static_cast<Word>(-Dots<T>::kOffset * total);
-  }
-
-  // Four words of four rows, `pitch` words apart, by word.
-  static void TurnFour(const Word* from, int64_t pitch, Word* to) {
-    typedef uint32_t Four __attribute__((vector_size(16)));
-    const Four a = LoadAs<Four>(from), b = LoadAs<Four>(from + pitch);
-    const Four c = LoadAs<Four>(from + 2 * pitch), d = LoadAs<Four>(from + 3 * pitch);
-    const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), more_ab = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    const Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), more_cd = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    StoreAs(to, __builtin_shufflevector(ab, cd, 0, 1, 4, 5));
-    StoreAs(to + kBlockRows, __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
-    StoreAs(to + 2 * kBlockRows, __builtin_shufflevector(more_ab, more_cd, 0, 1, 4, 5));
-    StoreAs(to + 3 * kBlockRows, __builtin_shufflevector(more_ab, more_cd, 2, 3, 6, 7));
   }
 
   // Writes `rows` rows from n on as a group.

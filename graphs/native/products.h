@@ -47,11 +47,11 @@ void PackedProduct(ffi::ThreadPool& pool, Operand<T>& operand, int64_t tasks, co
 
 #ifndef XLA_ENGINE_AMX
 
-// Live rows of an operand times `features` rows of weights: packed as far as they fill tasks, those behind as in a checkpoint.
-// `finish(task, sums)` gets the values of 32 features, [feature][live row], `stride` floats from one to the next.
-template <typename T, typename Finish>
-void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, int64_t stride,
-                 const Finish& finish) {
+// Live rows of an operand times `features` rows of weights, packed as far as they fill tasks, those behind as in a checkpoint, to
+// their places in out [N, features]. `clear` is what else there is to do.
+template <typename T, typename Clear>
+void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, const Phase<Clear>& clear,
+                 float* out) {
   const int64_t width = operand.width, words = width * sizeof(T) / 4, block = words * 64;
   const auto* rows = reinterpret_cast<const char*>(weights);
   const auto at = [&](int64_t task) { return rows + task * 2 * block; };  // sixteen rows are as long as their block
@@ -63,9 +63,8 @@ void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, i
     DotKernel<T>::Fill(operand, g * group, std::min(group, count - g * group), blocks + g * bytes);
   };
   const auto multiply = [&](int64_t task) {
-    thread_local Lines packed, values;
-    auto* sums_of = reinterpret_cast<float*>(values.Bytes(kFeatures * stride * sizeof(float)));
-    const int64_t left = std::min(kFeatures, features - task * kFeatures);
+    thread_local Lines packed;
+    const int64_t first = task * kFeatures, left = std::min(kFeatures, features - first);
     const char* from = at(task);
     if (left < kFeatures) {
       char* to = packed.Bytes(2 * block);
@@ -74,18 +73,21 @@ void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, i
       from = to;
     }
     const char* next = task + 1 < features / kFeatures ? at(task + 1) : from;
+    const auto put = [&](int64_t n, const auto* one, const auto* other) {
+      float* to = out + operand.places[n] * features + first;
+      if (left == kFeatures) {
+        Store(to, operand.Value(one, n, first));
+        Store(to + 16, operand.Value(other, n, first + 16));
+      } else {
+        for (int64_t f = 0; f < left; ++f) to[f] = operand.Value((f < 16 ? one : other)[f % 16], n, first + f);
+      }
+    };
     DotKernel<T>::Multiply(blocks, count, width, {from, from + block}, {next, next + block},
                            [&](int64_t n, int64_t rows, const auto& sums) {
-                             for (int64_t r = 0; r < rows; ++r) {
-                               for (int64_t f = 0; f < left; ++f) {
-                                 const auto sum = (f < 16 ? sums.one : sums.other)[r * 16 + f % 16];
-                                 sums_of[f * stride + n + r] = operand.Value(sum, n + r, task * kFeatures + f);
-                               }
-                             }
+                             for (int64_t r = 0; r < rows; ++r) put(n + r, sums.one + r * 16, sums.other + r * 16);
                            });
-    finish(task, sums_of);
   };
-  InPhases(pool, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
+  InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
 }
 
 #endif

@@ -5,6 +5,7 @@
 #include "buffers.h"
 #include "logprobs.h"
 #include "parallel.h"
+#include "turn.h"
 
 namespace xla_engine {
 namespace {
@@ -12,53 +13,38 @@ namespace {
 constexpr int64_t kMostColumns = 16;  // that a task reads
 constexpr int64_t kPeaks = 256;       // columns whose peaks are found at once
 
-typedef float Four __attribute__((vector_size(16)));
+// Logits, [V, N] or by row.
+struct Logits {
+  const float* values;
+  bool by_row;
+  int64_t count, rows;  // V, N
 
-// Columns first .. first + columns of values [count, stride], each to `apart` floats behind the one before.
-void ReadColumns(const float* values, int64_t count, int64_t stride, int64_t first, int64_t columns, float* to, int64_t apart) {
-  int64_t row = 0;
-  for (; columns % 4 == 0 && row + 4 <= count; row += 4) {
-    for (int64_t column = 0; column < columns; column += 4) {
-      Four rows[4], pairs[4];
-      for (int r = 0; r < 4; ++r) rows[r] = LoadAs<Four>(values + (row + r) * stride + first + column);
-      for (int r = 0; r < 2; ++r) {
-        pairs[r] = __builtin_shufflevector(rows[r], rows[r + 2], 0, 4, 1, 5);
-        pairs[r + 2] = __builtin_shufflevector(rows[r], rows[r + 2], 2, 6, 3, 7);
-      }
-      float* at = to + column * apart + row;
-      for (int c = 0; c < 4; c += 2) {
-        StoreAs(at + c * apart, __builtin_shufflevector(pairs[c], pairs[c + 1], 0, 4, 1, 5));
-        StoreAs(at + (c + 1) * apart, __builtin_shufflevector(pairs[c], pairs[c + 1], 2, 6, 3, 7));
-      }
+  Logits(const Floats& from, bool is_by_row)
+      : values(from.typed_data()), by_row(is_by_row), count(from.dimensions()[is_by_row]), rows(from.dimensions()[!is_by_row]) {}
+
+  // Rows that a task reads. Of columns, whole cache lines where every thread has a task.
+  int64_t RowsOfTask(int64_t threads) const {
+    if (by_row) return 1;
+    for (const int64_t columns : {kMostColumns, int64_t{4}})
+      if (rows >= columns * threads && rows % columns == 0) return columns;
+    return 1;
+  }
+
+  // Calls take(row, its values) for rows first .. first + number.
+  template <typename Take>
+  void Each(int64_t first, int64_t number, const Take& take) const {
+    thread_local std::vector<float> kept;
+    const float* from = values + first * count;
+    int64_t apart = count;
+    if (!by_row && rows > 1) {
+      apart = (count + 1023) / 1024 * 1024 + 80;  // rows that began whole pages apart would take each other's places in a cache
+      kept.resize(std::max<size_t>(kept.size(), apart * number));
+      ReadColumns(values, count, rows, first, number, kept.data(), apart);
+      from = kept.data();
     }
+    for (int64_t row = 0; row < number; ++row) take(first + row, from + row * apart);
   }
-  for (; row < count; ++row)
-    for (int64_t column = 0; column < columns; ++column) to[column * apart + row] = values[row * stride + first + column];
-}
-
-// Columns of values [count, stride] as rows.
-class Columns {
- public:
-  // Floats from one row to the next. Rows that began whole pages apart would take each other's places in a cache.
-  static int64_t Apart(int64_t count) { return (count + 1023) / 1024 * 1024 + 80; }
-
-  const float* Read(const float* values, int64_t count, int64_t stride, int64_t first, int64_t columns) {
-    if (stride == 1) return values;
-    kept_.resize(std::max<size_t>(kept_.size(), Apart(count) * columns));
-    ReadColumns(values, count, stride, first, columns, kept_.data(), Apart(count));
-    return kept_.data();
-  }
-
- private:
-  std::vector<float> kept_;
 };
-
-// Columns that a task reads: every thread has a task, and whole cache lines where there are enough.
-int64_t ColumnsOfTask(int64_t rows, int64_t threads) {
-  for (const int64_t columns : {kMostColumns, int64_t{4}})
-    if (rows >= columns * threads && rows % columns == 0) return columns;
-  return 1;
-}
 
 // Peaks of columns first .. first + columns of values [count, stride] among entries begin .. end: sixteen columns side by side in a
 // vector, or entries of fewer columns one after the other.
@@ -101,27 +87,35 @@ void FindPeaks(const float* values, int64_t begin, int64_t end, int64_t stride, 
 
 int32_t Greedy(const Peak& peak) { return std::isfinite(peak.value) ? peak.index : kNoChoice; }
 
-// The greedy tokens of values [count, stride], where nothing else is asked for: a stretch of the vocabulary to a task.
-void ChooseGreedily(ffi::ThreadPool& pool, const float* values, int64_t count, int64_t stride,
-                    const std::vector<RowFields>& fields, int32_t* token) {
-  constexpr int64_t kStretch = 512;
-  const int64_t stretches = (count + kStretch - 1) / kStretch;
+// The greedy tokens, where nothing else is asked for: a stretch of the vocabulary to a task.
+void ChooseGreedily(ffi::ThreadPool& pool, const Logits& logits, const std::vector<RowFields>& fields, int32_t* token) {
+  const int64_t count = logits.count, rows = logits.rows, stretch = logits.by_row ? 8192 : 512;
+  const int64_t stretches = (count + stretch - 1) / stretch;
   thread_local std::vector<Peak> kept;
-  kept.resize(stretches * stride);
-  Peak* peaks = kept.data();
-  ParallelFor(pool, stretches, [&](int64_t stretch) {
-    const int64_t begin = stretch * kStretch, end = std::min(begin + kStretch, count);
-    for (int64_t first = 0; first < stride; first += kPeaks)
-      FindPeaks(values, begin, end, stride, first, std::min(kPeaks, stride - first), peaks + stretch * stride + first);
-  });
-  for (int64_t column = 0; column < stride; ++column) {
-    Peak peak = peaks[column];
-    for (int64_t stretch = 1; stretch < stretches; ++stretch) {
-      const Peak& next = peaks[stretch * stride + column];
+  kept.resize(stretches * rows);
+  Peak* peaks = kept.data();  // [stretches, rows]
+  const auto of_row = [&](int64_t task) {
+    const int64_t row = task / stretches, begin = task % stretches * stretch;
+    if (!fields[row].live) return;
+    Peak& peak = peaks[task % stretches * rows + row];
+    peak = PeakOf(logits.values + row * count + begin, std::min(stretch, count - begin));
+    peak.index += static_cast<int32_t>(begin);
+  };
+  const auto of_columns = [&](int64_t task) {
+    const int64_t begin = task * stretch, end = std::min(begin + stretch, count);
+    for (int64_t first = 0; first < rows; first += kPeaks)
+      FindPeaks(logits.values, begin, end, rows, first, std::min(kPeaks, rows - first), peaks + task * rows + first);
+  };
+  logits.by_row ? ParallelFor(pool, stretches * rows, of_row) : ParallelFor(pool, stretches, of_columns);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!fields[row].live) continue;
+    Peak peak = peaks[row];
+    for (int64_t part = 1; part < stretches; ++part) {
+      const Peak& next = peaks[part * rows + row];
       if (next.value > peak.value || next.value != next.value) peak = next;
       if (peak.value != peak.value) break;
     }
-    if (fields[column].live) token[column] = Greedy(peak);
+    token[row] = Greedy(peak);
   }
 }
 
@@ -140,14 +134,15 @@ SamplingParams ParamsOf(const RowFields& row) {
   return {row.temperature, row.top_k, row.top_p, row.min_p, {row.seed[0], row.seed[1]}, static_cast<uint32_t>(row.position)};
 }
 
-// logits [V, N]; words [N, W], the rows (`RowFields`), of which `stops` are stop ids; the tables of all slots (`SlotTables`), which
+// logits [V, N], or [N, V] by row; words [N, W], the rows (`RowFields`), of which `stops` are stop ids; the tables of all slots (`SlotTables`), which
 // are read where `adjusts` -> token [N], log-probability [N] and the most likely tokens [1 + 2 kMostLogprobs, N]; zeros for rows
 // that are not live.
-ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
+ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
                   Floats bias, Unsigned mask, Unsigned draft_masks, ffi::ResultBuffer<ffi::S32> token,
-                  ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top, bool processed, bool adjusts, int64_t stops) {
-  const int64_t count = logits.dimensions()[0], rows = logits.dimensions()[1], width = words.dimensions()[1];
-  const int64_t columns = ColumnsOfTask(rows, pool.num_threads()), fixed = sizeof(RowFields) / sizeof(uint32_t);
+                  ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top, bool processed, bool adjusts, int64_t stops, bool by_row) {
+  const Logits logits(given, by_row);
+  const int64_t count = logits.count, rows = logits.rows, width = words.dimensions()[1];
+  const int64_t of_task = logits.RowsOfTask(pool.num_threads()), fixed = sizeof(RowFields) / sizeof(uint32_t);
   const int64_t breakers = width - fixed - stops;
   if (breakers < 0) return ffi::Error::InvalidArgument("a row has too few words");
   SlotTables tables = {};
@@ -174,12 +169,12 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Unsigned words, Integers 
   std::memset(token->untyped_data(), 0, token->size_bytes());
   std::memset(logprob->untyped_data(), 0, logprob->size_bytes());
   std::memset(top->untyped_data(), 0, top->size_bytes());
-  bool is_greedy = kVector % rows == 0 || rows % kVector == 0;  // and nothing but the token is asked for
+  bool is_greedy = by_row || kVector % rows == 0 || rows % kVector == 0;  // and nothing but the token is asked for
   for (int64_t row = 0; row < rows; ++row)
     is_greedy &= !fields[row].live || (fields[row].temperature <= 0 && fields[row].num_logprobs < 0 &&
                                        !(adjusts && adjustment(row).Wanted()));
   if (is_greedy) {
-    ChooseGreedily(pool, logits.typed_data(), count, rows, fields, token->typed_data());
+    ChooseGreedily(pool, logits, fields, token->typed_data());
     return ffi::Error::Success();
   }
   const auto one = [&](int64_t row, const float* raw) {
@@ -210,35 +205,35 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Unsigned words, Integers 
     if (scored != shifted) peak = PeakOf(scored, count);
     Logprobs(scored, count, peak.value, chosen, wanted, rows, logprob->typed_data() + row, top->typed_data() + row);
   };
-  ParallelFor(pool, rows / columns, [&](int64_t task) {
-    thread_local Columns read;
-    const auto first = fields.begin() + task * columns;
-    if (std::none_of(first, first + columns, [](const RowFields& row) { return row.live; })) return;
-    const float* raw = read.Read(logits.typed_data(), count, rows, task * columns, columns);
-    for (int64_t row = 0; row < columns; ++row)
-      if (first[row].live) one(task * columns + row, raw + row * Columns::Apart(count));
+  ParallelFor(pool, rows / of_task, [&](int64_t task) {
+    const auto first = fields.begin() + task * of_task;
+    if (std::none_of(first, first + of_task, [](const RowFields& row) { return row.live; })) return;
+    logits.Each(task * of_task, of_task, [&](int64_t row, const float* raw) {
+      if (fields[row].live) one(row, raw);
+    });
   });
   return ffi::Error::Success();
 }
 
-// logits [V, N], token [N], wanted [N] -> log-probability [N] and the most likely tokens, as above.
-ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats logits, Integers token, Integers wanted, ffi::ResultBuffer<ffi::F32> logprob,
-                      ffi::ResultBuffer<ffi::S32> top) {
-  const int64_t count = logits.dimensions()[0], rows = logits.dimensions()[1];
-  const int64_t columns = ColumnsOfTask(rows, pool.num_threads());
-  ParallelFor(pool, rows / columns, [&](int64_t task) {
-    thread_local Columns read;
-    const float* values = read.Read(logits.typed_data(), count, rows, task * columns, columns);
-    for (int64_t row = task * columns; row < (task + 1) * columns; ++row, values += Columns::Apart(count))
-      Logprobs(values, count, wanted.typed_data()[row] < 0 ? 0 : PeakOf(values, count).value, token.typed_data()[row],
-               wanted.typed_data()[row], rows, logprob->typed_data() + row, top->typed_data() + row);
+// logits as above, token [N], wanted [N] -> log-probability [N] and the most likely tokens, as above.
+ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats given, Integers token, Integers wanted, ffi::ResultBuffer<ffi::F32> logprob,
+                      ffi::ResultBuffer<ffi::S32> top, bool by_row) {
+  const Logits logits(given, by_row);
+  const int64_t of_task = logits.RowsOfTask(pool.num_threads());
+  ParallelFor(pool, logits.rows / of_task, [&](int64_t task) {
+    logits.Each(task * of_task, of_task, [&](int64_t row, const float* values) {
+      const int32_t most = wanted.typed_data()[row];
+      const float peak = most < 0 ? 0 : PeakOf(values, logits.count).value;
+      Logprobs(values, logits.count, peak, token.typed_data()[row], most, logits.rows, logprob->typed_data() + row,
+               top->typed_data() + row);
+    });
   });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineSample, Sample, Attributes({"processed", "adjusts", "stops"}));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLogprobs, LogprobsOf, Attributes());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineSample, Sample, Attributes({"processed", "adjusts", "stops", "by_row"}));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLogprobs, LogprobsOf, Attributes({"by_row"}));
 
 }  // namespace xla_engine

@@ -268,14 +268,4 @@ auto First(V v) {
   }
 }
 
-// Of the places to[0 .. 16), those of `mask` get the next values of `packed`, the others zero; only `count` are written.
-inline void Expand(const float* packed, uint16_t mask, float* to, int64_t count) {
-#ifdef __AVX512F__
-  const auto inside = static_cast<__mmask16>(0xFFFF >> (16 - count));
-  _mm512_mask_storeu_ps(to, inside, _mm512_maskz_expand_ps(mask, (__m512)Load(packed)));
-#else
-  for (int64_t n = 0; n < count; ++n) to[n] = mask >> n & 1 ? *packed++ : 0.0f;
-#endif
-}
-
 }  // namespace xla_engine

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_engine.graphs.linear.products import ByRow, Logits
 from xla_engine.graphs.ops.reductions import largest, relative, total
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.graphs.sampling.native import native_logprobs
 
 
 def logprobs(
-    logits: jax.Array, token: jax.Array, wanted: jax.Array, *, native: str | None = None
+    logits: Logits, token: jax.Array, wanted: jax.Array, *, native: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities under `logits [V, N]` of the chosen `token [N]` and of the most likely tokens.
 
@@ -26,6 +27,7 @@ def logprobs(
     """
     if native is not None:
         return native_logprobs(logits, token, wanted, native)
+    assert not isinstance(logits, ByRow)
     count = token.shape[0]
 
     def compute() -> tuple[jax.Array, jax.Array]:

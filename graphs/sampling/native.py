@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.linear.native import or_nothing
+from xla_engine.graphs.linear.products import ByRow, Logits
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.graphs.row_state.packing import WORD, pack
 from xla_engine.graphs.row_state.rows import SamplingRows
@@ -21,7 +22,7 @@ SAMPLE, LOGPROBS = "xla_engine_sample", "xla_engine_logprobs"
 
 
 def native_sample(
-    logits: jax.Array,
+    logits: Logits,
     rows: SamplingRows,
     position: jax.Array,
     context: SamplingContext | None,
@@ -30,7 +31,7 @@ def native_sample(
     isa: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `graphs.sampling.sampler.sample` gives; zeros for rows not live. isa: whose library serves."""
-    count = position.shape[0]
+    count, by_row = position.shape[0], isinstance(logits, ByRow)
     call = jax.ffi.ffi_call(
         f"{SAMPLE}_{isa}", (jax.ShapeDtypeStruct((count,), jnp.int32), *_logprobs_of(count))
     )
@@ -47,12 +48,13 @@ def native_sample(
             wide[-1] if context.draft is None or tables.draft_masks is None else tables.draft_masks,
         ]
     token, logprob, top = call(
-        logits,
+        logits.values if isinstance(logits, ByRow) else logits,
         pack(_fields(rows, position, context)),
         *wide,
         processed=processed_logprobs,
         adjusts=context is not None,
         stops=np.int64(0 if context is None else context.stop_ids.shape[1]),
+        by_row=by_row,
     )
     return token, logprob, top
 
@@ -95,10 +97,13 @@ def _places(context: SamplingContext) -> tuple[jax.Array, ...]:
 
 
 def native_logprobs(
-    logits: jax.Array, token: jax.Array, wanted: jax.Array, isa: str
+    logits: Logits, token: jax.Array, wanted: jax.Array, isa: str
 ) -> tuple[jax.Array, jax.Array]:
     """`graphs.sampling.logprobs.logprobs` in C++; a row that wants none has zeros."""
-    logprob, top = jax.ffi.ffi_call(f"{LOGPROBS}_{isa}", _logprobs_of(token.shape[0]))(logits, token, wanted)
+    call = jax.ffi.ffi_call(f"{LOGPROBS}_{isa}", _logprobs_of(token.shape[0]))
+    by_row = isinstance(logits, ByRow)
+    values = logits.values if isinstance(logits, ByRow) else logits
+    logprob, top = call(values, token, wanted, by_row=by_row)
     return logprob, top
 
 

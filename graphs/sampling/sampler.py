@@ -1,4 +1,4 @@
-"""From logits to one token per row. Logits are vocabulary-major: float32 `[V, N]`.
+"""From logits to one token per row. Logits are vocabulary-major here, float32 `[V, N]`; C++ takes them by row as well.
 
 Order: adjustments (`graphs.sampling.logits_processors`), temperature, min-p, top-k, top-p, draw. Each row is a
 function of its own logits, parameters, history, seed and position; `lax.cond` only decides whether work that no row
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_engine.graphs.linear.products import ByRow, Logits
 from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.ops.reductions import (
     GROUP,
@@ -43,7 +44,7 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits: jax.Array,
+    logits: Logits,
     rows: SamplingRows,
     position: jax.Array,
     context: SamplingContext | None = None,
@@ -62,6 +63,7 @@ def sample(
     if native is not None:
         given = logits, rows, position, context
         return Sampled(*native_sample(*given, processed_logprobs=processed_logprobs, isa=native))
+    assert not isinstance(logits, ByRow)
     live = jnp.ones(position.shape, bool) if context is None else context.live
     random = live & (rows.temperature > 0)
     is_adjusted = jnp.zeros_like(live) if context is None else wants_adjustment(rows, context)

@@ -72,7 +72,7 @@ def decode_step(
 
     products = (spec.products or WEIGHT_LEFT).for_rows(live)
     hidden = model.hidden(rows.token, attend, with_adapters(products, rows.adapter))
-    logits = model.logits(hidden, products)  # [V, B]
+    logits = model.logits(hidden, products)
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     history = rows.remember(every, rows.length, rows.token, live)
     context = SamplingContext(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.types import KVCache
-from xla_engine.graphs.linear.products import ROWS_LEFT, Products
+from xla_engine.graphs.linear.products import ROWS_LEFT, Logits, Products
 from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import Rows, Tables
@@ -42,7 +42,7 @@ class Head(Protocol):
         """What it takes for the next guess, f32 `[N, D]`, of the residual stream `x [N, D]` behind it."""
         ...
 
-    def logits(self, x: jax.Array, products: Products) -> jax.Array:
+    def logits(self, x: jax.Array, products: Products) -> Logits:
         """Of the residual stream `x [N, D]` behind it: float32 `[V, N]`, V the token ids of the model."""
         ...
 

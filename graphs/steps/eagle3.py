@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.products import ROWS_LEFT, Norm, Products, looked_up
+from xla_engine.graphs.linear.products import ROWS_LEFT, ByRow, Logits, Norm, Products, looked_up
 from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.steps.draft_head import HeadForm
@@ -84,13 +84,18 @@ class _Eagle3Head:
             return looked_up(self.weights.embed, tokens)
         return self.model.embedded(tokens, self.spec.products or ROWS_LEFT)
 
-    def logits(self, x: jax.Array, products: Products) -> jax.Array:
+    def logits(self, x: jax.Array, products: Products) -> Logits:
         norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
-        known, ids = products.head(self.weights.head, norm, x), self.weights.ids  # [V', N]
+        known, ids = products.head(self.weights.head, norm, x), self.weights.ids  # of V' tokens
         if ids is None:
             return known
-        every = jnp.full((self.spec.config.vocab_size, known.shape[1]), -jnp.inf, known.dtype)
-        return every.at[ids].set(known, unique_indices=True, mode="promise_in_bounds")
+        by_row = isinstance(known, ByRow)
+        some = known.values if isinstance(known, ByRow) else known
+        count, size = len(x), self.spec.config.vocab_size
+        every = jnp.full((count, size) if by_row else (size, count), -jnp.inf, some.dtype)
+        at = every.at[:, ids] if by_row else every.at[ids]
+        whole = at.set(some, unique_indices=True, mode="promise_in_bounds")
+        return ByRow(whole) if by_row else whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_engine.graphs.linear.products import Logits
 from xla_engine.graphs.row_state.rows import Rows, Tables
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.verify import Drafts, Members, continued, known_tokens
 
 Held = TypeVar("Held")
-# (what it holds, tokens [P], their positions [P], which are wanted [P]) -> (what it holds then, logits [V, P] behind)
+# (what it holds, tokens [P], their positions [P], which are wanted [P]) -> (what it holds then, logits behind)
 Feed = Callable[[Held, jax.Array, jax.Array, jax.Array], tuple[Held, jax.Array]]
 
 
@@ -37,14 +38,14 @@ def draw(
     wanted: jax.Array,
     most: int,
     held: Held,
-    logits: jax.Array,
+    logits: Logits,
     feed: Feed[Held],
     *,
     native: str | None,
 ) -> tuple[Held, jax.Array]:
     """Up to `most` tokens behind each row that is `wanted [P]`, i32 `[P, most]`: -1 where none was asked for.
 
-    logits: `[V, P]`, behind the rows' last tokens. feed: gives those behind each token that was drawn.
+    logits: behind the rows' last tokens. feed: gives those behind each token that was drawn.
     native: as in `sample`.
     """
     slot, _, limit = at

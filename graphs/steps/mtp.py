@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.linear.products import Logits, Products
 from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.steps.draft_head import HeadForm
@@ -54,7 +54,7 @@ class _MtpHead:
     def onward(self, x: jax.Array) -> jax.Array:
         return self.layer.normed(x)
 
-    def logits(self, x: jax.Array, products: Products) -> jax.Array:
+    def logits(self, x: jax.Array, products: Products) -> Logits:
         return self.layer.logits(x, products)
 
 

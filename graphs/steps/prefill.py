@@ -102,7 +102,7 @@ def prefill_chunk(
     final = behind_last(hidden, lanes.count)
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
-    logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # [V, head_rows]
+    logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # of head_rows
     rows = _remember(rows, lanes)
     context = SamplingContext(
         live=widen(lanes.is_last),

@@ -130,7 +130,7 @@ def verify_rows(
     updated, hidden = through_layers(
         spec, key_length, watched, rope, cache, rows, tokens, at, pending=pending, adapter=adapter
     )
-    logits = model.logits(hidden, products.for_rows(used.reshape(-1)))  # [V, P * W]
+    logits = model.logits(hidden, products.for_rows(used.reshape(-1)))  # of P * W rows
     position = length[:, None] + place  # of the tokens fed, [P, W]
     history = rows.remember(slot[:, None], position, tokens, used)
 

@@ -15,7 +15,7 @@ from tests.support.models import TINY
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
+from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, ByRow, Norm, Products
 from xla_engine.runner.backends import choose_products
 from xla_engine.runner.native_library.instruction_sets import available
 
@@ -77,7 +77,8 @@ def layer(form: Products, dtype: Any, x: Any, live: Any = None) -> list[np.ndarr
             drawn(2 * inner, width), outs[-1], norm=norm, bias=gate_bias, activation=activation
         )
         outs.append(form.linear(drawn(width, inner), hidden, residual=outs[-1]))
-    return [*outs, form.head(drawn(VOCABULARY, width, pack=form.pack_head), norm, outs[-1]).T]
+    logits = form.head(drawn(VOCABULARY, width, pack=form.pack_head), norm, outs[-1])
+    return [*outs, logits.values if isinstance(logits, ByRow) else logits.T]
 
 
 run = jax.jit(layer, static_argnums=(0, 1))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.instruction_sets import ISAS, registered
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.linear.products import feature_major
+from xla_engine.graphs.linear.products import ByRow, feature_major
 from xla_engine.graphs.ops import reductions as vocabulary
 from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.ops.top_k import largest_by_rank
@@ -160,7 +160,9 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
     @jax.jit
     def chosen(rows: jax.Array) -> jax.Array:
         logits = rows.T if isa is None else products.head(packed, None, rows)
-        return logprobs(logits, vocabulary.argmax(logits), jnp.zeros(len(rows), jnp.int32), native=isa)[0]
+        token = jnp.argmax(logits.values, axis=1) if isinstance(logits, ByRow) else vocabulary.argmax(logits)
+        token = token.astype(jnp.int32)
+        return logprobs(logits, token, jnp.zeros(len(rows), jnp.int32), native=isa)[0]
 
     def by(count: int) -> np.ndarray:
         every = logits if isa is None else hidden

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.instruction_sets import ISAS, registered
+from xla_engine.graphs.linear.products import ByRow
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows, make_tables
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
@@ -40,6 +41,10 @@ def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabul
         for position in range(5):
             at = jnp.full(width, position, jnp.int32)
             expected, found = in_jax(logits, given, at), in_cpp(logits, given, at)
+            by_row = in_cpp(ByRow(jnp.asarray(logits.T)), given, at)
+            assert [each.tobytes() for each in map(np.asarray, by_row)] == [
+                each.tobytes() for each in map(np.asarray, found)
+            ]
             np.testing.assert_array_equal(found.token, expected.token)
             np.testing.assert_allclose(found.logprob, expected.logprob, rtol=2e-6, atol=2e-6)
             theirs, ours = (np.asarray(each.top)[:, state.num_logprobs > 0] for each in (expected, found))
@@ -54,7 +59,7 @@ def test_greedy_tokens_in_cpp_at_every_width(isa: str) -> None:
     """Columns side by side in vectors, several entries of few columns, widths that fill none; ties, no numbers."""
     choose = jax.jit(functools.partial(sampling.sample, native=registered(isa)))
     for width in (1, 2, 4, 6, 8, 16, 48, 272):
-        for size in (5, 511, 1100):
+        for size in (5, 511, 1100, 8200):
             logits = np.round(np.random.default_rng(size).standard_normal((size, width)) * 2).astype(
                 np.float32
             )
@@ -65,8 +70,9 @@ def test_greedy_tokens_in_cpp_at_every_width(isa: str) -> None:
                 logits[size - 1, -1] = np.inf
                 expected[[0, width // 2, -1]] = NO_CHOICE
             state = jax.tree.map(jnp.asarray, make_sampling_rows(width))
-            found = choose(jnp.asarray(logits), state, jnp.arange(width, dtype=jnp.int32)).token
-            np.testing.assert_array_equal(found, expected)
+            for given in (jnp.asarray(logits), ByRow(jnp.asarray(logits.T))):
+                found = choose(given, state, jnp.arange(width, dtype=jnp.int32)).token
+                np.testing.assert_array_equal(found, expected)
 
 
 SLOTS, VOCABULARY, POSITIONS, BLOCK, DRAFTS = 12, 150, 96, 16, 2
