@@ -24,7 +24,6 @@ from xla_engine.graphs.experts.routing import Experts, Gather, Route
 from xla_engine.graphs.linear.int8 import Quantized
 from xla_engine.graphs.linear.products import (
     Activation,
-    ByRow,
     FeatureMajor,
     Input,
     Norm,
@@ -36,6 +35,7 @@ from xla_engine.graphs.linear.products import (
     look_up,
     looked_up,
 )
+from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sharding import Sharding
 
 HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"

@@ -21,6 +21,7 @@ from jax import lax
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, blocked_experts
 from xla_engine.graphs.linear.int8 import Quantized, quantize_rows
 from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.sharding import Kind, Sharding
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -46,14 +47,7 @@ class FeatureMajor(NamedTuple):
     values: jax.Array
 
 
-class ByRow(NamedTuple):
-    """Logits `[N, V]`, as C++ products give them; those of XLA's are vocabulary-major, `[V, N]`."""
-
-    values: jax.Array
-
-
 Input = jax.Array | FeatureMajor
-Logits = jax.Array | ByRow
 Term = jax.Array | None  # that is added to a product
 
 

@@ -7,7 +7,7 @@ flax.nnx describes the parameters; a graph receives them as a flat list of leave
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.delta_net.native import fits
 from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
-from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Logits, Norm, Products, gathered, looked_up
+from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Norm, Products, gathered, looked_up
 from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight
 from xla_engine.graphs.lora.shares import cut_of, local_ends
 from xla_engine.graphs.model.sublayers import DeltaNet, RoutedMlp, all_heads, matrix, ones, weight_of, zeros
 from xla_engine.graphs.ops.norms import centred, rms_norm
+from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.sharding import Sharding
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
@@ -235,19 +236,16 @@ class Decoder(nnx.Module):
         c = self.config
         head = weight_of(self, "embed" if c.tie_word_embeddings else "head")
         x = centred(x) if c.layer_norm else x
-        found = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x, self.sharding)
 
         def shaped(logits: jax.Array) -> jax.Array:
-            if c.logit_scale != 1:
-                logits = logits * c.logit_scale
-            if c.final_logit_softcapping is not None:
-                flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
-                capped = c.final_logit_softcapping * jnp.tanh(flat / c.final_logit_softcapping)
-                logits = capped.reshape(logits.shape)
-            return logits
+            logits = logits if c.logit_scale == 1 else logits * c.logit_scale
+            if (cap := c.final_logit_softcapping) is None:
+                return logits
+            flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
+            return (cap * jnp.tanh(flat / cap)).reshape(logits.shape)
 
-        logits: Logits = jax.tree.map(shaped, found)
-        return logits
+        found = products.head(head, Norm(self.final_norm[...], c.rms_norm_eps), x, self.sharding)
+        return cast("Logits", jax.tree.map(shaped, found))
 
 
 class ModelSpec:

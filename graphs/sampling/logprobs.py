@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_engine.graphs.linear.products import ByRow, Logits
 from xla_engine.graphs.ops.reductions import largest, relative, total
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
+from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sampling.native import native_logprobs
 
 

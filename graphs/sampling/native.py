@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.linear.native import or_nothing
-from xla_engine.graphs.linear.products import ByRow, Logits
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.graphs.row_state.packing import WORD, pack
 from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 
 SAMPLE, LOGPROBS = "xla_engine_sample", "xla_engine_logprobs"
@@ -35,8 +34,8 @@ def native_sample(
     call = jax.ffi.ffi_call(
         f"{SAMPLE}_{isa}", (jax.ShapeDtypeStruct((count,), jnp.int32), *_logprobs_of(count))
     )
-    none = or_nothing(None, jnp.int32)
-    wide = [none, none, none, or_nothing(None), or_nothing(None, WORD), or_nothing(None, WORD)]
+    none, no_words = jnp.zeros(0, jnp.int32), jnp.zeros(0, WORD)
+    wide = [none, none, none, jnp.zeros(0, jnp.float32), no_words, no_words]
     if context is not None:
         tables = context.tables
         wide = [
@@ -45,7 +44,7 @@ def native_sample(
             tables.bias_ids,
             tables.bias,
             tables.mask,
-            wide[-1] if context.draft is None or tables.draft_masks is None else tables.draft_masks,
+            no_words if context.draft is None or tables.draft_masks is None else tables.draft_masks,
         ]
     token, logprob, top = call(
         logits.values if isinstance(logits, ByRow) else logits,

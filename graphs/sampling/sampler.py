@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.linear.products import ByRow, Logits
 from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.ops.reductions import (
     GROUP,
@@ -29,6 +28,7 @@ from xla_engine.graphs.ops.reductions import (
     take_group,
 )
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows
+from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust, wants_adjustment
 from xla_engine.graphs.sampling.logprobs import logprobs
 from xla_engine.graphs.sampling.native import native_sample

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.types import KVCache
-from xla_engine.graphs.linear.products import ROWS_LEFT, Logits, Products
+from xla_engine.graphs.linear.products import ROWS_LEFT, Products
 from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.guess import asks, draw, proposed
 from xla_engine.graphs.steps.prefill import Lanes, Residual, behind_last, through_layers
 from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify_rows
@@ -123,7 +124,7 @@ def guess_and_verify(
 
     def one(
         held: tuple[KVCache, jax.Array], token: jax.Array, position: jax.Array, going: jax.Array
-    ) -> tuple[tuple[KVCache, jax.Array], jax.Array]:
+    ) -> tuple[tuple[KVCache, jax.Array], Logits]:
         own_cache, x = held
         fed = going.astype(jnp.int32)
         own_cache, x = feed(own_cache, head.onward(x), token[:, None], position - 1, fed)

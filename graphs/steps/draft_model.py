@@ -20,6 +20,7 @@ from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.guess import asks, draw, proposed
 from xla_engine.graphs.steps.prefill import behind_last, through_layers
 from xla_engine.graphs.steps.verify import Drafts, Members, known_tokens, members, verify_rows
@@ -141,7 +142,7 @@ def _guess(
 
     def one(
         state: DraftState, token: jax.Array, position: jax.Array, going: jax.Array
-    ) -> tuple[DraftState, jax.Array]:
+    ) -> tuple[DraftState, Logits]:
         state, hidden = feed(state, token[:, None], position, going.astype(jnp.int32))
         return state, model.logits(hidden, products.for_rows(going))
 

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.products import ROWS_LEFT, ByRow, Logits, Norm, Products, looked_up
+from xla_engine.graphs.linear.products import ROWS_LEFT, Norm, Products, looked_up
 from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
 from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.steps.draft_head import HeadForm
 
 

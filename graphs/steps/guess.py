@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.linear.products import Logits
 from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.verify import Drafts, Members, continued, known_tokens
 
 Held = TypeVar("Held")
 # (what it holds, tokens [P], their positions [P], which are wanted [P]) -> (what it holds then, logits behind)
-Feed = Callable[[Held, jax.Array, jax.Array, jax.Array], tuple[Held, jax.Array]]
+Feed = Callable[[Held, jax.Array, jax.Array, jax.Array], tuple[Held, Logits]]
 
 
 def asks(rows: Rows, drafts: Drafts, at: Members, most: int) -> jax.Array:

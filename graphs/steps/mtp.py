@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.linear.products import Logits, Products
+from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
 from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.draft_head import HeadForm
 
 

@@ -15,7 +15,8 @@ from tests.support.models import TINY
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, ByRow, Norm, Products
+from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
+from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.runner.backends import choose_products
 from xla_engine.runner.native_library.instruction_sets import available
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from tests.support.instruction_sets import ISAS, registered
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.linear.products import ByRow, feature_major
+from xla_engine.graphs.linear.products import feature_major
 from xla_engine.graphs.ops import reductions as vocabulary
 from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.ops.top_k import largest_by_rank
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling import truncation as thresholds
+from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logprobs import logprobs
 
 ROWS = 8

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.support.instruction_sets import ISAS, registered
-from xla_engine.graphs.linear.products import ByRow
 from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows, make_tables
 from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 
 

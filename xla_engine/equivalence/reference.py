@@ -20,6 +20,7 @@ from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.norms import apply_rope, rms_norm, split_heads
 from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.model_loader.checkpoint import Checkpoint
 
 _PADDING = 64  # sequence lengths are padded to multiples of this, so that few shapes compile
@@ -90,7 +91,9 @@ class Reference:
             weight = jax.nn.softmax(scores, axis=-1)[..., :count]
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
-        return model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)
+        logits = model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)
+        assert not isinstance(logits, ByRow)  # they are of XLA's products
+        return logits
 
 
 class LogitGap(NamedTuple):
