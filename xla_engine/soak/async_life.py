@@ -104,7 +104,7 @@ class AsyncLife(Life):
                     request.left = True
                     self._tally.requests += 1
             elif request.abort_turn == turn:
-                request.aborted = self._llm.abort(request.name)
+                request.aborted |= self._llm.abort(request.name)
             self._preempt(request, turn)
 
     async def _end_engine(self, requests: list[SoakRequest]) -> None:

@@ -222,7 +222,7 @@ class Life:
     def _act(self, live: dict[str, SoakRequest], turn: int) -> None:
         for request in live.values():
             if request.abort_turn == turn:
-                request.aborted = self.engine.abort(request.name)
+                request.aborted |= self.engine.abort(request.name)
             self._preempt(request, turn)
 
     def _preempt(self, request: SoakRequest, turn: int) -> None:
