@@ -97,7 +97,8 @@ class Adjustment {
   int32_t Token(int64_t position) const {
     if (!tables_.blocks) return tables_.history[row_.slot * tables_.positions + position];
     const int64_t block = tables_.blocks[row_.slot * tables_.max_blocks + position / tables_.positions];
-    return tables_.history[std::clamp<int64_t>(block, 0, tables_.num_blocks - 1) * tables_.positions + position % tables_.positions];
+    const int64_t inside = std::clamp<int64_t>(block, 0, tables_.num_blocks - 1);
+    return tables_.history[inside * tables_.positions + position % tables_.positions];
   }
 
   void AddBias(float* logits, int64_t count) const {
@@ -123,7 +124,10 @@ class Adjustment {
     }
   }
 
-  bool Breaks(int32_t token) const { return std::find(breakers_.ids, breakers_.ids + breakers_.count, token) != breakers_.ids + breakers_.count; }
+  bool Breaks(int32_t token) const {
+    const int32_t* end = breakers_.ids + breakers_.count;
+    return std::find(breakers_.ids, end, token) != end;
+  }
 
   // A token loses the more, the longer the run of tokens that it would repeat.
   void ApplyDry(const std::vector<int32_t>& tokens, float* logits, int64_t count) const {
@@ -131,8 +135,8 @@ class Adjustment {
     Numbers longest(count);
     for (int64_t place = 0; place < end; ++place) {
       int64_t length = 0;
-      while (length < std::min(kLongest, place + 1) && tokens[place - length] == tokens[end - length] && !Breaks(tokens[end - length]))
-        ++length;
+      const int64_t most_of_it = std::min(kLongest, place + 1);
+      while (length < most_of_it && tokens[place - length] == tokens[end - length] && !Breaks(tokens[end - length])) ++length;
       const int32_t following = tokens[place + 1];
       if (!length || !IsIn(following, count) || Breaks(following)) continue;
       int32_t& most = longest[following];

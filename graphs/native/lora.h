@@ -70,15 +70,15 @@ class Adapters {
     });
   }
 
-  // Puts the places of `count` rows, among them all that have an adapter, in the order in which `Add` takes them: those without one
-  // first, then those of one adapter together.
+  // Puts the places of `count` rows, among them all that have an adapter, in the order in which `Add` takes them: those
+  // without one first, then those of one adapter together.
   void Order(std::vector<int32_t>& places, int64_t count) {
     std::stable_sort(places.begin(), places.begin() + count, [&](int32_t m, int32_t n) { return at_[m] < at_[n]; });
     plain_ = count - source_.count;
   }
 
-  // Once all of A is done: adds to sixteen features, from `feature` on, of the ordered rows n .. n + rows; to[at[r] * stride] is the
-  // first of row n + r. What the features from `next` on need is fetched meanwhile.
+  // Once all of A is done: adds to sixteen features, from `feature` on, of the ordered rows n .. n + rows;
+  // to[at[r] * stride] is the first of row n + r. What the features from `next` on need is fetched meanwhile.
   void Add(int64_t n, int64_t rows, int64_t feature, int64_t next, float* to, const int32_t* at, int64_t stride) const {
     const int64_t part = std::upper_bound(ends_.begin(), ends_.end(), feature) - ends_.begin();
     for (int64_t r = std::max<int64_t>(0, plain_ - n), end; r < rows; r = end) {
@@ -86,7 +86,8 @@ class Adapters {
       end = std::min(rows, first_[run + 1] + plain_ - n);
       const BFloat16* weights = up_ + (adapter_[run] * features_ + feature) * rank_;
       const float* hidden = hidden_ + (first * parts_ + part) * rank_;
-      for (int64_t j = 0; next < features_ && j < used; j += 2) __builtin_prefetch(weights + (next - feature) * rank_ + j * kVector);
+      const BFloat16* ahead = weights + (next - feature) * rank_;
+      for (int64_t j = 0; next < features_ && j < used; j += 2) __builtin_prefetch(ahead + j * kVector);
       Blocks(0, used ? end - r : 0, [&](auto some, int64_t m) {
         ExpandRows<some>(hidden + m * parts_ * rank_, parts_ * rank_, used, weights, to, at + r + m, stride);
       });

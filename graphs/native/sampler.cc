@@ -134,12 +134,13 @@ SamplingParams ParamsOf(const RowFields& row) {
   return {row.temperature, row.top_k, row.top_p, row.min_p, {row.seed[0], row.seed[1]}, static_cast<uint32_t>(row.position)};
 }
 
-// logits [V, N], or [N, V] by row; words [N, W], the rows (`RowFields`), of which `stops` are stop ids; the tables of all slots (`SlotTables`), which
-// are read where `adjusts` -> token [N], log-probability [N] and the most likely tokens [1 + 2 kMostLogprobs, N]; zeros for rows
-// that are not live.
+// logits [V, N], or [N, V] by row; words [N, W], the rows (`RowFields`), of which `stops` are stop ids; the tables of all slots
+// (`SlotTables`), which are read where `adjusts` -> token [N], log-probability [N] and the most likely tokens
+// [1 + 2 kMostLogprobs, N]; zeros for rows that are not live.
 ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
                   Floats bias, Unsigned mask, Unsigned draft_masks, ffi::ResultBuffer<ffi::S32> token,
-                  ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top, bool processed, bool adjusts, int64_t stops, bool by_row) {
+                  ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top, bool processed, bool adjusts,
+                  int64_t stops, bool by_row) {
   const Logits logits(given, by_row);
   const int64_t count = logits.count, rows = logits.rows, width = words.dimensions()[1];
   const int64_t of_task = logits.RowsOfTask(pool.num_threads()), fixed = sizeof(RowFields) / sizeof(uint32_t);

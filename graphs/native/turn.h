@@ -21,7 +21,8 @@ void TurnFour(const T* from, int64_t pitch, T* to, int64_t to_pitch) {
 }
 
 // Columns first .. first + columns of values [count, stride], each to `apart` values behind the one before.
-inline void ReadColumns(const float* values, int64_t count, int64_t stride, int64_t first, int64_t columns, float* to, int64_t apart) {
+inline void ReadColumns(const float* values, int64_t count, int64_t stride, int64_t first, int64_t columns, float* to,
+                        int64_t apart) {
   int64_t row = 0;
   for (; columns % 4 == 0 && row + 4 <= count; row += 4)
     for (int64_t column = 0; column < columns; column += 4)
