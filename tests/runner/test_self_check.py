@@ -22,6 +22,7 @@ from xla_engine.equivalence.verify import verify
 from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.graphs.row_state.rows import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
 
 MakeEngine = Callable[..., XlaBatchEngine]
@@ -89,8 +90,10 @@ def lane_count_changes_prefill(self: Any, layer: Any, qkv: Any, call: Any, lanes
 
 
 def slot_changes_logits(logits: Any, rows: SamplingRows, *rest: Any, **named: Any) -> Any:
-    drift = 1 + jnp.arange(logits.shape[1], dtype=jnp.float32) * 1e-3
-    return sampling.sample(logits * drift, rows, *rest, **named)
+    drift = 1 + jnp.arange(len(rows.temperature), dtype=jnp.float32) * 1e-3
+    by_row = isinstance(logits, ByRow)
+    moved = ByRow(logits.values * drift[:, None]) if by_row else logits * drift
+    return sampling.sample(moved, rows, *rest, **named)
 
 
 @pytest.mark.parametrize(

@@ -301,13 +301,10 @@ class LiveSequence:
             if self._text is not None and self._stop_string is None:
                 self._text.end()
         except Exception as failure:
-            if reason is not FinishReason.ERROR or error is None:
-                error = str(failure)
-            reason = FinishReason.ERROR
+            given = error if reason is FinishReason.ERROR else None
+            reason, error = FinishReason.ERROR, given or str(failure)
         self._token_buffer.end(self)
-        self._finish_reason = reason
-        self._finished_time = now
-        self._error = error
+        self._finish_reason, self._finished_time, self._error = reason, now, error
         self._histograms.count_end(now - self._arrival_time, self._token_times, self.preemptions, self.faults)
         return reason
 
