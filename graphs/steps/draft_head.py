@@ -44,7 +44,7 @@ class Head(Protocol):
         ...
 
     def logits(self, x: jax.Array, products: Products) -> Logits:
-        """Of the residual stream `x [N, D]` behind it: float32 `[V, N]`, V the token ids of the model."""
+        """Of the residual stream `x [N, D]` behind it, float32, of the token ids of the model."""
         ...
 
 

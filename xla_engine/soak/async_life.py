@@ -13,9 +13,7 @@ from xla_engine.soak.life import Life
 from xla_engine.soak.requests import SoakRequest
 
 _TURN_S = 0.001  # between two looks at who is due
-_PATIENCE = (
-    100_000  # turns for all readers of a round to get what they wait for, and more where these are many
-)
+_PATIENCE = 100_000  # turns, for all readers of a round to get what they wait for; more where these are many
 _PATIENCE_EACH = 1_500
 
 
