@@ -9,7 +9,6 @@ import logging
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +199,13 @@ def test_a_dry_run_counts_what_a_run_counts(tmp_path: Path) -> None:
     assert "empty_file" in invoke("run", "-", "--dry-run", stdin=b"\n").stderr
 
 
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    listen = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import xla_engine.__main__"
-    )
+# A shell may start its background jobs, a test among them, with SIGINT ignored.
+RUN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import xla_engine.__main__"
+
+
+def start(*arguments: str, program: str = RUN) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", listen, *arguments],
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -249,6 +249,24 @@ def test_a_stream_is_driven_and_interrupted_in_its_own_process(tmp_path: Path) -
         file.close()
 
 
+# `xla-engine run` that kills itself once its file has 3,000 bytes.
+RUN_AND_END = """
+import os, signal
+from xla_engine.batch.output_file import _WatchedSink
+from xla_engine.cli import main
+
+write = _WatchedSink.write
+
+def write_and_end(sink, data):
+    write(sink, data)
+    if os.fstat(sink._file.fileno()).st_size > 3000:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+_WatchedSink.write = write_and_end
+main(prog_name="xla-engine")
+"""
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embedded: XlaBatchEngine) -> None:
     """SIGKILL in the middle; the resumed ordered file has the bytes of a run that was left alone."""
@@ -256,12 +274,9 @@ def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embe
     (tmp_path / "in.jsonl").write_bytes(lines)
     out = tmp_path / "out.jsonl"
     command = ("run", str(tmp_path / "in.jsonl"), "--ordered", "--created", "7", "-o", str(out))
-    killed = start(*command)
-    deadline = time.monotonic() + 120
-    while not (out.exists() and out.stat().st_size > 3000) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    killed.kill()
-    killed.communicate()
+    killed = start(*command, program=RUN_AND_END)
+    _, stderr = killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL, stderr.decode()
     assert 0 < out.read_bytes().count(b"\n") < 120
     again = start(*command, "--resume")
     _, stderr = again.communicate(timeout=120)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -12,13 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.command_line import ROOT
-from tests.support.processes import children, is_running
+from tests.support.processes import is_running
 from xla_engine import LLM, AsyncLLM, SamplingParams
 from xla_engine.config import EngineConfig
 from xla_engine.distributed.data_parallel.engine import DataParallelEngine
@@ -243,25 +241,6 @@ def test_processes_end_with_their_parent() -> None:
         time.sleep(0.1)
 
 
-def test_a_run_with_killed_engines_writes_the_bytes_of_one_engine(tmp_path: Path) -> None:
-    source, options = ROOT / "examples" / "requests.jsonl", ["--ordered", "--created", "17", "--no-progress"]
-    command = [sys.executable, "-m", "xla_engine", "run", str(source), *options]
-    subprocess.run([*command, "-o", str(tmp_path / "one.jsonl")], cwd=ROOT, check=True, timeout=200)
-    several = [*command, "-o", str(tmp_path / "two.jsonl"), "--data-parallel-size", "2"]
-    process = subprocess.Popen(several, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    killed, draw = 0, random.Random(3)
-    while process.poll() is None:
-        target = tmp_path / "two.jsonl"
-        lines = target.read_bytes().count(b"\n") if target.exists() else 0
-        if lines > 6 * (killed + 1) and killed < 3 and (alive := children(process.pid)):
-            os.kill(draw.choice(alive), signal.SIGKILL)
-            killed += 1
-        time.sleep(0.05)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes() and killed
-
-
 @pytest.mark.parametrize("engines", [0, 65, True, "2"])
 def test_what_is_no_number_of_engines_is_refused(engines: Any) -> None:
     with pytest.raises(ConfigError, match="1 to 64"):
@@ -308,41 +287,3 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
         except KeyboardInterrupt:
             interrupted += 1
     assert interrupted >= 3 and found == expected(single, wanted)
-
-
-def test_a_server_of_several_engines_streams_on_when_one_is_killed(tmp_path: Path) -> None:
-    import httpx
-
-    socket = tmp_path / "socket"
-    command = [sys.executable, "-m", "xla_engine", "serve", "--uds", str(socket), "--data-parallel-size", "2"]
-    process = subprocess.Popen(
-        [*command, "--max-num-seqs", "2", "--max-model-len", "256"],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        limit = time.monotonic() + 150
-        while not socket.exists():
-            assert process.poll() is None and time.monotonic() < limit
-            time.sleep(0.2)
-        body = {"model": "embedded", "prompt": "def f(x):", "max_tokens": 200, "seed": 1, "ignore_eos": True}
-        transport = httpx.HTTPTransport(uds=str(socket))
-        with httpx.Client(base_url="http://server", transport=transport, timeout=100) as client:
-            whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-            text, killed = "", False
-            with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        text += json.loads(line[6:])["choices"][0]["text"]
-                    if len(text) > 40 and not killed:
-                        for pid in children(process.pid):
-                            if "data_parallel" in Path(f"/proc/{pid}/cmdline").read_text():
-                                os.kill(pid, signal.SIGKILL)
-                        killed = True
-            assert killed and text == whole
-            assert client.get("/health").status_code == 200
-            assert "vllm:num_requests_running" in client.get("/metrics").text
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
