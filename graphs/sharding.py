@@ -69,18 +69,8 @@ class Sharding:
             every = lax.slice_in_dim(every, 0, len(order), axis=axis)
         else:
             every = jnp.take(every, order, axis=axis)
-        return self.stored(every, kind)
-
-    def stored(self, x: jax.Array, kind: Kind) -> jax.Array:
-        """x, of which XLA makes nothing else for what follows, as it does not on one device either.
-
-        Where each has some features of the kind, that is. XLA would turn a product around to get rid of a gather's
-        transpose, into one that XLA:CPU may not have in bfloat16; or round the scaling of an embedding and the sum
-        behind it as one.
-        """
-        if self.devices in (None, 1) or _is_whole(_held(self, kind)):
-            return x
-        return lax.optimization_barrier(x)
+        # Else XLA turns a product around to get rid of a gather's transpose, into one it may not have in bf16.
+        return lax.optimization_barrier(every) if self.devices > 1 else every
 
     def own(self, x: jax.Array, kind: Kind) -> jax.Array:
         """The device's features of `x [N, F]`, where all devices have all of them; x itself without a mesh."""
@@ -242,8 +232,6 @@ def _held(sharding: Sharding, kind: Kind) -> Indices:
     is_odd = kind == "residual" and c.hidden_size % sharding.task
     held = (_odd if is_odd else _even)(sizes[kind], devices, sharding.task)
     is_whole = kind != "expert" and held.shape[1] < sharding.least
-    if kind == "vocabulary" and sharding.least > 1:
-        is_whole |= c.embedding_multiplier != 1  # XLA may round it and the sums behind it as one, or not
     return _everywhere(sizes[kind], devices) if is_whole else held
 
 

@@ -2,7 +2,7 @@
 
     python -m spikes.052_many_engines parallel [ROUNDS]     one engine beside two, in turns
     python -m spikes.052_many_engines ray [ROUNDS] [MODEL] [ROWS A BLOCK]
-                                                            one actor of Ray Data beside one engine, in turns
+                                                            one actor of Ray Data beside one engine and one `run`
     python -m spikes.052_many_engines kills [TIMES]         SIGKILL of engines and shards at random moments
     python -m spikes.052_many_engines ray_kills [TIMES]     of actors and drivers of Ray Data
 
@@ -11,6 +11,7 @@ The embedded model; with `parallel` each of two engines has half of the cores.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -25,6 +26,10 @@ from statistics import median
 from typing import Any
 
 from xla_engine import SamplingParams
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.results import ResultHeader
+from xla_engine.batch.resume import FileSystem, PlainSink
+from xla_engine.batch.run import BatchRun
 from xla_engine.bench.models import find_model
 from xla_engine.config import EngineConfig
 from xla_engine.distributed.data_parallel.engine import DataParallelEngine
@@ -52,6 +57,28 @@ def timed(engine: XlaBatchEngine | DataParallelEngine, wanted: Wanted) -> float:
         engine.submit(prompt, params)
     tokens = sum(len(output.outputs[0].token_ids) for output in engine.drain())
     return tokens / (time.monotonic() - began)
+
+
+def asked(params: SamplingParams) -> dict[str, Any]:
+    return {"max_tokens": params.max_tokens, "ignore_eos": True, "detokenize": params.detokenize}
+
+
+def timed_run(engine: XlaBatchEngine, wanted: Wanted) -> float:
+    """Tokens a second of `xla-engine run` over the same, without its start."""
+    lines = b"".join(
+        json.dumps({"prompt": each, **asked(params)}).encode() + b"\n" for each, params in wanted
+    )
+    header = ResultHeader(
+        created=17, model="m", system_fingerprint=engine.identity().digest(), tokenizer=engine.tokenizer
+    )
+    with tempfile.TemporaryFile() as target:
+        began = time.monotonic()
+        totals = BatchRun(
+            engine, read_lines(io.BytesIO(lines)), PlainSink(target, FileSystem()), header=header
+        ).run()
+        seconds = time.monotonic() - began
+    assert totals.ok == len(wanted), totals
+    return sum(params.max_tokens or 0 for _, params in wanted) / seconds
 
 
 def parallel(rounds: int) -> None:
@@ -112,11 +139,7 @@ def through_ray(rounds: int, model: str = "embedded", block: int = 50) -> None:
         items = [
             {
                 "prompt" if isinstance(prompt, str) else "tokenized_prompt": prompt,
-                "sampling_params": {
-                    "max_tokens": params.max_tokens,
-                    "ignore_eos": True,
-                    "detokenize": params.detokenize,
-                },
+                "sampling_params": asked(params),
             }
             for prompt, params in wanted
         ]
@@ -127,23 +150,25 @@ def through_ray(rounds: int, model: str = "embedded", block: int = 50) -> None:
         module.EngineActor = usual  # type: ignore[misc]
         return tokens, time.monotonic() - began
 
-    ratios = []
+    ratios, of_run = [], []
     with XlaBatchEngine.from_pretrained(path, CONFIG) as one:
         timed(one, few)
         for _ in range(rounds):
-            alone = timed(one, many)
+            alone, run = timed(one, many), timed_run(one, many)
             # A job starts its actor. What a longer one makes more, in the time that it takes more, is without that.
             (less, shorter), (more, longer) = job(few, module.EngineActor), job(many, module.EngineActor)
             through = (more - less) / (longer - shorter)
             floor = (job(many, AtOnce)[1] - job(few, AtOnce)[1]) / (len(many) - len(few))
             ratios.append(through / alone)
+            of_run.append(through / run)
             row = (less - more) / (len(few) - len(many))  # tokens
             print(
-                f"one engine {alone:.0f} tok/s, stage {through:.0f} tok/s, ratio {ratios[-1]:.2f}; a row takes "
+                f"one engine {alone:.0f} tok/s, run {run:.0f}, stage {through:.0f}, ratios {ratios[-1]:.2f} and "
+                f"{of_run[-1]:.2f}; a row takes "
                 f"{1e3 * row / alone:.2f} ms, {1e3 * row / through:.2f} ms, and Ray alone {1e3 * floor:.2f} ms",
                 flush=True,
             )
-    print(f"median ratio {median(ratios):.2f}")
+    print(f"median of the stage: {median(ratios):.2f} of one engine, {median(of_run):.2f} of run")
     ray.shutdown()
 
 

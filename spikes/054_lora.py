@@ -17,20 +17,25 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from spikes.support.timing import SMOLLM2_135M, describe_machine, interleave, markdown_table
+from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine import EngineConfig, LoRARequest, SamplingParams, XlaBatchEngine
+from xla_engine.bench.models import SHAPES
 from xla_engine.model_loader.checkpoint import random_checkpoint
-from xla_engine.model_loader.families.family import tensor_sources
-from xla_engine.model_loader.families.llama import LLAMA
+from xla_engine.model_loader.families import LLAMA, QWEN3, tensor_sources
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rounds", type=int, default=7)
 parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
 parser.add_argument("--jobs", nargs="+", default=["decode", "prefill"])
+parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
 arguments = parser.parse_args()
 ROWS, TOKENS, PROMPT = 8, 48, 256
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CHECKPOINT = replace(random_checkpoint(SMOLLM2_135M, scale=0.04), sources=tensor_sources(SMOLLM2_135M, LLAMA))
+MODEL = replace(SHAPES[arguments.shape], max_position_embeddings=8192)
+CHECKPOINT = replace(
+    random_checkpoint(MODEL, scale=0.04),
+    sources=tensor_sources(MODEL, LLAMA if MODEL.qk_norm is None else QWEN3),
+)
 CONFIG = EngineConfig(max_num_seqs=ROWS, max_model_len=512, enable_prefix_caching=False, key_buckets=(512,))
 draw = np.random.default_rng(0)
 ids = itertools.count(1)
@@ -60,7 +65,7 @@ def run(engine: XlaBatchEngine, adapters: Sequence[LoRARequest | None], prompt: 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     for row in range(ROWS):
         lora = adapters[row % len(adapters)]
-        ids = [(row * 977 + k * 31) % SMOLLM2_135M.vocab_size for k in range(prompt)]
+        ids = [(row * 977 + k * 31) % MODEL.vocab_size for k in range(prompt)]
         engine.submit(ids, params, lora_request=lora)
     engine.drain()
 

@@ -21,7 +21,7 @@ BLOCK_ROWS = 16  # rows of one expert that are multiplied together (findings/020
 _CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss's gate
 
 
-Gather = Callable[[jax.Array], jax.Array]  # `[A, F of a device]` to `[A, F of all]`
+Gather = Callable[[jax.Array], jax.Array]  # `[A, F of a device, ...]` to `[A, F of all, ...]`
 
 
 class Experts(NamedTuple):
@@ -116,14 +116,14 @@ def blocked_experts(
         most, inner = len(blocks.expert), gate_up.shape[1] // 2
 
         def gate_block(index: jax.Array, hidden: jax.Array) -> jax.Array:
-            return hidden.at[index].set(gated(blocks.expert[index], blocks.assignment[index]).T)
+            return hidden.at[index].set(gated(blocks.expert[index], blocks.assignment[index]))
 
-        hidden = jnp.zeros((most, BLOCK_ROWS, inner), down.dtype)
-        hidden = lax.fori_loop(0, blocks.used, gate_block, hidden)
-        hidden = gather(hidden.reshape(most * BLOCK_ROWS, inner)).reshape(most, BLOCK_ROWS, -1)
+        hidden = jnp.zeros((most, inner, BLOCK_ROWS), down.dtype)
+        # Features stay in front: XLA:CPU multiplies what was transposed by another product (findings/050).
+        hidden = gather(lax.fori_loop(0, blocks.used, gate_block, hidden))
 
         def put_block(index: jax.Array, out: jax.Array) -> jax.Array:
-            block = lax.optimization_barrier(hidden[index].T)
+            block = lax.optimization_barrier(hidden[index])
             return put(out, blocks.assignment[index], block, blocks.expert[index])
 
         out = lax.fori_loop(0, blocks.used, put_block, out)

@@ -266,8 +266,8 @@ def looked_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None = Non
 def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: RowsOf) -> jax.Array:
     """The same, with `rows(values, tokens)` to find rows in their order.
 
-    Scales come behind what devices share, so that the multiplication stands beside what follows it, as on one device:
-    the compiler may round the two as one.
+    Scaled rows are rounded by themselves: the compiler may round such a product and the sum behind it as one, in one
+    program and not in another (findings/050).
     """
 
     def found(values: jax.Array, rows: RowsOf) -> jax.Array:
@@ -278,7 +278,8 @@ def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: 
 
     if not isinstance(weight, Quantized):
         return found(weight, rows)
-    return found(weight.values, rows) * found(weight.scale, lambda scale, tokens: scale[tokens])[:, None]
+    scale = found(weight.scale, lambda scale, tokens: scale[tokens])
+    return lax.optimization_barrier(found(weight.values, rows) * scale[:, None])
 
 
 def normed(x: jax.Array, norm: Norm | None) -> jax.Array:

@@ -20,7 +20,7 @@ from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.delta_net.native import fits
-from xla_engine.graphs.linear.int8 import SUFFIX, Quantized, quantize_weight
+from xla_engine.graphs.linear.int8 import SUFFIX, quantize_weight
 from xla_engine.graphs.linear.products import LEAST, FeatureMajor, Norm, Products, gathered, looked_up
 from xla_engine.graphs.lora.form import DOWN, LEAVES, RANKS, TARGETS, UP, LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight
@@ -212,9 +212,8 @@ class Decoder(nnx.Module):
         lookup = products.embedded if is_head else looked_up
         x = lookup(embed, tokens, self.sharding)
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
-            x = x * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
-            if not isinstance(embed, Quantized):  # scales are multiplied where this is
-                x = self.sharding.stored(x, "vocabulary")
+            multiplier = jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
+            x = lax.optimization_barrier(x * multiplier)  # rounded by itself, as scales are in `look_up`
         return x
 
     def through(

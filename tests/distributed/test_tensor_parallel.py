@@ -67,6 +67,14 @@ def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_rows_of_an_embedding_in_eight_bits_are_rounded_by_themselves() -> None:
+    """Scales and a multiplier on them: on one device, too, no multiplication is rounded with the sum behind it."""
+    (results,) = run({"model": "wide_scaled", "engine": {"quantization": "int8"}})
+    assert results[1]["products"] == "native"
+    check(results)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [{}, {"engine": {"num_blocks": 18}}], ids=["slots", "blocks"])
 def test_what_a_scheduler_does_changes_nothing(form: dict[str, Any]) -> None:
     """Slots lost and given back, prompts that begin alike, drafts, random schedules: on two devices as on one."""
@@ -103,6 +111,8 @@ def test_products_of_xla_where_each_device_has_some_features(name: str) -> None:
     forms: list[dict[str, Any]] = [{"dtype": "float32"}, {"engine": {"isa": "none"}}]
     if name == "wide":
         forms += [{"dtype": "float32", "engine": form} for form in ({"isa": "none"}, {"num_blocks": 80})]
+    if WIDE_MODELS[name].experts is None and WIDE_MODELS[name].delta is None:
+        forms.append({"engine": {"isa": "none", "quantization": "int8"}})
     for results in run(*({"model": name, **form} for form in forms)):
         assert results[1]["products"] == "xla"
         check(results)

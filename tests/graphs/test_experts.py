@@ -121,6 +121,14 @@ def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, An
     assert run(form, experts, x, crowd)[60].tobytes() == whole[60].tobytes()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gathered_features_are_multiplied_as_those_of_one_device(dtype: Any) -> None:
+    """The products between which devices gather are those of `blocked_experts` without it, bit for bit."""
+    experts, x, routed = weights(dtype, biased=True), rows(37), routes(37)
+    gathers = functools.partial(blocked_experts, gather=lambda hidden: hidden)
+    assert run(gathers, experts, x, routed).tobytes() == run(blocked_experts, experts, x, routed).tobytes()
+
+
 def test_a_row_with_nan_keeps_it_to_itself(form_and_dtype: tuple[Form, Any]) -> None:
     form, dtype = form_and_dtype
     experts, x, routed = weights(dtype), rows(24), routes(24)
