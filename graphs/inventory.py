@@ -6,6 +6,7 @@ compiled executable itself, so a wrong shape is an error that names the program,
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ class Program:
 class GraphReport:
     """What one executable cost and needs. Sizes in bytes, times in seconds.
 
-    name: of the program.
+    name: of the program. digest: of its text as it was lowered.
     shapes: of the argument that varies between programs.
     lower_seconds: tracing and lowering.
     compile_seconds: compiling.
@@ -39,6 +40,7 @@ class GraphReport:
     """
 
     name: str
+    digest: str
     shapes: str
     lower_seconds: float
     compile_seconds: float
@@ -59,19 +61,23 @@ class Inventory:
     ) -> None:
         """Lower and compile all programs; `progress` is called with each finished program's name."""
 
-        def build(job: tuple[Program, Any, float]) -> tuple[Program, Any, float, float]:
+        def build(job: tuple[Program, Any, float]) -> tuple[Program, Any, str, float, float]:
             program, lowered, lower_seconds = job
             began = time.perf_counter()
-            return program, lowered.compile(), lower_seconds, time.perf_counter() - began
+            compiled = lowered.compile()
+            seconds = time.perf_counter() - began
+            digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            return program, compiled, digest, lower_seconds, seconds
 
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
             futures = [pool.submit(build, job) for job in _lower(programs)]
             for future in futures:
-                program, compiled, lower_seconds, compile_seconds = future.result()
+                program, compiled, digest, lower_seconds, compile_seconds = future.result()
                 memory = compiled.memory_analysis()
                 self._compiled[program.name] = compiled
                 self._reports[program.name] = GraphReport(
                     name=program.name,
+                    digest=digest,
                     shapes=_describe(program.arguments[-1]),
                     lower_seconds=lower_seconds,
                     compile_seconds=compile_seconds,

@@ -106,7 +106,8 @@ class EngineConfig:
     preemption: under priority, a request that is before another in line takes its slot; the other goes on later.
     swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
     compile_cache: keep compiled programs on disk between runs.
-    self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine.
+    self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine. With
+        `compile_cache` a later start of the same model, options and programs takes what the first one saw.
     isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon";
         "amx" and "neon_bf16" have bits of their own, the others sum in one order. "auto" takes what `XLA_ENGINE_ISA`
         says, else the best of this machine; "none" is pure JAX.

@@ -30,6 +30,11 @@ def native_cache_directory() -> Path:
     return compile_cache_directory() / "native"
 
 
+def xla_flags() -> str:
+    """Options of XLA, which compiled programs depend on: `XLA_FLAGS`."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 def compiler() -> str:
     """The C++ compiler: `CXX`, else the system's."""
     return os.environ.get("CXX") or "c++"

@@ -32,7 +32,8 @@ from xla_engine.pooling.pooler import Pooler
 from xla_engine.runner.devices import start_profile, stop_profile
 from xla_engine.runner.drafting.make import guesser_of
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check.check import SelfCheck, run_self_check
+from xla_engine.runner.self_check.check import SelfCheck
+from xla_engine.runner.self_check.remembered import self_check
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Scheduler
 from xla_engine.scheduler.continuation import forget_slots
@@ -84,7 +85,7 @@ class XlaBatchEngine(ChangingWeights):
         self.self_check: SelfCheck | None = None
         if config.self_check:
             progress(StartupStep("self-check"))
-            self.self_check = run_self_check(runner, checkpoint.config.vocab_size)
+            self.self_check = self_check(runner, checkpoint.config.vocab_size, checkpoint.fingerprint)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
         super().__init__(
             scheduler, runner, RequestTable(tokenizer, config.keep_finished, pooler), lag=config.lag

@@ -50,6 +50,7 @@ _OPERATIONS = {
 }
 _SOURCES = Path(graphs.__file__).parent / "native"
 _BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
+_digests: dict[str, str] = {}  # of the libraries in use, by instruction set
 BUNDLED, COMPILED = "came with the package", "was compiled on this machine"
 
 
@@ -72,6 +73,11 @@ def register(isa: str | None = None) -> str:
         raise failed
     here = ", ".join(each.name for each in available()) or "none"
     raise NativeBuildError(f"this machine does not serve {isa or 'any instruction set'} (it has: {here})")
+
+
+def library_digest(isa: str) -> str:
+    """Of the library of a registered instruction set."""
+    return _digests[isa]
 
 
 def origin(isa: str) -> str:
@@ -107,6 +113,7 @@ def _bind(isa: InstructionSet, path: Path) -> bool:
     for target, symbol in _OPERATIONS.items():
         capsule = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(f"{target}_{isa.name}", capsule, platform="cpu")
+    _digests[isa.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return True
 
 

@@ -90,13 +90,13 @@ def _put(path: Path, make: Callable[[Path], object]) -> None:
 def _is_sound(path: Path) -> bool:
     """Whether a library is there, is ours, and is what its digest says."""
     try:
-        wanted = _read(_digest_file(path)).decode("ascii", "replace")
-        return hashlib.sha256(_read(path)).hexdigest() == wanted
+        wanted = read_own(_digest_file(path)).decode("ascii", "replace")
+        return hashlib.sha256(read_own(path)).hexdigest() == wanted
     except OSError:
         return False
 
 
-def _read(path: Path) -> bytes:
+def read_own(path: Path) -> bytes:
     """A plain file's bytes. Raises OSError for a link, and for a file that others own or can write."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())

@@ -43,7 +43,7 @@ class SelfCheck:
     seconds: what the check took. samples, positions: of the probe, that were compared for the first four: tokens with
         their log-probabilities, and positions of prompts. decoded: samples that prefill and decode were compared in.
     one_row_code: a row goes through the same C++ code in prefill and decode. isa: the instruction set of the C++
-        operations, if any serve.
+        operations, if any serve. library: where these came from. day: of the earlier start that compared, if one did.
     """
 
     row_invariant: bool
@@ -60,6 +60,7 @@ class SelfCheck:
     one_row_code: bool = False
     isa: str | None = None
     library: str | None = None
+    day: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -77,6 +78,7 @@ class SelfCheck:
         if not self.ok:
             return f"level A: same bits whatever the batch, with the largest graphs only{by}"
         shown = f"; {self.samples} samples and {self.positions} prompt positions compared"
+        shown += "" if self.day is None else f" on {self.day}"
         if self.prefill_equals_decode and self.one_row_code:  # one code: true of every sample
             shown = f", and prefill gives the bits of decode{shown}"
         elif self.prefill_equals_decode:  # found, not promised: it may differ in one sample of a hundred

@@ -1,0 +1,93 @@
+"""What an earlier start's self-check saw, kept beside the compiled programs.
+
+The check takes as long as a prompt of a thousand tokens or more: seconds where weights are large. The same programs of
+the same code, with the same weights and options on the same machine, give the same answer, so a start reads what an
+earlier one found. Only a check that found no difference at all is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from xla_engine import graphs, scheduler
+from xla_engine.environment import compile_cache_directory, xla_flags
+from xla_engine.runner.native_library.build import library_digest
+from xla_engine.runner.native_library.cache import private_directory, read_own
+from xla_engine.runner.native_library.instruction_sets import processor
+from xla_engine.runner.runner import Runner
+from xla_engine.runner.self_check.check import SelfCheck, run_self_check
+
+_CODE = ("*.py", "*.cc", "*.h")
+
+
+def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck | None:
+    """`run_self_check`, or what it saw at an earlier start. fingerprint: of the checkpoint.
+
+    With `EngineConfig.compile_cache` off the check always runs, and nothing is kept.
+    """
+    if not runner.config.compile_cache:
+        return run_self_check(runner, vocab_size)
+    directory = private_directory(compile_cache_directory() / "self_checks")
+    path = directory / f"{_key(runner, vocab_size, fingerprint)}.json"
+    if (found := _read(path)) is not None:
+        return found
+    check = run_self_check(runner, vocab_size)
+    if check is not None and check.ok and not check.differences:
+        _write(path, replace(check, day=time.strftime("%Y-%m-%d")))
+    return check
+
+
+def _key(runner: Runner, vocab_size: int, fingerprint: str) -> str:
+    """All that the answer depends on."""
+    parts = {
+        "code": _code(),
+        "programs": [each.digest for each in runner.reports],
+        "library": None if runner.isa is None else library_digest(runner.isa),
+        "platform": runner.platform,
+        "flags": xla_flags(),
+        "processor": processor(),
+        "cores": _cores(),
+        "options": runner.config.options(),
+        "context": runner.context_length,
+        "vocabulary": vocab_size,
+        "checkpoint": fingerprint,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _code() -> str:
+    """Of this package's files."""
+    digest = hashlib.sha256()
+    folders = [Path(__file__).parents[2], *map(Path, (*graphs.__path__, *scheduler.__path__))]
+    for path in sorted({path for folder in folders for kind in _CODE for path in folder.rglob(kind)}):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cores() -> int:
+    """Of this process: XLA shares work out among as many threads."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(path: Path) -> SelfCheck | None:
+    try:
+        fields = json.loads(read_own(path))
+        return SelfCheck(**fields | {"differences": ()})
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, check: SelfCheck) -> None:
+    """Whole or not at all; where it cannot be kept, the next start checks again."""
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        made.write_text(json.dumps(asdict(check)), encoding="utf-8")
+        made.chmod(0o600)
+        os.replace(made, path)
