@@ -17,7 +17,8 @@ from tests.support.processes import children
 
 pytestmark = pytest.mark.slow
 
-# `xla-engine run` that kills one of its engines when it has heard of the 8th, the 24th and the 40th result.
+# `xla-engine run` that kills one of its engines when it has heard of the 8th and the 40th result. Not a third time: a
+# request that was in both runs alone by then, and a third end would be its own.
 RUN_AND_KILL = """
 import os, random, signal, sys
 from xla_engine.cli import main
@@ -28,7 +29,7 @@ heard, draw, take = 0, random.Random(3), DataParallelEngine._take
 def take_and_kill(engine, member, news):
     global heard
     heard += 1
-    if heard in (8, 24, 40):
+    if heard in (8, 40):
         os.kill(draw.choice(engine.pids), signal.SIGKILL)
         print("killed one", file=sys.stderr)
     take(engine, member, news)
@@ -47,7 +48,7 @@ def test_a_run_with_killed_engines_writes_the_bytes_of_one_engine(tmp_path: Path
     several = [sys.executable, "-c", RUN_AND_KILL, *options, "-o", str(two), "--data-parallel-size", "2"]
     done = subprocess.run(several, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("killed one") == 3
+    assert done.stderr.count("killed one") == 2
     assert two.read_bytes() == one.read_bytes()
 
 
