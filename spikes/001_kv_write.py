@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """Which form of the KV write is in place and cheap in a decode step, and what does harmless stale NaN cost?
 
 Every form is the whole decode step of graphs.decode with one function replaced while it is traced.

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """Which operand order and dtypes make a projection fast, and which give a row the same bits wherever it stands?
 
 Speed: the four projections of all 30 layers of SmolLM2-135M, chained as in the model, weights out of memory; and

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 60b1f13.
 """Should the decode step unroll its layers, or scan over stacked weights and caches?
 
 The scanned steps are built from the same pieces as graphs.decode; only the loop over layers differs.
@@ -31,7 +32,7 @@ from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, feature_major
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.norms import rms_norm
-from xla_engine.graphs.row_state.rows import Rows, Tables, pack_samples
+from xla_engine.graphs.row_state.rows import Rows, Tables
 from xla_engine.graphs.steps.decode import decode_step
 
 arguments = argparse.ArgumentParser()
@@ -113,8 +114,8 @@ def scanned_step(
     else:
         x, cache = lax.scan(slices, x, (weights["layers"], cache), unroll=unroll)
     hidden = rms_norm(x, weights["final_norm"], SMOLLM2_135M.rms_norm_eps)
-    token, logprob, top = greedy(feature_major(weights["embed"], hidden), rows.sampling)
-    return cache, rows, pack_samples(token, logprob), top
+    sampled = greedy(feature_major(weights["embed"], hidden), rows.sampling)
+    return cache, rows, sampled.packed(), sampled.top
 
 
 FORMS = {

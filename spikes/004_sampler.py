@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """Which forms of argmax, draw, thresholds and log-probability should the sampler use?
 
 Logits are vocabulary-major, float32 `[49152, B]`, as the weight-left head yields them.

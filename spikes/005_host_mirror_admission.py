@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """What does admitting a request cost if the host keeps a mirror of the KV cache?
 
 The first published version of this kind of scheduler copied the whole cache to the host, wrote the new request's

@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """Where does the time of a decode step go, on the device and on the host?
 
 Device: parts of the step on SmolLM2-135M's shape, each a compiled program of its own, at a key bucket of 256.

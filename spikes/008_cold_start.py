@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """How long from the start of the process to the first token, with and without compiled programs on disk?
 
 Each run is a fresh process with the embedded model and the command line's defaults. The compile cache is a

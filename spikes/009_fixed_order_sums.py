@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """Do sums depend on the shape they stand in, bit by bit, and what does an order that never changes cost?
 
 Each form is compared with itself: the same row or query, among more rows or before more masked keys.

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """Which forms give a row the same bits whatever its index and the number of rows, and what do they cost?
 
 Each form runs a pool of rows in calls of N. "moved": the rows of a call change places. "N": another number of rows per

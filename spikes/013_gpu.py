@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """How close is the engine to the memory roofline of an NVIDIA GPU, where does the rest go, and does the law hold?
 
 Two commands for a machine with a GPU and nothing to install, each within 8 minutes; tables come last and the finding

@@ -1,3 +1,4 @@
+# Frozen: runs at commit d2ffad6.
 """Does any line of a batch file crash, hang or lose anything?
 
 Hostile lines (wrong types, huge and tiny values, broken JSON, cut and doubled bytes, fan-out bombs) go through the

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What does XLA make of the engine's programs for an H200, seen from a machine without one?
 
 Compiles for a described device: kernels per layer, whether the cache stays in place, scratch memory, what is in a CUDA

@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """Which layout of the pure-JAX cache lets a decode step read a short key bucket of a long cache cheaply? And what does
 a step cost by its key bucket: three against as many as doubling makes?
 

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What do the C++ operations gain over the best pure-JAX forms, in a whole decode step and a whole prefill call?
 
 python -m spikes.018_native_operations

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What do windows, norms, caps, sinks and pages cost and save in the C++ attention?
 
 python -m spikes.019_attention_forms [--before COMMIT]

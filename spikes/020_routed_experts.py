@@ -1,3 +1,4 @@
+# Frozen: runs at commit 055c598.
 """Which form of routed experts is fast at decode, without letting a row's bits depend on who shares its experts?
 
 python -m spikes.020_routed_experts

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """How long does a checkpoint of 1.2 billion parameters take from the files to the device, and how much host memory?
 
 The checkpoint has Llama 3.2 1B's shape and random bfloat16 weights in two shards; it is written once, below --cache.

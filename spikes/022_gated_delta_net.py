@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What does the recurrence of a gated DeltaNet layer cost beside its two products, at decode and at prefill?
 
 python -m spikes.022_gated_delta_net

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """How near to the engine is its simulation, and what does the scheduler cost?
 
 Three questions:

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """Does llama.cpp read the tests' GGUF files as we do: the same greedy tokens in float32, the same token ids of a text?
 
 The files are those of `tests/model_loader/test_gguf.py`: tiny models of every architecture, written by the gguf

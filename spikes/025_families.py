@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """Does any model family fall off the fast path? Decode of every dense family on one shape, against a plain Llama.
 
     python -m spikes.025_families

@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """What does the prefix cache gain on prompts that begin alike, and what does it cost where they do not?
 
 python -m spikes.026_prefix_cache

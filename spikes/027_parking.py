@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """A request that lost its slot: what do parking, prefilling again and replaying cost, by its length?
 
 python -m spikes.027_parking

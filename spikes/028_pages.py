@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """In one and the same memory: slots of their own, or as many or more slots that borrow pages?
 
 python -m spikes.028_pages [--loads short mixed long growing shared] [--attention 8 32]

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 055c598.
 """What do weights and activations in eight bits cost in quality, and what do they gain in speed?
 
 python -m spikes.029_int8

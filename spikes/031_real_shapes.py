@@ -1,3 +1,4 @@
+# Frozen: runs at commit 6cafe6a.
 """How fast does each family decode on the shape of a model that people run, as a share of what memory gives?
 
     python -m spikes.031_real_shapes [--tiny]

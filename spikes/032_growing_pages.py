@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """Pages taken as rows grow, or reserved at admission, or slots of their own: how many steps does a job take?
 
 python -m spikes.032_growing_pages

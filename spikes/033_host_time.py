@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """What is the host's time a step made of, and what do more steps ahead, or several in one program, gain?
 
 python -m spikes.033_host_time host --model smollm2-135m --rows 32

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """Where does the time of a prefill call go, and what do prompts that share calls cost?
 
     python -m spikes.034_prefill

@@ -1,3 +1,4 @@
+// Frozen: runs at commit bbbb585.
 // What products of many rows reach on matrix tiles (Intel AMX), by how weights, rows and results come and go.
 //
 // 034_tiles THREADS ROWS ROUNDS: one line per form, its name, a tab, and the best and the median GFLOP/s. The products are

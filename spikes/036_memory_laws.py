@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """Does any way of running more requests than memory change a bit? Each mechanism forced, and all together.
 
 python -m spikes.036_memory_laws --requests 300

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 055c598.
 """What do rows cost that are not live, and what would one call for prompts and decoding rows save?
 
     python -m spikes.037_live_rows

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 055c598.
 """What does each instruction set give, and what share of the machine's read limit?
 
     python -m spikes.038_isa

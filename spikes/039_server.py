@@ -1,3 +1,4 @@
+# Frozen: runs at commit 7f66182.
 """What HTTP costs: the same requests by `AsyncLLM` in a process, over HTTP in streams and whole, and as a batch.
 
     python spikes/039_server.py [--shape smollm2] [--slots 32] [--requests 128] [--max-tokens 128] [--rounds 5]

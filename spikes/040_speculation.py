@@ -1,3 +1,4 @@
+# Frozen: runs at commit 7be6ccc.
 """What speculation gains, and what it costs where it gains nothing.
 
     python -m spikes.040_speculation --model embedded --batch 1 8 32

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What do decode programs of few rows gain, and what do they cost at start-up?
 
     python -m spikes.041_few_rows --model smollm2-135m --slots 8 32

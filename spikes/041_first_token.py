@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What does the first token of a lone prompt wait for, and what do prompts that wait together cost?
 
     python -m spikes.041_first_token --model smollm2-135m

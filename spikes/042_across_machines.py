@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """How far are instruction sets from each other's bits, and what would one order of summation cost?
 
     python -m spikes.042_across_machines

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What does a wheel with the C++ operations inside weigh, and what does a first start gain by it?
 
 python -m spikes.043_wheel

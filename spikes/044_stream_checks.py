@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """Which random weights give greedy streams that show a wrong position or a swapped slot?
 
 python -m spikes.044_stream_checks

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 9431e93.
 """What do histograms and phase timers cost the host?
 
 python -m spikes.045_observability --model embedded --rows 32

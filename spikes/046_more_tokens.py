@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What does a request that goes on after its end wait for, and does it change a bit?
 
 python -m spikes.046_more_tokens --rounds 9 --requests 300

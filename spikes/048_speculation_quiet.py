@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """Speculation's numbers, all in one command, for an idle machine: under eight minutes on two cores.
 
     python -m spikes.048_speculation_quiet                       # everything

@@ -1,3 +1,4 @@
+# Frozen: runs at commit d11223f.
 """Does a model give the same bits on 1, 2 and 4 devices, and what does a step under shard_map cost on one?
 
     python -m spikes.050_tensor_parallel bits

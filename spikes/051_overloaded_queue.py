@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """How long does the simulator take for a million requests of an overloaded engine?
 
     python -m spikes.051_overloaded_queue [REQUESTS] [--profile]

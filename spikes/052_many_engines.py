@@ -1,3 +1,4 @@
+# Frozen: runs at commit 9aa75a3.
 """What do several engines give and cost, and does a job survive its processes?
 
     python -m spikes.052_many_engines parallel [ROUNDS]     one engine beside two, in turns

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What does it cost to score continuations of contexts that are alike, through the prefix cache and without?
 
 python -m spikes.053_scoring
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine import LLM, SamplingParams
-from xla_engine.scoring import score_request
+from xla_engine.prompts import score_request
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rounds", type=int, default=5)

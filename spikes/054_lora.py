@@ -1,3 +1,4 @@
+# Frozen: runs at commit 9aa75a3.
 """What do LoRA adapters cost in decode and prefill, when many are in one batch?
 
 python -m spikes.054_lora

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 4203ea1.
 """What does an adapter cost in each product of a layer, C++ operations alone?
 
 python -m spikes.054_lora_products

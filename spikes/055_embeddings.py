@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What does a vector of a text cost, beside reading the text: 256 texts embedded, and prefilled for one token.
 
 python -m spikes.055_embeddings [--model smollm2]

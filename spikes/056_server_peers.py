@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """Serving beside other servers on one machine: tokens a second at saturation, first token, time between tokens.
 
     python spikes/056_server_peers.py --model DIR [--peer NAME=COMMAND ...] [--streams 8 32] [--rounds 5]

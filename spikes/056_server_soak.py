@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """A server under everything at once, for as long as wanted: streams, cancels, killed clients, batches, restarts.
 
     python spikes/056_server_soak.py [--minutes 30] [--restart-every 60] [--slots 8] [--seed 0] [SERVE OPTIONS ...]

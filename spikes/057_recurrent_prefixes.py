@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """What would a prefix cache for a model with recurrent layers hold, find and save?
 
 python -m spikes.057_recurrent_prefixes

@@ -1,3 +1,4 @@
+// Frozen: runs at commit 84bfb74.
 // What do AVX512-BF16 products of many rows reach on one core, beside the multiply-adds alone?
 //
 //     g++ -std=c++17 -O3 -mtune=native -march=x86-64-v4 -mavx512bf16 -mavx512vnni -ffp-contract=off -Igraphs/native \

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 60b1f13.
 """What does a sampler in C++ save, in a step and at a start?
 
 python -m spikes.061_sampler_in_cpp            # compile and run the sampler alone
@@ -82,11 +83,10 @@ def measure(batch: int, vocabulary: int, rounds: int) -> tuple[dict[str, dict[st
 def start(form: str) -> float:
     """Seconds of `LLM()` in this process."""
     import xla_engine
-    from xla_engine.graphs.steps import decode, guess, prefill, prompt_logprobs, verify
+    from xla_engine.graphs.steps import prompt_logprobs, sample_rows
 
     if form == "JAX":
-        for module in (decode, guess, prefill, verify):
-            mock.patch.object(module, "sample", _without(module.sample)).start()
+        mock.patch.object(sample_rows, "sample", _without(sample_rows.sample)).start()
         mock.patch.object(prompt_logprobs, "logprobs", _without(prompt_logprobs.logprobs)).start()
     began = time.perf_counter()
     xla_engine.LLM()

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """What XLA:GPU writes down while it compiles: what of a program is in CUDA graphs, and what its kernels take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 84bfb74.
 """Part of spike 013 that asks whether the host keeps up: turns of the whole engine against its bare decode step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Frozen: runs at commit a8802fc.
 """Parts of spike 013 that time one piece alone: ceilings, attention, products, the sampler.
 
 A part returns tables: (title, header, rows of text).

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 590d0eb.
 """What the GPU spikes share: shapes, programs on device-made weights, and times of calls that follow each other.
 
 Two scales: Llama-3.1-8B on a GPU, and a rehearsal of the same code with tiny shapes and interpreted kernels on a CPU.

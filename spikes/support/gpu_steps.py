@@ -1,3 +1,4 @@
+# Frozen: runs at commit 60b1f13.
 """Parts of spike 013 that run whole steps, or the whole engine.
 
 A part returns tables: (title, header, rows of text).
@@ -40,7 +41,7 @@ from xla_engine.graphs.ops import fixed_order_sums as sums
 from xla_engine.graphs.ops.norms import apply_rope, split_heads
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import make_rows, make_tables
-from xla_engine.graphs.steps import decode
+from xla_engine.graphs.steps import decode, sample_rows
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 
@@ -137,7 +138,7 @@ def breakdown(scale: Scale) -> list[Table]:
 
     forms = {
         "full step": plain,
-        "greedy and log-probabilities only": replaced(decode, "sample", greedy),
+        "greedy and log-probabilities only": replaced(sample_rows, "sample", greedy),
         "no attention, no write": replaced(kind, "attend_decode", _no_attention),
         "write by XLA": replaced(kind, "_write", _written_by_xla),
         "rows as left operand": replaced(decode, "WEIGHT_LEFT", ROWS_LEFT),

@@ -1,3 +1,4 @@
+# Frozen: runs at commit 60b1f13.
 """Fair timing for spikes: variants take turns, so that a noisy minute harms all of them alike.
 
 Also the model whose steps are timed: SmolLM2-135M shapes with random weights. Spikes are modules, run from
@@ -35,7 +36,7 @@ from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Rows, SamplingRows, make_rows, make_tables
 from xla_engine.graphs.sampling import logprobs
 from xla_engine.graphs.sampling import sampler as sampling
-from xla_engine.graphs.steps import decode
+from xla_engine.graphs.steps import sample_rows
 from xla_engine.graphs.steps.decode import decode_step
 
 SMOLLM2_135M = dataclasses.replace(models.SMOLLM2_135M, max_position_embeddings=8192)
@@ -164,7 +165,7 @@ class DecodeStep:
             arguments=(self.weights, self.rope, self.cache, self.rows, self.scheduled, self.tables),
             donate=(2,),
         )
-        with mock.patch.object(decode, "sample", greedy):
+        with mock.patch.object(sample_rows, "sample", greedy):
             self._inventory.compile([program])
         self.report: GraphReport = next(iter(self._inventory))
 
