@@ -13,8 +13,8 @@ os.environ["XLA_ENGINE_CACHE"] = tempfile.mkdtemp()
 
 import xla_engine
 from xla_engine import LLM, EngineConfig, SamplingParams
+from xla_engine.engine.inspection import inspect_model
 from xla_engine.environment import embedded_model_directory
-from xla_engine.inspection import inspect_model
 from xla_engine.runner.native_library import build, bundled
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
 

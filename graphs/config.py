@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # Hugging Face's words
+LAST, MEAN = "LAST", "MEAN"  # vLLM's words for how one vector is made of a prompt
+POOLING_TYPES = (LAST, MEAN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

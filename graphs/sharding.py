@@ -84,7 +84,8 @@ class Sharding:
     def cuts_recurrent(self) -> bool:
         """Whether each device has some heads of recurrent layers, and not all.
 
-        Where XLA runs the rule, or the product before it, fewer heads were found to have other bits (findings/050).
+        Where XLA runs the rule, or the product before it, fewer heads were found to have other bits
+        (findings/many_devices.md).
         """
         return self.config.delta is not None and self.least == 1 and fits(self.config.delta)
 
@@ -108,10 +109,38 @@ class Sharding:
         here = here.reshape(-1, *[1] * (bits.ndim - 1))
         return lax.bitcast_convert_type(lax.psum(jnp.where(here, bits, 0), AXIS), jnp.float32)
 
-    def cut(self, leaf: str) -> Cut | None:
-        """How the weight `leaf` is cut; None: every device has all of it."""
-        found = None if self.devices is None else _cut(self, leaf)
-        return None if found is None or _is_whole(found.rows) else found
+    def cut(self, kind: Kind, axis: int = 0, *, paired: bool = False) -> Cut | None:
+        """How a weight is cut whose features along `axis` are of a kind, or gates of that kind and then ups; None:
+        every device has all of it. Weights are `[out, in]`, those of experts `[E, out, in]`."""
+        if self.devices is None:
+            return None
+        held = _held(self, kind)
+        return _cut(_side_by_side((held, int(held.max()) + 1), (held, 0)) if paired else held, axis)
+
+    @property
+    def cut_qkv(self) -> Cut | None:
+        """The same of the fused projection of attention."""
+        return _cut(_qkv(self)) if self.devices is not None and self.cuts_qkv else None
+
+    @property
+    def cut_sinks(self) -> Cut | None:
+        """The same of what each query head has one of."""
+        size = self.config.head_dim
+        return None if self.devices is None else _cut(_held(self, "queries")[:, ::size] // size)
+
+    @property
+    def cut_recurrent(self) -> tuple[Cut | None, Cut | None, Cut | None]:
+        """The same of a recurrent layer: of its projection, of what is convolved, and of what each value head has one
+        of."""
+        form, devices = self.config.delta, self.devices
+        if form is None or devices is None or not self.cuts_recurrent:
+            return None, None, None
+        keys, values = _groups(form.key_heads, form.value_heads // form.key_heads, devices)
+        key, value = _features(keys, form.key_dim), _features(values, form.value_dim)
+        heads = _features(values, 1)
+        mixed = [(key, form.key_heads * form.key_dim)] * 2 + [(value, form.inner_features)]
+        ends = [(value, form.inner_features), (heads, form.value_heads), (heads, 0)]
+        return _cut(_side_by_side(*mixed, *ends)), _cut(_side_by_side(*mixed)), _cut(heads)
 
     def _with_heads(self, times: int) -> ModelConfig:
         c = self.config
@@ -129,7 +158,7 @@ class Sharding:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """axis: along which a weight is cut. rows `[devices, width]`: the indices that each device holds, -1: zeros."""
 
@@ -139,6 +168,12 @@ class Cut:
     def shape(self, whole: tuple[int, ...], devices: int = 1) -> tuple[int, ...]:
         """What so many devices hold of a weight of shape `whole`."""
         return (*whole[: self.axis], devices * self.rows.shape[1], *whole[self.axis + 1 :])
+
+    def flat(self, count: int, size: int) -> Cut:
+        """The same cut of `count` vectors of `size` features each in one flat vector."""
+        first = np.arange(count)[:, None] * size
+        rows = self.rows[:, None]
+        return Cut(0, np.where(rows < 0, -1, first + rows).reshape(len(rows), -1))
 
     def flat_rows(self, device: int, whole: tuple[int, ...]) -> Indices:
         """The device's rows of a weight seen as `[rows, columns]`; of a vector its entries."""
@@ -257,28 +292,8 @@ def _is_consecutive(held: Indices) -> bool:
     return np.array_equal(flat[:count], np.arange(count))
 
 
-@functools.cache
-def _cut(sharding: Sharding, leaf: str) -> Cut | None:
-    """See `Sharding.cut`. Weights are `[out, in]`, those of experts `[E, out, in]`; vectors go with their outputs."""
-    c, held = sharding.config, functools.partial(_held, sharding)
-    kind = leaf.split(".", 2)[2] if leaf.startswith("layers.") else leaf
-    kind = kind.removesuffix("_scale")  # of a weight in eight bits, one for each row
-    if kind in ("embed", "head"):
-        return Cut(0, held("vocabulary"))
-    if kind in ("output", "output_bias", "down", "down_bias", "experts.shared_down", "delta.output"):
-        return Cut(0, held("residual"))
-    if kind in ("gate_up", "gate_up_bias"):
-        return Cut(0, _side_by_side((held("mlp"), c.intermediate_size), (held("mlp"), 0)))
-    if kind in ("qkv", "qkv_bias"):
-        return Cut(0, _qkv(sharding)) if sharding.cuts_qkv else None
-    if kind == "sinks":
-        return Cut(0, held("queries")[:, :: c.head_dim] // c.head_dim)
-    if c.experts is not None and kind.startswith("experts."):
-        return _expert_cut(sharding, kind.removeprefix("experts."))
-    if kind.startswith("delta.") and sharding.cuts_recurrent:
-        rows = _delta_rows(sharding, kind.removeprefix("delta."))
-        return None if rows is None else Cut(0, rows)
-    return None  # norms
+def _cut(rows: Indices, axis: int = 0) -> Cut | None:
+    return None if _is_whole(rows) else Cut(axis, rows)
 
 
 @functools.cache
@@ -288,42 +303,6 @@ def _qkv(sharding: Sharding) -> Indices:
     queries, keys, count = held("queries"), held("keys"), c.num_key_value_heads * c.head_dim
     parts = [(queries, c.num_attention_heads * c.head_dim), (keys, count), (keys, count), (queries, 0)]
     return _side_by_side(*parts[: 4 if c.attn_output_gate else 3])
-
-
-def _expert_cut(sharding: Sharding, kind: str) -> Cut | None:
-    form = sharding.config.experts
-    assert form is not None
-    inner, shared = form.moe_intermediate_size, form.shared_expert_intermediate_size
-    if kind == "shared_gate_up":
-        held = _held(sharding, "shared_expert")
-        return Cut(0, _side_by_side((held, shared), (held, 0)))
-    if kind in ("gate_up", "gate_up_bias"):
-        held = _held(sharding, "expert")
-        rows, count = _side_by_side((held, inner), (held, 0)), 2 * inner
-    elif kind in ("down", "down_bias"):
-        rows, count = _held(sharding, "residual"), sharding.config.hidden_size
-    else:
-        return None  # the router, and the gate of the shared expert
-    if kind.endswith("_bias"):  # one flat vector for all experts
-        first = np.arange(form.num_experts)[:, None] * count
-        return Cut(0, np.where(rows[:, None] < 0, -1, first + rows[:, None]).reshape(len(rows), -1))
-    return Cut(1, rows)
-
-
-def _delta_rows(sharding: Sharding, kind: str) -> Indices | None:
-    """The rows of a recurrent layer's weight that go with each device's heads; None: it has none for each head."""
-    form = sharding.config.delta
-    assert form is not None and sharding.devices is not None
-    keys, values = _groups(form.key_heads, form.value_heads // form.key_heads, sharding.devices)
-    key, value = _features(keys, form.key_dim), _features(values, form.value_dim)
-    heads = _features(values, 1)
-    mixed = [(key, form.key_heads * form.key_dim)] * 2 + [(value, form.inner_features)]
-    if kind == "projected":
-        ends = [(value, form.inner_features), (heads, form.value_heads), (heads, 0)]
-        return _side_by_side(*mixed, *ends)
-    if kind == "convolution":
-        return _side_by_side(*mixed)
-    return heads if kind in ("decay", "step_bias") else None
 
 
 def _side_by_side(*parts: tuple[Indices, int]) -> Indices:

@@ -28,8 +28,8 @@ def go_on(scheduler: Scheduler, request: Request, tokens: Sequence[int]) -> bool
         raise ValueError(f"request id {name!r} is in use by a live request; choose another")
     state = RequestState(request=request, arrival=scheduler._submitted, turn=next(scheduler._waiting.turns))
     old = scheduler.ended.get(name)
-    if old is not None and old.finish_reason is FinishReason.LENGTH and old.tenancy is not None:
-        state.tenancy, state.left, state.goes_on = old.tenancy, old.left, True
+    if old is not None and old.finish_reason is FinishReason.LENGTH and old.occupancy is not None:
+        state.occupancy, state.left, state.goes_on = old.occupancy, old.left, True
         state.prefilled = state.prompt_tokens
     replays = not (state.goes_on or config.keeps_tokens)
     if not replays:
@@ -61,4 +61,4 @@ def forget(scheduler: Scheduler, request_id: str) -> None:
 def forget_slots(scheduler: Scheduler) -> None:
     """The device's state is gone, or will be: no request that has ended goes on in its slot."""
     for state in scheduler.ended.values():
-        state.tenancy = None
+        state.occupancy = None

@@ -56,7 +56,7 @@ def _same_rows(scheduler: Scheduler) -> int:
     waiting, kv, config = scheduler._waiting, scheduler._kv, scheduler.config
     preemption = scheduler._preemption
     if (
-        scheduler._host_gated
+        scheduler._constrained
         or scheduler._speculating
         or preemption
         or (

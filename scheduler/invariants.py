@@ -9,8 +9,8 @@ from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.snapshot import Counters
+from xla_engine.scheduler.steps.constrained import Constrained
 from xla_engine.scheduler.steps.decode import Decoding
-from xla_engine.scheduler.steps.host_gated import HostGated
 from xla_engine.scheduler.steps.prefill import Prefilling
 from xla_engine.scheduler.steps.speculate import Speculating
 
@@ -22,7 +22,7 @@ def check(
     waiting: WaitingQueue,
     prefilling: Prefilling,
     decoding: Decoding,
-    host_gated: HostGated,
+    constrained: Constrained,
     speculating: Speculating,
     counters: Counters,
     chunk_size: int,
@@ -32,7 +32,7 @@ def check(
     next_step, ended = counters.steps_planned, sum(counters.finished.values())
     waiting.check()
     decoding.check(next_step)
-    host_gated.check()
+    constrained.check()
     speculating.check()
     _require(counters.steps_committed <= next_step, "commits ran ahead of plans", counters)
     _require(counters.submitted == len(states) + ended, "a request is lost", counters)
@@ -55,11 +55,11 @@ def check(
     _require(parked == parked_tokens, f"{parked_tokens} tokens are counted as parked, not {parked}", states)
     _require(same(prefilling, Status.PREFILLING), "the prompts are not the requests that prefill", states)
     _require(
-        len(running) == len(decoding) + len(host_gated) + len(speculating),
-        f"{len(decoding)} rows, {len(host_gated)} and {len(speculating)} decode",
+        len(running) == len(decoding) + len(constrained) + len(speculating),
+        f"{len(decoding)} rows, {len(constrained)} and {len(speculating)} decode",
         running,
     )
-    _require(all(slots.holds(state.slot) for state in holders), "a tenancy is over", holders)
+    _require(all(slots.holds(state.slot) for state in holders), "an occupancy is over", holders)
     _require(len({state.slot.index for state in holders}) == len(holders), "a slot is shared", holders)
     _require(
         len(holders) + slots.num_free == len(slots), f"{slots.num_free} slots free, others held", holders

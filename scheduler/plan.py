@@ -16,7 +16,7 @@ class ResultMismatchError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Immutable):
-    """One tenancy of a slot: device row `index` in its `epoch`-th occupancy. No two tenancies are equal."""
+    """One occupancy of a slot: device row `index` in its `epoch`-th occupancy. No two occupancies are equal."""
 
     index: int
     epoch: int
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
     prompt alone. (Where the device is known not to mind, the last token of a prompt that is cached otherwise is a
     chunk of its own.) The program that runs the last chunk also samples the request's next token.
 
-    is_first: no earlier chunk of this tenancy ran; what lies before `start` comes from the prefix cache.
+    is_first: no earlier chunk of this occupancy ran; what lies before `start` comes from the prefix cache.
     generated: how many of the tokens up to the prompt's end the request itself had sampled before it was preempted.
     """
 
@@ -118,7 +118,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Blocks of a tenancy in order of position, the first of them its `start`-th; the others stay as they are."""
+    """Blocks of an occupancy in order of position, the first of them its `start`-th; the others stay as they are."""
 
     slot: Slot
     request_id: str
@@ -158,7 +158,7 @@ class Plan:
         a lane may read the KV that an earlier lane writes.
     decode: the rows that decode, in the order they began to. A row whose last chunk is in this plan is one of
         them, unless no other decodes: then it begins in the next plan, so that its first token is read sooner. Those
-        in host_gated come last, and only when no token of theirs is in flight. Without them, the tuple is the same
+        in constrained come last, and only when no token of theirs is in flight. Without them, the tuple is the same
         object from plan to plan until membership changes.
     decisions: in the order taken. Those about the queue concern its head only.
     parks: state that goes to the host. Parks, copies, resumes and reuses happen before all else in the step, in this
@@ -169,13 +169,13 @@ class Plan:
     replays: ids of requests that lost their slot and will sample all their tokens anew.
     tables: where slots borrow blocks, those that are new.
     copies: blocks that become what another one is.
-    verify: the rows that may sample several tokens in a step, with how many in this one. The host-gated ones are among
+    verify: the rows that may sample several tokens in a step, how many in this one each. Constrained ones are among
         them, and last, where one samples more than one token; then `decode` is empty.
     width: tokens that a row of a verify step may sample at most; 1 where the rows of `verify` decode with those of
         `decode`; 0 likewise, and requests that begin to decode in this plan do so in every step from there on.
     to_decode: rows that from this step on decode in every one, and might have sampled several tokens before.
     to_speculate: ids of the requests for which it is the other way round.
-    held: ids of the host-gated requests that sit out this step, as it is not known yet what their next token may be.
+    held: ids of the constrained requests that sit out this step, as it is not known yet what their next token may be.
     is_late: a plan was empty since the last one that was not, while requests were held.
     """
 

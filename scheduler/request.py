@@ -40,7 +40,7 @@ class Request(Immutable):
     prompt_token_ids: at least one token; never changed.
     max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
     stop_token_ids: sampling one of these ends the request.
-    host_gated: each token is planned only after the one before it was committed.
+    constrained: each token is planned only after the one before it was committed.
     cache_salt: requests share cached prefixes only with those of the same salt.
     adapter: names what was added to the model for this request; prefixes are shared within one adapter only.
     max_cached_tokens: of its prompt, how many may be taken from a cache; None: all, 0: every position is computed.
@@ -54,7 +54,7 @@ class Request(Immutable):
     prompt_token_ids: Sequence[int]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    host_gated: bool = False
+    constrained: bool = False
     cache_salt: str = ""
     max_cached_tokens: int | None = None
     priority: int = 0

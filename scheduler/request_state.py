@@ -17,15 +17,15 @@ class RequestState:
     arrival: how many requests were submitted before it.
     turn: its number in line, the arrival unless it was sent back.
     status: where it stands.
-    tenancy: the slot the request was admitted to. It stays when the slot is handed over, because tokens
+    occupancy: the slot the request was admitted to. It stays when the slot is handed over, because tokens
         still in flight are credited by it.
-    holds_slot: whether the slot of `tenancy` is still this request's.
+    holds_slot: whether the slot of `occupancy` is still this request's.
     prefilled: tokens of its context planned by prefill, or taken from the prefix cache.
-    last_step: the plan that plans this request's last token; known while it decodes, and after. None where host-gated,
+    last_step: the plan that plans this request's last token; known while it decodes, and after. None if constrained,
         and of a request that speculates.
     widths: tokens that steps in flight may bring at most, oldest first, of those in which it speculates.
     first_step: the first plan in which it decodes, where `last_step` is known.
-    planned_before: new tokens planned, of a host-gated request or one that was preempted; of one that speculates the
+    planned_before: new tokens planned, of a constrained request or one that was preempted; of one that speculates the
         credited ones and one for each step in flight, perhaps beyond its cap.
     credited: tokens received by commits, up to the last call of `settle`.
     generated: these tokens, where the scheduler has a use for them.
@@ -38,7 +38,7 @@ class RequestState:
     ready: tokens of its context that `blocks` held when it got them.
     left: (index, block, times it was taken) of those that are not settled, once it gave them up.
     reached: positions it had written when it lost its slot.
-    goes_on: it had ended in `tenancy`, and nothing was seen to overwrite what it left there.
+    goes_on: it had ended in `occupancy`, and nothing was seen to overwrite what it left there.
     finish_reason: set when it ends.
     decision: the latest about it, None before the first.
     """
@@ -47,7 +47,7 @@ class RequestState:
     arrival: int
     turn: int
     status: Status = Status.WAITING
-    tenancy: Slot | None = None
+    occupancy: Slot | None = None
     holds_slot: bool = False
     prefilled: int = 0
     last_step: int | None = None
@@ -97,14 +97,14 @@ class RequestState:
 
     @property
     def slot(self) -> Slot:
-        """The tenancy of a request that was admitted."""
-        assert self.tenancy is not None, f"request {self.request_id!r} was never admitted"
-        return self.tenancy
+        """The occupancy of a request that was admitted."""
+        assert self.occupancy is not None, f"request {self.request_id!r} was never admitted"
+        return self.occupancy
 
     @property
     def awaits_mask(self) -> bool:
         """Whether it needs to know what its next token may be when it gets a slot, and not only when it decodes."""
-        return self.request.host_gated and self.status is Status.WAITING and self.credited > 0
+        return self.request.constrained and self.status is Status.WAITING and self.credited > 0
 
     def planned(self, next_step: int) -> int:
         """New tokens planned by the plans before `next_step`, in flight or credited.
@@ -140,7 +140,7 @@ class RequestState:
 
     def start_over(self) -> None:
         """Forget the request's tokens, which it will sample again; those in flight will be dropped."""
-        self.tenancy, self.block_hashes = None, None
+        self.occupancy, self.block_hashes = None, None
         self.planned_before = self.credited = self.base = 0
         self.generated.clear()
         self.widths.clear()

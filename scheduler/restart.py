@@ -38,11 +38,13 @@ def restarted(old: Scheduler, only: Collection[str] | None = None, live: Collect
     fresh._waiting.max_waiting, fresh._waiting.strict = None, False  # they were all taken once
     for state in sorted(states, key=lambda state: state.arrival):
         request = state.request
-        if state.status is not Status.WAITING and (state.finish_reason is None or state.tenancy is not None):
+        if state.status is not Status.WAITING and (
+            state.finish_reason is None or state.occupancy is not None
+        ):
             request = replace(request, queue_deadline=None)
         fresh._queue(RequestState(request=request, arrival=state.arrival, turn=state.turn))
     fresh._waiting.max_waiting, fresh._waiting.strict = old.config.max_waiting, True
     fresh.ended = old.ended
     for ended in old.ended.values():
-        ended.tenancy = None
+        ended.occupancy = None
     return fresh

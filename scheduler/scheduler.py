@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from xla_engine.scheduler import invariants
+from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
@@ -13,26 +13,26 @@ from xla_engine.scheduler.queue.deadlines import Deadlines
 from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
 from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.snapshot import Counters, Snapshot, Times
 from xla_engine.scheduler.steps.commit import Committer, Events
 from xla_engine.scheduler.steps.decode import Decoding
 from xla_engine.scheduler.steps.prefill import PrefillPlan
 from xla_engine.scheduler.steps.running import Running
-from xla_engine.scheduler.views import SchedulerViews
 
 NO_PREFILL = PrefillPlan((), (), ())
 
 
-class Scheduler(SchedulerViews):
+class Scheduler:
     """First in line, first served over a fixed number of slots. The line is by one of `scheduler.policy.POLICIES`.
 
     Plans may run ahead of commits by any number of steps (the lag)::
 
         plan 4    A: last chunk, tokens 1 and 2 of 2, slot (3, epoch 0)   all planned: slot 3 is released
         plan 5    B: first chunk, slot (3, epoch 1)                       the device runs 5 after 4
-        commit 4  A: both tokens, since A's tenancy is (3, epoch 0)       B holds slot 3 by now
+        commit 4  A: both tokens, since A's occupancy is (3, epoch 0)       B holds slot 3 by now
 
     A request that reaches its cap gives its slot up when its last token is planned; one that samples a stop
-    token, when that token is committed. Tokens of a tenancy that has ended are dropped. Every request ends
+    token, when that token is committed. Tokens of an occupancy that has ended are dropped. Every request ends
     once: by a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
 
     untold: requests that `commit` and `expire` have ended since the last plan, by id; a restart runs those of them
@@ -52,7 +52,7 @@ class Scheduler(SchedulerViews):
             self._states, self._decoding, self._end_untold, keeps_tokens=config.keeps_tokens
         )
         running = self._running = Running(config, self._kv, self._decoding, self._committer)
-        self._prefilling, self._host_gated = running.prefilling, running.host_gated
+        self._prefilling, self._constrained = running.prefilling, running.constrained
         self._speculating, self._round_robin = running.speculating, running.round_robin
         self._preemption = Preemption(
             config, self._kv, self._waiting, holders=running.holders, detach=self._detach
@@ -106,29 +106,29 @@ class Scheduler(SchedulerViews):
         live row, and run prompt chunks in what that leaves of the token budget.
 
         speculation: rows may sample several tokens in this step or a later one. It may be another in every plan.
-        held: ids of the requests among which the host-gated ones get no row, since what their next token may be is not
+        held: ids of the requests among which the constrained ones get no row, as what their next token may be is not
             known yet; others may be among them.
         """
         decisions: list[Decision] = []
-        self._host_gated.held = held
+        self._constrained.held = held
         self.untold.clear()
         to_speculate, to_decode = self._running.change_part(speculation is not None, self._next_step)
         if self._round_robin:
             decisions += self._preemption.park_expired(self._round_robin, self._next_step)
         if (blocks := self._kv.blocks) is not None:
             decisions += self._preemption.grow(
-                (*self._host_gated.ready(), *self._speculating.ready()), self._next_step
+                (*self._constrained.ready(), *self._speculating.ready()), self._next_step
             )
         admitted, resumes, continues = self._admit(decisions)
         work, alone = NO_PREFILL, False
         if self._prefilling:
-            rows = len(self._decoding) + len(self._host_gated) + len(self._speculating)
+            rows = len(self._decoding) + len(self._constrained) + len(self._speculating)
             work = self._prefilling.plan(rows, decisions)
             alone = not (rows or self._speculating.takes_all)
             for state in work.complete:
                 waits = alone and state.request.max_tokens - state.base > 1
                 self._running.run(state, self._next_step + waits, sampled=state.base + 1)
-        verify = self._speculating.plan(speculation, self._host_gated, self._next_step)
+        verify = self._speculating.plan(speculation, self._constrained, self._next_step)
         width = (
             0
             if speculation is None
@@ -139,11 +139,11 @@ class Scheduler(SchedulerViews):
         decode = () if alone else self._decoding.rows
         planned = self._decoding.due(self._next_step)
         planned += self._speculating.done()
-        if self._host_gated:
-            if width < 2 and (single := self._host_gated.plan()):
+        if self._constrained:
+            if width < 2 and (single := self._constrained.plan()):
                 decode += single
                 self._committer.differ(self._next_step + 1)
-            planned += self._host_gated.done()
+            planned += self._constrained.done()
         decisions.extend(self._hand_over(state) for state in planned)
         is_empty = not (work.chunks or decode or verify or parks or resumes)
         plan = Plan(
@@ -222,11 +222,11 @@ class Scheduler(SchedulerViews):
             if state.credited < state.planned_before:
                 decisions.append(state.decide("wait", "tokens of it are in flight"))
                 break
-            if state.request_id in self._host_gated.held and state.awaits_mask:
+            if state.request_id in self._constrained.held and state.awaits_mask:
                 decisions.append(state.decide("wait", MASK))
                 break
             if state.goes_on and not self._kv.still_holds(state):
-                state.goes_on, state.tenancy = False, None
+                state.goes_on, state.occupancy = False, None
                 if not self.config.keeps_tokens:
                     self._committer.take_back(state)
                     self._preemption.replay(state)
@@ -263,9 +263,9 @@ class Scheduler(SchedulerViews):
         return Admitted(tuple(admitted), tuple(resumes), tuple(continues))
 
     def _gated(self, names: Collection[str]) -> frozenset[str]:
-        """Those of `names` that are host-gated requests."""
+        """Those of `names` that are constrained requests."""
         live = ((name, self._states.get(name)) for name in names)
-        return frozenset(name for name, state in live if state is not None and state.request.host_gated)
+        return frozenset(name for name, state in live if state is not None and state.request.constrained)
 
     def _detach(self, state: RequestState, how: str) -> None:
         """Plan nothing more for a request that loses its slot."""
@@ -322,10 +322,74 @@ class Scheduler(SchedulerViews):
             waiting=self._waiting,
             prefilling=self._prefilling,
             decoding=self._decoding,
-            host_gated=self._host_gated,
+            constrained=self._constrained,
             speculating=self._speculating,
             counters=self.counters(),
             chunk_size=self.config.chunk_size,
             parked_tokens=self._preemption.parked_tokens,
         )
         self._kv.check(self._states.values(), self._next_step)
+
+    def _settle(self) -> None:
+        for state in self._states.values():
+            state.settle(self._committer.steps)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._states)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no request holds."""
+        return self._kv.slots.num_free
+
+    @property
+    def blocks_used(self) -> int | None:
+        """KV blocks that requests hold; None where slots have memory of their own."""
+        return None if self._kv.blocks is None else self._kv.blocks.pool.num_used
+
+    @property
+    def positions_used(self) -> int:
+        """KV entries that the plans made so far write for the requests that hold a slot."""
+        return sum(state.position(self._next_step) for state in self._running.holders())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot that have tokens to be planned: new ones, and those that lost it."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests past the queue: in a slot, or with all tokens planned and some in flight."""
+        return len(self._states) - len(self._waiting)
+
+    @property
+    def decoding(self) -> list[str]:
+        """The requests that decode in the next plan, unless they lose their slots in it."""
+        running = self._running
+        parts = (self._decoding, running.speculating, running.constrained)
+        return [state.request_id for part in parts for state in part]
+
+    def snapshot(self, times: Callable[[str], Times | None] = lambda request_id: None) -> Snapshot:
+        """Slots, queue and counters, with the reason of each live request's last decision, and its times."""
+        self._settle()
+        admitted = [
+            state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
+        ]
+        turns = self.config.scheduling_policy == "round_robin"
+        return snapshot.take(
+            self._kv.slots, self._waiting, admitted, self.counters(), times, takes_turns=turns
+        )
+
+    def counters(self) -> Counters:
+        """Totals since the start."""
+        return Counters(
+            steps_planned=self._next_step,
+            steps_committed=self._committer.steps,
+            submitted=self._submitted,
+            finished=dict(self._finished),
+            tokens_credited=self._committer.credited,
+            tokens_dropped=self._committer.dropped,
+            preemptions=self._preemption.count,
+            cached_tokens=self._cached_tokens,
+        )

@@ -83,7 +83,7 @@ class Counters:
     submitted: int
     finished: Mapping[FinishReason, int]
     tokens_credited: int
-    tokens_dropped: int  # sampled for a tenancy that had ended
+    tokens_dropped: int  # sampled for an occupancy that had ended
     preemptions: int = 0
     cached_tokens: int = 0  # of prompts, not computed as a slot held them
 

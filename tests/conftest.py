@@ -6,10 +6,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support import profiles as profiles
+from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.parallel import pytest_cmdline_main as pytest_cmdline_main
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.environment import compile_cache_directory
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.runner.compile_cache import use_compile_cache
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache() -> None:
+    """Programs of tests without an engine are kept on disk, too; all processes of a run share them."""
+    use_compile_cache(compile_cache_directory())
 
 
 @pytest.fixture
@@ -30,7 +40,7 @@ def make_engine() -> Iterator[Callable[..., XlaBatchEngine]]:
 
 @pytest.fixture(scope="session")
 def shared_tiny() -> Iterator[XlaBatchEngine]:
-    with XlaBatchEngine(tiny_checkpoint(), None, TINY_ENGINE) as engine:
+    with XlaBatchEngine(tiny_checkpoint(), None, BOTH_LANES) as engine:
         yield engine
 
 

@@ -1,12 +1,11 @@
 """xla-engine: a JAX/XLA compiled batch engine for language models.
 
-`xla_engine.graphs` and `xla_engine.scheduler` are the folders `graphs` and `scheduler` of the repository.
+`xla_engine/graphs` and `xla_engine/scheduler` are links to the folders of these names at the top of the repository.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,15 +17,12 @@ if TYPE_CHECKING:
     from xla_engine.model_loader.peft.request import LoRARequest as LoRARequest
     from xla_engine.outputs import CompletionOutput as CompletionOutput
     from xla_engine.outputs import RequestOutput as RequestOutput
-    from xla_engine.pooling.params import PoolingParams as PoolingParams
+    from xla_engine.pooling_params import PoolingParams as PoolingParams
     from xla_engine.prompts import TextPrompt as TextPrompt
     from xla_engine.prompts import TokensPrompt as TokensPrompt
     from xla_engine.sampling_params import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
-
-if not (Path(__file__).parent / "graphs").is_dir():  # a checkout: both folders lie beside this one
-    __path__.append(str(Path(__file__).parent.parent))
+__version__ = "0.2.0"
 
 _HOME = {
     "LLM": "llm",
@@ -34,7 +30,7 @@ _HOME = {
     "XlaBatchEngine": "engine.batch_engine",
     "EngineConfig": "config",
     "LoRARequest": "model_loader.peft.request",
-    "PoolingParams": "pooling.params",
+    "PoolingParams": "pooling_params",
     "SamplingParams": "sampling_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",

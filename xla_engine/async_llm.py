@@ -10,17 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.client import EngineClient
 from xla_engine.engine.protocol import RequestOptions, drained, pop_options
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.waiter import Pending, Waiter, gone
+from xla_engine.engine.turn import Turn, Wait, answer_turn
+from xla_engine.engine.waiter import Pending, Waiter, device_lost
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
-from xla_engine.runner.in_flight import InFlight
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import StepResult
 from xla_engine.text.chat_template import Message
 
 
@@ -42,18 +41,18 @@ class AsyncLLM:
         self._use(LLM(model, **options).engine)
 
     @classmethod
-    def from_engine(cls, engine: XlaBatchEngine) -> AsyncLLM:
+    def from_engine(cls, engine: EngineClient) -> AsyncLLM:
         """Wrap an engine that was made by hand; closing the AsyncLLM closes it."""
         llm = cls.__new__(cls)
         llm._use(engine)
         return llm
 
-    def _use(self, engine: XlaBatchEngine) -> None:
+    def _use(self, engine: EngineClient) -> None:
         self.engine = engine
         self._waiter = Waiter()
         self._driver: asyncio.Task[None] | None = None
         self._paused = False
-        self._under_way: tuple[InFlight, Pending[StepResult]] | None = None  # the step that is waited for
+        self._under_way: tuple[Turn, Wait, Pending[Any]] | None = None  # the turn that waits for its step
 
     async def generate(
         self,
@@ -210,7 +209,6 @@ class AsyncLLM:
             return
         if self._driver is None or self._driver.done():
             self._wake = asyncio.Event()  # the device has answered, or a request has come
-            self.engine.on_ready = partial(loop.call_soon_threadsafe, self._wake.set)
             self._driver = loop.create_task(self._drive())
         elif self._driver.get_loop() is not loop:
             raise RuntimeError("another event loop runs this engine; use one loop, or an engine for each")
@@ -224,9 +222,10 @@ class AsyncLLM:
             return
         self._driver = None
         if self._under_way is not None:
-            (step, pending), self._under_way = self._under_way, None
-            answered = pending.done.wait(self.engine.step_timeout_s)
-            self.engine.end_turn(step, pending.result() if answered else gone())
+            (turn, wait, pending), self._under_way = self._under_way, None
+            while not pending.done.is_set() and (left := wait.time_left()):
+                pending.done.wait(min(left, 1.0))
+            answer_turn(turn, pending.result() if pending.done.is_set() else device_lost())
         self.engine.abort_all("the event loop of its reader was closed")
 
     async def _drive(self) -> None:
@@ -244,40 +243,32 @@ class AsyncLLM:
             raise
 
     async def _turn(self) -> None:
-        step = self.engine.begin_turn()
-        if step is None:
-            await self._await_beside()
+        turn = self.engine.turn()
+        if (wait := next(turn, None)) is None:
             return
-        answer: StepResult | BaseException
+        answer: Any
         try:
-            answer = await self._watch(step)
+            answer = await self._answer(turn, wait)
         except asyncio.CancelledError as error:
             answer = error
         self._under_way = None
-        self.engine.end_turn(step, answer)
+        answer_turn(turn, answer)
 
-    async def _await_beside(self) -> None:
-        """Wait for what the engine makes beside its loop, where it has nothing else to do."""
-        self._wake.clear()
-        if self.engine.awaits_beside:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self.engine.beside_time_left())
-
-    async def _watch(self, step: InFlight) -> StepResult | BaseException:
-        """Wait for a step as long as it may take, ending requests whose time is up meanwhile."""
-        engine, wake = self.engine, self._wake
+    async def _answer(self, turn: Turn, wait: Wait) -> Any:
+        """What the turn is to be told. Requests whose time is up end meanwhile."""
+        wake = self._wake
         wake_up = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
         wake.clear()
-        pending, began = self._waiter.ask(partial(engine.runner.wait, step), wake_up), engine.clock()
-        self._under_way = step, pending
+        pending = self._waiter.ask(wait.call, wake_up)
+        self._under_way = turn, wait, pending
         while not pending.done.is_set():
-            if (left := engine.time_left(began)) == 0:
-                return gone()
+            if (left := wait.time_left()) == 0:
+                return device_lost()
             if left == math.inf:
                 await wake.wait()
             else:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(wake.wait(), left)
-                engine.expire()
+                wait.expire()
             wake.clear()
         return pending.result()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, Literal, Self
 
-from xla_engine.checks.options import at_least, check_ascending, is_number
-from xla_engine.checks.pooling import check_pooling
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
+from xla_engine.graphs.config import POOLING_TYPES
 from xla_engine.scheduler.user_policy import find_policy
 from xla_engine.speculative_config import SpeculativeConfig
+from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.shown import shown
 
 AUTO: Final = "auto"
@@ -53,7 +53,25 @@ _SWITCHES = (
     "enable_dry",
     "enable_lora",
 )
-SMALLEST_BATCH = 8  # device rows at least: smaller products use other kernels with other bits (findings/009)
+SMALLEST_BATCH = (
+    8  # device rows at least: smaller products use other kernels with other bits (findings/same_bits.md)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherOption:
+    """An option that another engine has by this name.
+
+    why: what it comes to here, or why other values are refused.
+    accepted: the values that are taken; None takes any.
+    becomes: the field of `EngineConfig` that takes its value; None leaves the value out.
+    renamed: what values are called there.
+    """
+
+    why: str
+    accepted: tuple[Any, ...] | None = None
+    becomes: str | None = None
+    renamed: Mapping[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +86,21 @@ class EngineConfig:
     dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
     seed: mixed with the request id for requests that bring no seed of their own.
     lag: started steps the host may leave unread: 1 overlaps host and device, 0 reads each step at once; 2 is up to 9 %
-        faster where steps take a millisecond, and runs a row that a stop token ends one step further (findings/033).
+        faster where steps take a millisecond, and runs a row that a stop token ends one step further
+        (findings/host_time.md).
     chunk_size: prompt tokens per prefill lane. Prompts are cut at its multiples, whatever the load.
     prefill_lanes: lane counts of the prefill graphs, ascending.
     max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
         prefill graph once per step.
     key_buckets: key lengths attention is compiled for, ascending; rounded up to whole spans. None takes three at
-        most: 256, the whole context, and the geometric mean of the two (findings/017).
+        most: 256, the whole context, and the geometric mean of the two (findings/kv_cache.md).
     attention_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, compiled at first
         use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
         elsewhere.
     linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, in bfloat16 or
         int8; "xla" runs anywhere.
     quantization: "int8" keeps the matrices of a dense model in eight bits, with a scale for each row, and quantises
-        activations row by row: half the memory, other tokens (findings/029). None keeps them as `dtype` says.
+        activations row by row: half the memory, other tokens (findings/int8.md). None keeps them as `dtype` says.
     max_waiting: queued requests at most, beyond those that free slots will take; None is unbounded.
     scheduling_policy: which request goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
         "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
@@ -130,7 +149,7 @@ class EngineConfig:
     max_loras: adapters that the engine has room for. What they cost in a step depends on those in use only.
     max_lora_rank: rank of an adapter at most.
     runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, of each prompt
-        (`xla_engine.pooling`); "auto" pools where the checkpoint is a sequence classifier, has no output head, or
+        (docs/embeddings.md); "auto" pools where the checkpoint is a sequence classifier, has no output head, or
         brings sentence-transformers' modules.json.
     pooler_config: how a model pools, in place of what its files say: "pooling_type", "LAST" or "MEAN", and
         "use_activation".
@@ -244,6 +263,11 @@ class EngineConfig:
         if self.key_buckets is not None:
             check_ascending("key_buckets", self.key_buckets)
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> Self:
+        """Options by name, some of them by another engine's. Raises ConfigError for one that can have no effect."""
+        return cls(**own_options(options, others))
+
     @property
     def num_slots(self) -> int:
         """`max_num_seqs` as a number. Raises ConfigError where it is still "auto"."""
@@ -345,3 +369,116 @@ class EngineConfig:
         """All options by name that a bit of a result may depend on, as far as is known without asking the device."""
         bitless = ("step_timeout_s", "keep_finished")
         return {name: value for name, value in self.options().items() if name not in bitless}
+
+
+def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> dict[str, Any]:
+    """`options` as fields of `EngineConfig`, as `EngineConfig.of` takes them."""
+    known = {each.name for each in fields(EngineConfig)}
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        option = others.get(name)
+        target: str | None = name
+        if option is not None:
+            if option.accepted is not None and value not in option.accepted:
+                values = ", ".join(map(shown, option.accepted)) if len(option.accepted) < 9 else "0 to 20"
+                raise ConfigError(f"{name}={shown(value)} is not possible here ({values} is): {option.why}")
+            target, value = option.becomes, option.renamed.get(value, value) if option.renamed else value
+        elif name not in known:
+            hint = did_you_mean(name, sorted(known | others.keys()))
+            raise ConfigError(
+                f"unknown option {shown(name)}{hint or '; see EngineConfig for those there are'}"
+            )
+        if target is None:
+            continue
+        if target in found:
+            raise ConfigError(f"{name} and {target} are one option; give it once")
+        found[target] = value
+    return found
+
+
+def at_least(name: str, value: object, low: int) -> None:
+    """Raise ConfigError unless an option is an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+        raise ConfigError(f"{name} must be an integer of at least {low}, not {shown(value)}")
+
+
+def check_ascending(name: str, sizes: object) -> None:
+    """Raise ConfigError unless an option is ascending positive integers."""
+    if not isinstance(sizes, tuple | list) or not sizes:
+        raise ConfigError(f"{name} must be ascending positive sizes, not {shown(sizes)}")
+    for low, size in zip((0, *sizes), sizes, strict=False):
+        at_least(f"each next size of {name}", size, low + 1)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number, true and false left out."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_MOST = 1 << 24  # dimensions of a vector, or positions
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _size(value: object) -> bool:
+    return type(value) is int and 0 < value < _MOST
+
+
+def _sizes(value: object) -> bool:
+    return isinstance(value, list) and all(map(_size, value))
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _object(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+_FIELDS: Mapping[str, Mapping[str, tuple[Callable[[object], bool], str]]] = {
+    "pooler_config": {
+        "pooling_type": (lambda value: value in POOLING_TYPES, " or ".join(POOLING_TYPES)),
+        "use_activation": (_flag, "true or false"),
+    },
+    "hf_overrides": {
+        "architectures": (_words, "a list of names"),
+        "problem_type": (lambda value: isinstance(value, str), "text"),
+        "classifier_from_token": (_words, "a list of tokens"),
+        "is_original_qwen3_reranker": (_flag, "true or false"),
+        "is_matryoshka": (_flag, "true or false"),
+        "matryoshka_dimensions": (_sizes, "a list of sizes"),
+        "rope_parameters": (_object, "an object"),
+        "rope_scaling": (_object, "an object"),
+        "rope_theta": (_number, "a number"),
+        "max_position_embeddings": (_size, "a number of tokens"),
+        "max_model_len": (_size, "a number of tokens"),
+    },
+}
+
+
+OF_EVERY_MODEL = frozenset(
+    ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "max_model_len")
+)
+
+
+def check_pooling(name: str, given: object) -> None:
+    """Raise ConfigError unless `given` is None or an object of fields that the option `name` has."""
+    known = _FIELDS[name]
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name} must be an object of names and values, not {shown(given)}")
+    for key, value in given.items():
+        if key not in known:
+            remedy = ": edit the checkpoint's config.json" if name == "hf_overrides" else ""
+            raise ConfigError(f"{name} may hold {', '.join(known)}, not {shown(key)}{remedy}")
+        fits, words = known[key]
+        if not fits(value):
+            raise ConfigError(f"{key} of {name} must be {words}, not {shown(value)}")

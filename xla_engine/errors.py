@@ -39,6 +39,10 @@ class ConfigError(XlaEngineError, ValueError, code="invalid_config"):
     """The engine was asked for something it cannot be."""
 
 
+class OneEngineError(ConfigError, code="one_engine_only"):
+    """Several engines (`data_parallel_size`) cannot do this; the message says what to do instead."""
+
+
 class CheckpointError(XlaEngineError, ValueError, code="invalid_checkpoint"):
     """A model directory cannot be loaded; the message names file, tensor and remedy."""
 
@@ -47,16 +51,12 @@ class EngineFaultError(XlaEngineError, RuntimeError, code="engine_fault"):
     """A step on the device failed where going on is not enough."""
 
 
-class DeviceGoneError(EngineFaultError, code="device_gone"):
+class DeviceLostError(EngineFaultError, code="device_gone"):
     """The device does not answer any more; the engine is given up."""
 
 
 class EngineClosedError(XlaEngineError, RuntimeError, code="engine_closed"):
     """The engine was closed or died; submit elsewhere."""
-
-
-class CheckpointWarning(UserWarning):
-    """A checkpoint loads, but its weights are suspicious; the message names the tensor."""
 
 
 class RecordError(XlaEngineError, ValueError, code="invalid_record"):
@@ -77,6 +77,10 @@ class ResumeError(XlaEngineError, ValueError, code="cannot_resume"):
 
 class CompareError(XlaEngineError, ValueError, code="invalid_results"):
     """A file is not a result file; the message names file and line."""
+
+
+class LogitsFileError(XlaEngineError, ValueError, code="invalid_logits_file"):
+    """A file of saved logits is damaged, or of another text or model; the message says what differs."""
 
 
 class RecordMismatchError(XlaEngineError, ValueError, code="record_mismatch"):

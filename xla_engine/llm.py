@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, Unpack
 
-from xla_engine import vllm_options
-from xla_engine.config import EngineConfig
-from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.client import EngineClient
 from xla_engine.engine.protocol import RequestOptions, SharedOptions, pop_options
-from xla_engine.engine.requests.callbacks import CallsBack
+from xla_engine.engine.requests.callbacks import Callbacks, OnOutput
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.outputs import RequestOutput
-from xla_engine.pooling.llm import PoolsPrompts
-from xla_engine.prompts import Prompt, per_prompt, prompt_list
+from xla_engine.open_engine import engine_config, open_engine
+from xla_engine.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    RerankResult,
+    Score,
+    ScoringRequestOutput,
+    classification_of,
+    cosine_score,
+    document_score_of,
+    embedding_of,
+    ranked,
+    score_of,
+)
+from xla_engine.pooling_params import PoolingParams
+from xla_engine.prompts import (
+    Prompt,
+    TextOrIds,
+    TextPair,
+    pair_messages,
+    per_prompt,
+    prompt_list,
+    score_requests,
+)
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scoring import Score, TextOrIds, score_of, score_requests
 from xla_engine.text.chat_template import Message
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.progress import prompts_bar
@@ -28,7 +48,7 @@ from xla_engine.utils.startup import startup_line
 Adapter = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or for each
 
 
-class LLM(PoolsPrompts, CallsBack):
+class LLM:
     """A model ready to generate.
 
     Arguments:
@@ -41,8 +61,8 @@ class LLM(PoolsPrompts, CallsBack):
         seed: used for requests without a seed of their own.
         data_parallel_size: so many engines side by side, a process each, which share this machine's devices, cores and
             memory. Results are the same; a process that ends is started again, and its requests run elsewhere.
-        engine_options: further fields of `EngineConfig`, and vLLM's options (`xla_engine.vllm_options` says what
-            each comes to). Raises ConfigError for one that can have no effect.
+        engine_options: further fields of `EngineConfig`, also by the names of docs/from_vllm.md. Raises ConfigError
+            for one that can have no effect.
 
     Runnable example::
 
@@ -66,26 +86,21 @@ class LLM(PoolsPrompts, CallsBack):
         data_parallel_size: int = 1,
         **engine_options: Any,
     ) -> None:
-        options = vllm_options.engine_options(engine_options)
-        config = EngineConfig(
-            max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype, seed=seed, **options
-        )
-        if data_parallel_size == 1:
-            with startup_line(sys.stderr) as progress:
-                self.engine = XlaBatchEngine.from_pretrained(model, config, progress=progress)
-        else:
-            from xla_engine.distributed.data_parallel.engine import DataParallelEngine
-
-            with startup_line(sys.stderr) as progress:
-                several = DataParallelEngine(model, config, engines=data_parallel_size, progress=progress)
-            self.engine = cast("XlaBatchEngine", several)  # an `LLM` uses what both have
+        sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "dtype": dtype, "seed": seed}
+        config = engine_config(sizes | engine_options)
+        with startup_line(sys.stderr) as progress:
+            self._hold(open_engine(model, config, engines=data_parallel_size, progress=progress))
 
     @classmethod
-    def from_engine(cls, engine: XlaBatchEngine) -> LLM:
+    def from_engine(cls, engine: EngineClient) -> LLM:
         """Wrap an engine that was made by hand; closing the LLM closes it."""
         llm = cls.__new__(cls)
-        llm.engine = engine
+        llm._hold(engine)
         return llm
+
+    def _hold(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self._callbacks: Callbacks | None = None  # runs the requests of `submit`
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -219,6 +234,104 @@ class LLM(PoolsPrompts, CallsBack):
         outputs = self._complete(list(prompts), params, use_tqdm=use_tqdm, **given)
         return [score_of(output, each.logprobs_start) for output, each in zip(outputs, params, strict=True)]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, in their order.
+
+        prompts: texts or token ids, as for `generate`. pooling_params: `dimensions` cuts vectors off. options, and
+            errors, are those of `generate`; also InvalidRequestError where the model cannot do what is asked.
+
+        A vector depends on its prompt alone, to the bit.
+        """
+        outputs = self._pool(prompt_list(prompts), "embed", pooling_params, use_tqdm=use_tqdm, **options)
+        return [embedding_of(each) for each in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of each prompt's classes; prompts as for `embed`."""
+        outputs = self._pool(prompt_list(prompts), "classify", pooling_params, use_tqdm=use_tqdm, **options)
+        return [classification_of(each) for each in outputs]
+
+    def score_documents(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        chat_template: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well each document fits its query: vLLM's `score`.
+
+        queries, documents: as many of one as of the other, or one query for all. A classifier of one class reads both
+        at once; of a model without a classifier, it is the cosine of their vectors.
+        chat_template: jinja2 source that makes the classifier's prompt of messages with the roles "query" and
+            "document"; without it the tokenizer joins the two.
+        """
+        queries = [queries] if isinstance(queries, str) else list(queries)
+        documents = [documents] if isinstance(documents, str) else list(documents)
+        if len(queries) == 1:
+            queries = queries * len(documents)
+        if len(queries) != len(documents):
+            raise InvalidRequestError(
+                f"{len(queries)} queries for {len(documents)} documents; give one or {len(documents)}"
+            )
+        shared = {"use_tqdm": use_tqdm, **options}
+        pooler = self.engine.validator.pooler
+        if pooler is not None and pooler.classifier is None:
+            unique = list(dict.fromkeys((*queries, *documents)))
+            found = self._pool(list(unique), "embed", pooling_params, **shared)
+            vectors = dict(zip(unique, found, strict=True))
+            return [
+                cosine_score(vectors[query], vectors[document])
+                for query, document in zip(queries, documents, strict=True)
+            ]
+        prompts: list[Prompt] = [
+            TextPair(query, document)
+            if chat_template is None
+            else self.engine.render_chat(pair_messages(query, document), chat_template=chat_template)
+            for query, document in zip(queries, documents, strict=True)
+        ]
+        if chat_template is not None:
+            shared["add_special_tokens"] = False
+        outputs = self._pool(prompts, "score", pooling_params, **shared)
+        return [document_score_of(each) for each in outputs]
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
+    ) -> list[RerankResult]:
+        """The documents from the best fit to the worst, the first `top_n` of them; equals in the order given.
+
+        options: those of `score_documents`.
+        """
+        scores = [each.outputs.score for each in self.score_documents(query, documents, **options)]
+        return ranked(documents, scores, top_n)
+
+    def _pool(
+        self,
+        prompts: list[Prompt],
+        task: str,
+        params: PoolingParams | None,
+        *,
+        use_tqdm: bool,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        wanted = PoolingParams(task=task) if params is None else replace(params, task=task)
+        return self._complete(prompts, wanted, use_tqdm=use_tqdm, **{"priority": 0, **options})
+
     def extend(
         self,
         outputs: RequestOutput | Sequence[RequestOutput],
@@ -329,6 +442,46 @@ class LLM(PoolsPrompts, CallsBack):
     def metrics_text(self) -> str:
         """Counters, gauges and histograms in Prometheus' text format; docs/operators.md explains each."""
         return self.engine.metrics_text()
+
+    def start(self) -> None:
+        """Begin to run the engine's turns in a thread; nothing where one runs already."""
+        if self._callbacks is None:
+            self._callbacks = Callbacks(self.engine)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_output: OnOutput,
+        only_finished: bool = False,
+        **options: Any,
+    ) -> str:
+        """Queue a prompt between `start` and `stop`; returns the request's id.
+
+        on_output: called in the thread with the cumulative output whenever there are tokens, and for the last time
+            with the one that is `finished`, however the request ends. While it runs no request goes on, so it should
+            be short; it may submit and abort. If it raises, the error is logged, the request is aborted, and it is not
+            called again.
+        only_finished: call it with the last output alone.
+        options: those of `XlaBatchEngine.submit`, which says what is raised.
+
+        Raises EngineClosedError where no thread runs.
+        """
+        if self._callbacks is None:
+            raise EngineClosedError("no thread runs the requests of submit(); call start() first")
+        return self._callbacks.submit(
+            prompt, sampling_params, on_output, only_finished=only_finished, **options
+        )
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Take no more requests by `submit`, wait for those there are, and end the thread.
+
+        timeout_s: what has not ended after so many seconds is aborted; None waits for all. `start` begins anew.
+        """
+        callbacks, self._callbacks = self._callbacks, None
+        if callbacks is not None:
+            callbacks.stop(timeout_s)
 
     def close(self) -> None:
         """Free device memory; the object is unusable afterwards."""

@@ -18,11 +18,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import ConfigError
 from xla_engine.llm import LLM
-from xla_engine.model_loader.config_json import read_special_tokens
+from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.sampling_params import SamplingParams
 
 NAME = "xla-engine"
+_AUTO_SLOTS = 16
 TokenRequest = tuple[
     tuple[str, str] | None, list[int], list[int]
 ]  # key of lm-eval's cache, context, continuation
@@ -34,7 +35,8 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
 
     Arguments, in `--model_args`:
         pretrained, model: directory, .gguf file or hub id; neither is the embedded model.
-        batch_size: slots; "auto" is 16. It changes the speed and no digit.
+        batch_size: slots; "auto" is 16, or `max_batch_size` if that is less; "auto:N" is the same, as nothing is tried
+            out. It changes the speed and no digit.
         max_gen_toks: new tokens of requests that do not say how many.
         add_bos_token: whether texts begin with the begin token; None leaves it to tokenizer.json.
         options: further ones of `xla_engine.LLM`, vLLM's too.
@@ -54,15 +56,15 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         name = pretrained or model
-        if batch_size != "auto":
-            options.setdefault("max_num_seqs", int(batch_size))
+        if (slots := _slots(batch_size, max_batch_size)) is not None:
+            options.setdefault("max_num_seqs", slots)
         self._llm = LLM(name, **options)
         self._tokenizer = self._llm.get_tokenizer()
         self._name = name or "embedded"
         self._add_bos_token = add_bos_token
         self._max_gen_toks = max_gen_toks
         files = open_model(name or embedded_model_directory())
-        special = read_special_tokens(files, self._llm.engine.checkpoint.config)
+        special = describe_decoder(files, self._llm.engine.config).special_tokens
         if not special.eos_token_ids:
             raise ConfigError(f"{self._name}: names no eos id, with which lm-eval begins and ends texts")
         self._eot = special.eos_token_ids[0]
@@ -177,3 +179,13 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
         fields.setdefault("temperature", 0.0)
         tokens = self.tok_encode(context)[-(self.max_length - new) :]
         return tokens, stop, SamplingParams.from_mapping({"max_tokens": new, "stop": stop, **fields})
+
+
+def _slots(batch_size: int | str, most: int | None) -> int | None:
+    """The slots that lm-eval's options ask for; None leaves the number to the engine. Raises ConfigError."""
+    kind, _, times = str(batch_size).partition(":")
+    if kind == "auto" and (not times or times.isdecimal()):
+        return None if most is None else min(most, _AUTO_SLOTS)
+    if kind.isdecimal() and not times and int(kind):
+        return int(kind)
+    raise ConfigError(f"batch_size {batch_size!r}: give a number of at least 1, auto, or auto:N")

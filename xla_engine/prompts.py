@@ -1,16 +1,18 @@
-"""What may stand for a prompt: text, token ids, or one of vLLM's dicts around either."""
+"""What may stand for a prompt: text, token ids, one of vLLM's dicts around either, or texts that are scored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
 from xla_engine.errors import InvalidRequestError
+from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.plain import plain
 from xla_engine.utils.shown import shown
 
 T = TypeVar("T")
+TextOrIds = str | Sequence[int]
 
 
 class TextPrompt(TypedDict):
@@ -44,6 +46,13 @@ class TextPair:
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair
+
+
+class Encoder(Protocol):
+    """What makes token ids of a text, as `xla_engine.text.tokenizer.Tokenizer` does."""
+
+    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, or of both texts."""
 
 
 class PromptParts(NamedTuple):
@@ -122,3 +131,67 @@ def per_prompt(name: str, given: T | Sequence[T], kind: type[T], count: int) -> 
     if len(given) != count:
         raise InvalidRequestError(f"{len(given)} {name} for {count} prompts; give one or {count}")
     return list(given)
+
+
+def pair_messages(query: str, document: str) -> list[dict[str, str]]:
+    """A query and a document as a chat template of a reranker sees them."""
+    return [{"role": "query", "content": query}, {"role": "document", "content": document}]
+
+
+def score_requests(
+    contexts: TextOrIds | Sequence[TextOrIds],
+    continuations: TextOrIds | Sequence[TextOrIds],
+    tokenizer: Encoder | None,
+) -> list[tuple[list[int], SamplingParams]]:
+    """`score_request` of each pair; one context may serve all. Raises InvalidRequestError naming the bad pair."""
+    stems, rests = prompt_list(contexts), prompt_list(continuations)
+    stems = stems * len(rests) if len(stems) == 1 else stems
+    if len(stems) != len(rests):
+        raise InvalidRequestError(
+            f"{len(stems)} contexts for {len(rests)} continuations; give one or {len(rests)}"
+        )
+    pairs = []
+    for index, (stem, rest) in enumerate(zip(stems, rests, strict=True)):
+        try:
+            pairs.append(score_request(content_of(stem), content_of(rest), tokenizer))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"pair {index}: {error}") from error
+    return pairs
+
+
+def score_request(
+    context: TextOrIds, continuation: TextOrIds, tokenizer: Encoder | None
+) -> tuple[list[int], SamplingParams]:
+    """The prompt that scores a continuation, and its parameters.
+
+    Of texts, the blanks at the end of the context are tokenised with the continuation, as models see them, and the
+    continuation's tokens are those of the whole text behind as many as the context has; where that leaves none, each
+    is tokenised by itself. Raises InvalidRequestError.
+    """
+    if isinstance(context, str) != isinstance(continuation, str):
+        raise InvalidRequestError("context and continuation must both be text or both be token ids")
+    if isinstance(context, str) and isinstance(continuation, str):
+        if tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer; give token ids")
+        stem = context.rstrip()
+        before = tokenizer.encode(stem)
+        begin, ids = len(before), tokenizer.encode(context + continuation)
+        if len(ids) <= begin:
+            ids = before + tokenizer.encode(context[len(stem) :] + continuation, add_special_tokens=False)
+    else:
+        begin = len(context)
+        ids = [*token_ids_of(context), *token_ids_of(continuation)]
+    if begin < 1:
+        raise InvalidRequestError(
+            "the context is empty; the first token has no probability. Give one token at least"
+        )
+    if len(ids) <= begin:
+        raise InvalidRequestError("the continuation is empty; give one token at least")
+    return ids, SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=1,
+        logprobs_start=begin,
+    )

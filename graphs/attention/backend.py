@@ -17,7 +17,7 @@ import numpy as np
 from xla_engine.graphs.config import AttentionForm, ModelConfig
 from xla_engine.graphs.row_state.lanes import Extents
 
-KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/007)
+KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/kv_cache.md)
 
 
 class LayerCache(NamedTuple):
@@ -72,7 +72,7 @@ class Attention(Protocol):
     bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
         serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
     shares_stores: layers that keep as much of a slot share one store, whose leading axis they are. A call pays for
-        every buffer it is given and gives back (findings/033).
+        every buffer it is given and gives back (findings/host_time.md).
 
     `qkv f32 [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated. Results are
     `[N, H Dh]` in float32 or `compute_dtype`.

@@ -1,8 +1,8 @@
 """Attention backend `xla`: pure JAX, on any platform.
 
 One K and one V buffer per layer, `[J, B, KV, span, Dh]` for J spans of keys, donated and written in place: a shorter
-`key_length` is the front of the buffer (findings/001). A write that must not happen goes to a row beyond the last
-one and is dropped. Keys a query must not see are masked before the softmax, and stale
+`key_length` is the front of the buffer (findings/kv_cache.md). A write that must not happen goes to a row beyond
+the last one and is dropped. Keys a query must not see are masked before the softmax, and stale
 values are never NaN inside an owned slot, because `clear_values` zeroes V when a slot is handed over: 0 * NaN would
 otherwise survive the masked probabilities.
 

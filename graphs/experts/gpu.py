@@ -1,7 +1,7 @@
 """Routed experts on CUDA, in Pallas for Triton: a program for each block of rows of one expert and tile of features.
 
 What `graphs.experts.routing.blocked_experts` does, without its loop of as many turns as there are blocks, before
-each of which the host would wait for the device (findings/016). Blocks that hold no row end at once, so that an
+each of which the host would wait for the device (findings/gpu.md). Blocks that hold no row end at once, so that an
 expert that no row takes is not read. Law 1: the place of a row in a block changes no bit of it, and features are
 summed up in tiles of one size in one order.
 """

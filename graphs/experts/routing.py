@@ -17,7 +17,7 @@ from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import flatly
 from xla_engine.graphs.ops.top_k import largest_by_rank
 
-BLOCK_ROWS = 16  # rows of one expert that are multiplied together (findings/020)
+BLOCK_ROWS = 16  # rows of one expert that are multiplied together (findings/experts_and_recurrent_layers.md)
 _CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss's gate
 
 
@@ -102,7 +102,7 @@ def blocked_experts(
         result = _product(down[expert], hidden, 0)  # [D, R]
         if down_bias is not None:
             result = result + down_bias[expert][:, None]
-        result = lax.optimization_barrier(result)  # else XLA turns the product around (findings/002)
+        result = lax.optimization_barrier(result)  # else XLA turns the product around (findings/products.md)
         return out.at[place].set(result.T, mode="drop", unique_indices=True)
 
     def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ def blocked_experts(
             return hidden.at[index].set(gated(blocks.expert[index], blocks.assignment[index]))
 
         hidden = jnp.zeros((most, inner, BLOCK_ROWS), down.dtype)
-        # Features stay in front: XLA:CPU multiplies what was transposed by another product (findings/050).
+        # Features stay in front: XLA:CPU multiplies what was transposed by another product (findings/many_devices.md).
         hidden = gather(lax.fori_loop(0, blocks.used, gate_block, hidden))
 
         def put_block(index: jax.Array, out: jax.Array) -> jax.Array:

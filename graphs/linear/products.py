@@ -150,7 +150,7 @@ class XlaProducts:
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
         out = self._product(weight, x if isinstance(x, FeatureMajor) else normed(x, norm))
-        # Without the barrier XLA swaps the operands to get rid of the transpose (findings/002).
+        # Without the barrier XLA swaps the operands to get rid of the transpose (findings/products.md).
         out = lax.optimization_barrier(out).T if self.weight_left else out
         return finished(out, bias, residual)
 
@@ -167,7 +167,7 @@ class XlaProducts:
         if not self.weight_left:
             return activated(both, activation).astype(kept_dtype(weight))
         # Features stay in front until the next product: nothing of size F is transposed. Gates and ups are flat: an
-        # exponential over rows of no more than 8 entries is rounded otherwise (findings/011).
+        # exponential over rows of no more than 8 entries is rounded otherwise (findings/same_bits.md).
         flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
         hidden = (activate(flat[0], activation) * flat[1]).astype(kept_dtype(weight))
         return FeatureMajor(lax.optimization_barrier(hidden).reshape(-1, len(x)))
@@ -207,7 +207,7 @@ class XlaProducts:
 
 
 # Features from which more of them change no bit of XLA:CPU's products: with the rows on the left it chooses a way by
-# their number, in float32 up to 144 of them (findings/050).
+# their number, in float32 up to 144 of them (findings/many_devices.md).
 LEAST = 192
 
 WEIGHT_LEFT = XlaProducts(weight_left=True)  # decode: as fast as weights can be read, to some 64 rows
@@ -267,7 +267,7 @@ def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: 
     """The same, with `rows(values, tokens)` to find rows in their order.
 
     Scaled rows are rounded by themselves: the compiler may round such a product and the sum behind it as one, in one
-    program and not in another (findings/050).
+    program and not in another (findings/many_devices.md).
     """
 
     def found(values: jax.Array, rows: RowsOf) -> jax.Array:

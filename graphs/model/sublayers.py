@@ -1,101 +1,247 @@
-"""Modules that stand in a layer in place of attention or of the MLP; linear weights are `[out, in]`."""
+"""What a layer is made of: products, norms, attention, MLPs. A part that a model does not have is None."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
-from xla_engine.graphs.config import DeltaForm, RoutedExperts
+from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.experts.routing import Experts, Gather, route
-from xla_engine.graphs.linear.int8 import SUFFIX, Quantized
-from xla_engine.graphs.linear.products import Norm, Products, Weight, gathered
+from xla_engine.graphs.linear.int8 import Quantized
+from xla_engine.graphs.linear.products import (
+    Activation,
+    Input,
+    Norm,
+    Products,
+    Term,
+    Weight,
+    gathered,
+    normed,
+)
+from xla_engine.graphs.lora.form import Matrices, part_ends
+from xla_engine.graphs.lora.products import of_weight
+from xla_engine.graphs.model.leaves import Leaf, LeafMaker, Param, Role
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import flatly, rms_norm
-from xla_engine.graphs.sharding import Sharding
+from xla_engine.graphs.sharding import Cut, Kind, Sharding
+
+# (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
+# of a linear layer: (index, [N, projected features], its own weights) -> [N, inner features]
+Attend = Callable[[int, jax.Array, AttentionWeights | DeltaWeights], jax.Array]
 
 _FLAT = 64  # copies of a lonely value whose exponential is taken
 
 
-class RoutedMlp(nnx.Module):
-    """A router and its experts, and the expert that every token takes."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What varies between the steps that a decoder runs in.
 
-    def __init__(self, form: RoutedExperts, d: int, dtype: jnp.dtype, sharding: Sharding) -> None:
-        self.form, self.sharding = form, sharding
-        count, inner, shared = (
-            form.num_experts,
-            form.moe_intermediate_size,
-            form.shared_expert_intermediate_size,
+    attend: knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and returns the
+        attention output.
+    products: in the form that suits the graph; rows that are not `products.live` become anything.
+    read: the rows `[N]` that are read behind the last layer; None: all.
+    """
+
+    attend: Attend
+    products: Products
+    read: jax.Array | None = None
+
+
+class Adapters(nnx.Module):
+    """The matrices of all adapters for one weight, as `LoraForm.shapes` says.
+
+    Each of several devices holds all of A, and of B the features that it has of the weight itself. So it takes A x as
+    one device alone does, and B's sums run over the whole rank there: no bit depends on how many devices there are,
+    where none of the weight's own does.
+    """
+
+    def __init__(self, make: LeafMaker, target: str, cut: Cut | None) -> None:
+        form, sharding = make.lora, make.sharding
+        assert form is not None
+        a, b, rank = (
+            Leaf(shape=shape, dtype=form.dtype_of(name), role="adapter")
+            for name, shape in form.shapes(sharding.config, target).items()
         )
-        self.router = zeros((count, d), dtype)
-        self.gate_up = zeros((count, 2 * inner, d), dtype)
-        self.down = zeros((count, d, inner), dtype)
-        if form.bias:  # vectors, and so float32
-            self.router_bias = zeros((count,))
-            self.gate_up_bias = zeros((count * 2 * inner,))
-            self.down_bias = zeros((count * d,))
-        if shared:
-            self.shared_gate_up = zeros((2 * shared, d), dtype)
-            self.shared_down = zeros((d, shared), dtype)
-            self.shared_gate = zeros((1, d), dtype)
+        self.a, self.rank = make.parameter(a), make.parameter(rank)
+        self.b = make.parameter(b if cut is None else replace(b, cut=Cut(2, cut.rows)))
+        self.ends = part_ends(sharding.config, target)
+        if cut is not None:  # where the parts end in what one device holds
+            width = cut.rows.shape[1]
+            parts = {"qkv": part_ends(sharding.local, target), "gate_up": (width // 2, width)}
+            self.ends = parts.get(target, (width,))
 
-    def __call__(self, x: jax.Array, residual: jax.Array, norm: Norm | None, products: Products) -> jax.Array:
+    @property
+    def matrices(self) -> Matrices:
+        return Matrices(self.a[...], self.b[...], self.rank[...], self.ends)
+
+
+class Linear(nnx.Module):
+    """The weight `[F, D]` of a product, scales `[F]` of its rows where it is in int8, a bias `[F]`, and adapters.
+
+    cut: of its rows. target: what adapters call it (`graphs.lora.form.TARGETS`); None: they leave it alone.
+    """
+
+    def __init__(
+        self,
+        make: LeafMaker,
+        shape: tuple[int, int],
+        cut: Cut | None,
+        *,
+        bias: bool = False,
+        target: str | None = None,
+        role: Role = "linear",
+    ) -> None:
+        self.weight = make.matrix(shape, cut, role)
+        self.scale = make.vector(shape[0], cut, "scale") if make.dtype == jnp.int8 else None
+        self.bias = make.vector(shape[0], cut) if bias else None
+        self.lora = None if make.lora is None or target is None else Adapters(make, target, cut)
+
+    @property
+    def values(self) -> Weight:
+        """The weight as products take it."""
+        return self.weight[...] if self.scale is None else Quantized(self.weight[...], self.scale[...])
+
+    def __call__(
+        self, products: Products, x: Input, *, norm: Norm | None = None, residual: Term = None
+    ) -> jax.Array:
+        """See `Products.linear`."""
+        own = of_weight(products, None if self.lora is None else self.lora.matrices)
+        return own.linear(self.values, x, norm=norm, bias=value(self.bias), residual=residual)
+
+    def gated(
+        self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
+    ) -> Input:
+        """See `Products.gated`."""
+        own = of_weight(products, None if self.lora is None else self.lora.matrices)
+        return own.gated(self.values, x, norm=norm, bias=value(self.bias), activation=activation)
+
+
+class Attention(nnx.Module):
+    """Attention before its last product, `output`, which the layer adds to the residual stream."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
+        self.config, self.index, self.sharding = c, index, make.sharding
+        d, heads, sharding = c.hidden_size, c.num_attention_heads, make.sharding
+        self.qkv = Linear(make, (c.qkv_features, d), sharding.cut_qkv, bias=c.qkv_bias, target="qkv")
+        queries, keys = (heads, c.num_key_value_heads) if c.qk_norm == "all" else (1, 1)
+        self.q_norm = make.vector(queries * c.head_dim) if c.qk_norm else None
+        self.k_norm = make.vector(keys * c.head_dim) if c.qk_norm else None
+        self.sinks = make.vector(heads, sharding.cut_sinks) if c.attention_sinks else None
+        shape, cut = (d, heads * c.head_dim), sharding.cut("residual")
+        self.output = Linear(make, shape, cut, bias=c.output_bias, target="output")
+
+    def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
+        """What all heads make of the norm of `x [N, D]`: `[N, H Dh]`."""
+        qkv = self.sharding.own_heads(self.qkv(call.products, x, norm=norm))
+        gate, q_norm, k_norm = None, value(self.q_norm), value(self.k_norm)
+        if self.config.attn_output_gate:
+            queries = self.sharding.local.num_attention_heads * self.config.head_dim
+            qkv, gate = jnp.split(qkv, [qkv.shape[1] - queries], axis=1)
+        if self.config.qk_norm == "all" and q_norm is not None and k_norm is not None:
+            qkv, q_norm, k_norm = self._normed_whole(qkv, q_norm, k_norm), None, None
+        own = AttentionWeights(q_norm, k_norm, value(self.sinks))
+        return all_heads(call.attend(self.index, qkv, own), gate, self.sharding)
+
+    def _normed_whole(self, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> jax.Array:
+        """Queries of all heads normalised together, and keys (OLMo 2)."""
+        sharding, c, eps = self.sharding, self.sharding.local, self.config.rms_norm_eps
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
+        q = sharding.own(rms_norm(sharding.gather(q, "queries"), q_norm, eps), "queries")
+        k = sharding.own(rms_norm(sharding.gather(k, "keys"), k_norm, eps), "keys")
+        return jnp.concatenate([q, k, v], axis=1)
+
+
+class DeltaNet(nnx.Module):
+    """A gated DeltaNet layer (`graphs.delta_net.layer`) before its last product, `output`, as `Attention` has it."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
+        form, d = c.delta, c.hidden_size
+        assert form is not None
+        self.index, self.sharding = index, make.sharding
+        projected, mixed, heads = make.sharding.cut_recurrent
+        self.projected = Linear(make, (form.projected_features, d), projected)
+        self.convolution = make.matrix((form.mixed_features, form.kernel), mixed)
+        self.decay = make.vector(form.value_heads, heads)
+        self.step_bias = make.vector(form.value_heads, heads)
+        self.scale = make.vector(form.value_dim)
+        self.output = Linear(make, (d, form.inner_features), make.sharding.cut("residual"))
+
+    def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
+        """What the layer makes of the norm of `x [N, D]`: `[N, inner features]`."""
+        weights = DeltaWeights(
+            self.convolution[...].astype(jnp.float32), self.decay[...], self.step_bias[...], self.scale[...]
+        )
+        projected = self.projected(call.products, x, norm=norm)
+        return self.sharding.gather(call.attend(self.index, projected, weights), "values")
+
+
+class Mlp(nnx.Module):
+    """A gated MLP before its last product, `down`, which the layer adds to the residual stream."""
+
+    def __init__(self, make: LeafMaker, d: int, inner: int, kind: Kind, *, bias: bool, adapted: bool) -> None:
+        """kind: of its inner features."""
+        self.kind, self.sharding = kind, make.sharding
+        up, down = ("gate_up", "down") if adapted else (None, None)
+        pairs, residual = make.sharding.cut(kind, paired=True), make.sharding.cut("residual")
+        self.gate_up = Linear(make, (2 * inner, d), pairs, bias=bias, target=up)
+        self.down = Linear(make, (d, inner), residual, bias=bias, target=down)
+
+    def __call__(
+        self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
+    ) -> Input:
+        """Hidden features of the norm of `x [N, D]`, for `down`."""
+        return gathered(self.gate_up.gated(products, x, norm, activation), self.sharding, self.kind)
+
+
+class RoutedMlp(nnx.Module):
+    """A router and its experts, and the expert that every token takes, behind a gate of its own `[1, D]`."""
+
+    def __init__(self, make: LeafMaker, d: int, form: RoutedExperts) -> None:
+        self.form, self.sharding = form, make.sharding
+        count, inner = form.num_experts, form.moe_intermediate_size
+        shared = form.shared_expert_intermediate_size
+        pairs, residual = make.sharding.cut("expert", 1, paired=True), make.sharding.cut("residual", 1)
+        self.router = Linear(make, (count, d), None, bias=form.bias)
+        self.gate_up = make.matrix((count, 2 * inner, d), pairs)
+        self.down = make.matrix((count, d, inner), residual)
+        self.gate_up_bias = make.vectors((count, 2 * inner), pairs) if form.bias else None
+        self.down_bias = make.vectors((count, d), residual) if form.bias else None
+        self.shared = Mlp(make, d, shared, "shared_expert", bias=False, adapted=False) if shared else None
+        self.shared_gate = make.matrix((1, d)) if shared else None
+
+    def __call__(self, products: Products, x: jax.Array, norm: Norm | None, residual: jax.Array) -> jax.Array:
         """`residual [N, D]` plus what the experts make of the norm of `x [N, D]`."""
         form, sharding = self.form, self.sharding
-        x = x if norm is None else rms_norm(x, *norm)
-        logits = products.linear(self.router[...], x, bias=self.router_bias[...] if form.bias else None)
+        x = normed(x, norm)
+        logits = self.router(products, x)
         routed = route(logits, form.num_experts_per_tok, renormalise=form.norm_topk_prob, live=products.live)
-        experts = Experts(self.gate_up[...], self.down[...], limit=form.swiglu_limit)
-        if form.bias:
-            by_expert = (form.num_experts, -1)
-            experts = experts._replace(
-                gate_up_bias=self.gate_up_bias[...].reshape(by_expert),
-                down_bias=self.down_bias[...].reshape(by_expert),
-            )
+        gate_up_bias, down_bias = (
+            None if bias is None else bias[...].reshape(form.num_experts, -1)
+            for bias in (self.gate_up_bias, self.down_bias)
+        )
+        experts = Experts(self.gate_up[...], self.down[...], gate_up_bias, down_bias, form.swiglu_limit)
         gather: Gather | None = None
         if sharding.devices is not None:
             gather = functools.partial(sharding.gather, kind="expert")
         out = products.experts(experts, x, routed, sharding.own(residual, "residual"), gather)
         out = sharding.gather(out, "residual")
-        if form.shared_expert_intermediate_size:
-            hidden = gathered(products.gated(self.shared_gate_up[...], x), sharding, "shared_expert")
-            shared = sharding.gather(products.linear(self.shared_down[...], hidden), "residual")
+        if self.shared is not None and self.shared_gate is not None:
+            shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
             out = out + _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
         return out
 
 
-class DeltaNet(nnx.Module):
-    """A gated DeltaNet layer between its two products (`graphs.delta_net.layer`)."""
-
-    def __init__(self, form: DeltaForm, d: int, dtype: jnp.dtype, sharding: Sharding) -> None:
-        self.sharding = sharding
-        self.projected = zeros((form.projected_features, d), dtype)
-        self.convolution = zeros((form.mixed_features, form.kernel), dtype)
-        self.decay = zeros((form.value_heads,))
-        self.step_bias = zeros((form.value_heads,))
-        self.scale = ones(form.value_dim)
-        self.output = zeros((d, form.inner_features), dtype)
-
-    def __call__(
-        self,
-        index: int,
-        x: jax.Array,
-        norm: Norm | None,
-        attend: Callable[[int, jax.Array, DeltaWeights], jax.Array],
-        products: Products,
-    ) -> jax.Array:
-        """The residual stream `x [N, D]` behind this layer; `attend` owns the state."""
-        weights = DeltaWeights(
-            self.convolution[...].astype(jnp.float32), self.decay[...], self.step_bias[...], self.scale[...]
-        )
-        out = attend(index, products.linear(self.projected[...], x, norm=norm), weights)
-        out, own = self.sharding.gather(out, "values"), self.sharding.own(x, "residual")
-        return self.sharding.gather(products.linear(self.output[...], out, residual=own), "residual")
+def value(parameter: Param | None) -> jax.Array | None:
+    """Of a parameter that a model may not have."""
+    return None if parameter is None else parameter[...]
 
 
 def all_heads(attended: jax.Array, gate: jax.Array | None, sharding: Sharding) -> jax.Array:
@@ -109,27 +255,6 @@ def all_heads(attended: jax.Array, gate: jax.Array | None, sharding: Sharding) -
     if sharding.least == 1:
         return sharding.gather(attended * jax.nn.sigmoid(gate), "queries")
     return sharding.gather(attended, "queries") * jax.nn.sigmoid(sharding.gather(gate, "queries"))
-
-
-def zeros(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.zeros(shape, dtype))
-
-
-def ones(size: int) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.ones((size,), jnp.float32))
-
-
-def matrix(module: nnx.Module, name: str, shape: tuple[int, int], dtype: DTypeLike) -> None:
-    """Give `module` the weight `name`, and scales of its rows where it is int8."""
-    setattr(module, name, zeros(shape, dtype))
-    if dtype == jnp.int8:
-        setattr(module, name + SUFFIX, zeros(shape[:1]))
-
-
-def weight_of(module: nnx.Module, name: str) -> Weight:
-    """The weight `name` of `module` as products take it."""
-    values, scale = getattr(module, name)[...], getattr(module, name + SUFFIX, None)
-    return values if scale is None else Quantized(values, scale[...])
 
 
 def _rounded(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -1,26 +1,12 @@
-// What shifts a row's logits before a token is chosen: bias, penalties, DRY, tokens that may not be chosen, in this order, as
+// What shifts a row's logits before a token is chosen, in the order of STAGES (graphs/row_state/sampling_fields.py), as
 // graphs/sampling/logits_processors.py and dry.py have it.
 
 #pragma once
 
 #include "common.h"
+#include "row_fields.h"
 
 namespace xla_engine {
-
-// One row as graphs/sampling/native.py packs it; behind it are its stop ids and its sequence breakers, padded with -1.
-struct RowFields {
-  uint32_t live;
-  int32_t position;
-  float temperature;
-  int32_t top_k;
-  float top_p, min_p;
-  uint32_t seed[2];
-  int32_t num_logprobs, slot, length, prompt_length, min_remaining, draft;
-  uint32_t has_bias, has_mask;
-  float repetition_penalty, frequency_penalty, presence_penalty;
-  float dry_multiplier, dry_base;
-  int32_t dry_allowed_length, last_n;
-};
 
 // Wide data of all slots (`Rows` and `Tables` of graphs.row_state.rows).
 struct SlotTables {
@@ -108,7 +94,7 @@ class Adjustment {
 
   // Repetition penalty (Keskar et al. 2019, section 4.1) for prompt and output, the others for output alone.
   void Penalise(const std::vector<int32_t>& tokens, float* logits, int64_t count) const {
-    const int64_t length = row_.length, first = row_.last_n < 0 ? 0 : std::max<int64_t>(0, length - row_.last_n);
+    const int64_t length = row_.length, first = row_.penalty_last_n < 0 ? 0 : std::max<int64_t>(0, length - row_.penalty_last_n);
     Numbers times(count);  // that a token was generated, and one
     for (int64_t position = first; position < length; ++position) {
       if (!IsIn(tokens[position], count)) continue;

@@ -1,7 +1,8 @@
 // The loop over threads: tasks in phases, shared out in runs of neighbours.
 //
 // Neighbouring tasks of a product write neighbouring parts of the same rows. Workers that took turns would take cache lines
-// from each other, those that hardware fetches along as well: a product of 256 rows took 1.4 times as long (finding 034).
+// from each other, those that hardware fetches along as well: a product of 256 rows took 1.4 times as long
+// (findings/products.md).
 
 #pragma once
 

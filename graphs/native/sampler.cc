@@ -120,18 +120,13 @@ void ChooseGreedily(ffi::ThreadPool& pool, const Logits& logits, const std::vect
 }
 
 // Logits of the distribution that a row is drawn from: -inf where it may not be.
-void Restrict(const float* logits, int64_t count, float peak, float least, const SamplingParams& params, std::vector<float>& to) {
+void Restrict(const float* logits, int64_t count, float peak, float least, const RowFields& row, std::vector<float>& to) {
   to.resize((count + kVector - 1) / kVector * kVector);
   EachVector(logits, count, [&](int64_t index, Vec given) {
     const Vec nothing = All(-std::numeric_limits<float>::infinity());
-    const Vec kept = Select(Likelihood(given, peak, params) > Vec{}, given / params.temperature, nothing);
+    const Vec kept = Select(Likelihood(given, peak, row) > Vec{}, given / row.temperature, nothing);
     Store(to.data() + index, Select(given < All(least), nothing, kept));
   });
-}
-
-// The parameters of a row's draws.
-SamplingParams ParamsOf(const RowFields& row) {
-  return {row.temperature, row.top_k, row.top_p, row.min_p, {row.seed[0], row.seed[1]}, static_cast<uint32_t>(row.position)};
 }
 
 // logits [V, N], or [N, V] by row; words [N, W], the rows (`RowFields`), of which `stops` are stop ids; the tables of all slots
@@ -182,7 +177,7 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers h
     thread_local Weights weights;
     thread_local std::vector<float> adjusted, restricted;
     const int32_t wanted = fields[row].num_logprobs;
-    const SamplingParams params = ParamsOf(fields[row]);
+    const RowFields params = fields[row];  // a copy: stores to weights cannot change it
     const float* shifted = raw;
     if (const Adjustment adjust = adjustment(row); adjusts && adjust.Wanted()) {
       adjusted.assign(raw, raw + count);

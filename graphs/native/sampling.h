@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common.h"
+#include "row_fields.h"
 
 namespace xla_engine {
 
@@ -54,33 +55,24 @@ inline Peak PeakOf(const float* values, int64_t count) {
   return {value, Reduce(Select(best != value, last, at), [](auto a, auto b) { return Select(a > b, b, a); })};
 }
 
-// What a request says about its draws. Without a top-k `top_k` is 0, without a nucleus `top_p` 1.
-struct SamplingParams {
-  float temperature;
-  int32_t top_k;
-  float top_p, min_p;
-  uint32_t seed[2];
-  uint32_t position;
-};
-
 // Probabilities relative to the most likely token's; zero below min-p.
-inline Vec Likelihood(Vec logits, float peak, const SamplingParams& params) {
-  const Vec found = Exp((logits - peak) / params.temperature);
-  return Select(found < All(params.min_p), Vec{}, found);
+inline Vec Likelihood(Vec logits, float peak, const RowFields& row) {
+  const Vec found = Exp((logits - peak) / row.temperature);
+  return Select(found < All(row.min_p), Vec{}, found);
 }
 
 // The weights of a row whose largest logit is `peak`, a number.
 class Weights {
  public:
-  void Weigh(const float* logits, int64_t count, float peak, const SamplingParams& params) {
+  void Weigh(const float* logits, int64_t count, float peak, const RowFields& row) {
     logits_ = logits;
     weights_.assign((count + kGroup - 1) / kGroup * kGroup, 0);
     EachVector(logits, count, [&](int64_t index, Vec given) {
-      StoreAs(weights_.data() + index, Nearest(Likelihood(given, peak, params) * kWhole));
+      StoreAs(weights_.data() + index, Nearest(Likelihood(given, peak, row) * kWhole));
     });
     Sum();
-    const bool limited = params.top_k > 0 && params.top_k < count;
-    least = limited || params.top_p < 1 ? Least(limited ? params.top_k : 0, params.top_p) : -std::numeric_limits<float>::infinity();
+    const bool limited = row.top_k > 0 && row.top_k < count;
+    least = limited || row.top_p < 1 ? Least(limited ? row.top_k : 0, row.top_p) : -std::numeric_limits<float>::infinity();
     if (least > -std::numeric_limits<float>::infinity()) Restrict(count);
   }
 
@@ -231,9 +223,9 @@ inline void Threefry(const uint32_t key[2], uint32_t words[2]) {
 }
 
 // The number that jax.random.uniform(fold_in(seed, position)) gives, times 2^23.
-inline uint32_t Uniform(const SamplingParams& params) {
-  uint32_t key[2] = {0, params.position}, words[2] = {0, 0};
-  Threefry(params.seed, key);
+inline uint32_t Uniform(const RowFields& row) {
+  uint32_t key[2] = {0, static_cast<uint32_t>(row.position)}, words[2] = {0, 0};
+  Threefry(row.seed, key);
   Threefry(key, words);
   return (words[0] ^ words[1]) >> 9;
 }

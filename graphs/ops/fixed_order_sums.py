@@ -1,7 +1,7 @@
 """Sums in an order that never changes.
 
 XLA:CPU picks the order of a reduction by the size of the whole array: the same row summed among 64 and among 128 rows
-may differ in the last bit (findings/009). Additions written out one by one keep their order in every graph.
+may differ in the last bit (findings/same_bits.md). Additions written out one by one keep their order in every graph.
 
 Elsewhere XLA's own reduction is taken: on a GPU the written-out form is two kernels more per sum, and graphs of
 different sizes differ in the bits of their products anyway, so that only one graph has to give a row the same bits.

@@ -14,7 +14,8 @@ from xla_engine.graphs.ops.fixed_order_sums import sum_last
 def flatly(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
     """`function` of each of few values, computed over one flat row.
 
-    XLA:CPU rounds exponentials over rows of no more than 8 entries otherwise than over longer ones (findings/011).
+    XLA:CPU rounds exponentials over rows of at most 8 entries differently than over longer ones
+    (findings/same_bits.md).
     """
     flat = function(jax.lax.optimization_barrier(values.reshape(-1)))
     return jax.lax.optimization_barrier(flat).reshape(values.shape)

@@ -1,7 +1,7 @@
 """Reads over the vocabulary axis of `[V, N]`, per column, in two levels: groups of entries, then the entries of one.
 
-XLA:CPU fuses what runs over groups of 64 into one pass (findings/004). Sums are written out in one order, so that a
-column's bits do not depend on the number of columns (`graphs.ops.fixed_order_sums`).
+XLA:CPU fuses what runs over groups of 64 into one pass (findings/sampler.md). Sums are written out in one order, so
+that a column's bits do not depend on the number of columns (`graphs.ops.fixed_order_sums`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def as_rows(values: jax.Array) -> jax.Array:
     """`values [V, N]` as rows of a whole group, `[ceil(V / group), group * N]`, for exponentials.
 
     XLA:CPU unrolls an inner loop of up to 8 and then rounds the multiply-adds of its exponential differently, so that
-    8 columns would get other bits than 16 (findings/011). Undone by `as_columns`.
+    8 columns would get other bits than 16 (findings/same_bits.md). Undone by `as_columns`.
     """
     grouped = groups(values, 0.0)
     return grouped.reshape(len(grouped), -1)

@@ -1,7 +1,7 @@
 """The largest entries of columns without a sort and without a loop: by counting what is ahead of each.
 
 On a GPU neither is wanted: a sort is dozens of passes, and a loop inside of a `lax.cond` keeps it out of a CUDA graph,
-so that the host waits for the device in every step, whichever branch is taken (findings/016).
+so that the host waits for the device in every step, whichever branch is taken (findings/gpu.md).
 """
 
 from __future__ import annotations

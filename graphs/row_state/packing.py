@@ -1,4 +1,4 @@
-"""Records of many small arrays as one: a call pays for every buffer, most for those it gives back (findings/033)."""
+"""Many small arrays as one: a call pays for each buffer, most for those it returns (findings/host_time.md)."""
 
 from __future__ import annotations
 

@@ -10,63 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.row_state.lanes import targets
-from xla_engine.graphs.row_state.limits import MAX_DRY_BREAKERS, MAX_LOGIT_BIAS
+from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.graphs.row_state.packing import pack, unpack
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampling_rows
 
 T = TypeVar("T", "Rows", "RowState")
 
 NOT_KEPT = -3  # in place of a token that was sampled behind a wrong draft
 NO_CHOICE = -2  # in place of a sampled token: the row's logits were no numbers, or excluded every token
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repetition:
-    """Parameters of DRY (`graphs.sampling.dry`) and of the window of the other penalties, one entry per row.
-
-    multiplier: f32 `[N]`, 0 is no DRY.   base: f32 `[N]`.   allowed_length: i32 `[N]`.
-    breakers: i32 `[N, MAX_DRY_BREAKERS]`, token ids, padded with -1.
-    last_n: i32 `[N]`, how many of the last tokens the penalties count; -1 for all.
-    """
-
-    multiplier: jax.Array
-    base: jax.Array
-    allowed_length: jax.Array
-    breakers: jax.Array
-    last_n: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRows:
-    """Sampling parameters, one entry per row; N is B for the decode state and P for prefill lanes.
-
-    temperature: f32 `[N]`, 0 is greedy.
-    top_k: i32 `[N]`, 0 keeps all.
-    top_p: f32 `[N]`, 1 keeps all.
-    min_p: f32 `[N]`, 0 keeps all.
-    repetition_penalty: f32 `[N]`, 1 changes nothing.
-    frequency_penalty: f32 `[N]`, 0 changes nothing.
-    presence_penalty: f32 `[N]`, 0 changes nothing.
-    has_bias: bool `[N]`, the slot's bias in the `Tables` applies.
-    has_mask: bool `[N]`, the slot's mask in the `Tables` applies.
-    seed: u32 `[N, 2]`, the 64-bit seed as (high, low).
-    num_logprobs: i32 `[N]`, -1 none, 0 the chosen token's, n > 0 also those of the n most likely tokens.
-    repetition: None in an engine without DRY.
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition_penalty: jax.Array
-    frequency_penalty: jax.Array
-    presence_penalty: jax.Array
-    has_bias: jax.Array
-    has_mask: jax.Array
-    seed: jax.Array
-    num_logprobs: jax.Array
-    repetition: Repetition | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -170,33 +121,6 @@ def by_slot(rows: T) -> T:
     return replace(every, history=None, block_tables=None)
 
 
-def make_sampling_rows(count: int, *, dry: bool = False) -> SamplingRows:
-    """Greedy rows that want nothing else, as host arrays. dry: with the parameters of DRY."""
-    host: Any = np  # the records are declared for the arrays a graph sees
-    return SamplingRows(
-        temperature=host.zeros(count, np.float32),
-        top_k=host.zeros(count, np.int32),
-        top_p=host.ones(count, np.float32),
-        min_p=host.zeros(count, np.float32),
-        repetition_penalty=host.ones(count, np.float32),
-        frequency_penalty=host.zeros(count, np.float32),
-        presence_penalty=host.zeros(count, np.float32),
-        has_bias=host.zeros(count, np.bool_),
-        has_mask=host.zeros(count, np.bool_),
-        seed=host.zeros((count, 2), np.uint32),
-        num_logprobs=host.full(count, -1, np.int32),
-        repetition=Repetition(
-            multiplier=host.zeros(count, np.float32),
-            base=host.ones(count, np.float32),
-            allowed_length=host.zeros(count, np.int32),
-            breakers=host.full((count, MAX_DRY_BREAKERS), -1, np.int32),
-            last_n=host.full(count, -1, np.int32),
-        )
-        if dry
-        else None,
-    )
-
-
 def make_tables(count: int, vocabulary: int, *, has_blocks: bool = False, drafts: int = 0) -> Tables:
     """No bias, everything allowed, no change of blocks (room for one a row), as host arrays. drafts: per row."""
     host: Any = np
@@ -247,19 +171,3 @@ def make_rows(
 def with_remaining(rows: Rows, slot: jax.Array, remaining: jax.Array) -> Rows:
     """The rows when that of `slot` may sample so many tokens more, scalars i32; all else is as it was."""
     return replace(rows, remaining=rows.remaining.at[slot].set(remaining))
-
-
-def remaining_after(token: jax.Array, remaining: jax.Array, stop_ids: jax.Array) -> jax.Array:
-    """Tokens left after sampling `token [N]`: one fewer, or none after a stop id or NO_CHOICE."""
-    stopped = jnp.any(token[:, None] == stop_ids, axis=1) | (token == NO_CHOICE)
-    return jnp.where(stopped, 0, remaining - 1)
-
-
-def pack_samples(token: jax.Array, logprob: jax.Array) -> jax.Array:
-    """Tokens and logprobs as one i32 `[2, N]`: one small copy to the host instead of two."""
-    return jnp.stack([token, jax.lax.bitcast_convert_type(logprob, jnp.int32)])
-
-
-def unpack_samples(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Host side of `pack_samples`: token ids i32 `[N]` (-1: it did not run; or NO_CHOICE), logprobs f32 `[N]`."""
-    return packed[0], packed[1].view(np.float32)

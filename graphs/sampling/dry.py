@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.row_state.rows import Repetition
+from xla_engine.graphs.row_state.sampling_fields import Repetition
 
 LONGEST = 64  # tokens of a match that are counted
 
@@ -28,7 +28,7 @@ def dry_penalties(tokens: jax.Array, length: jax.Array, rows: Repetition, vocabu
     column = jnp.arange(tokens.shape[0])[:, None]
     longest = jnp.zeros((vocabulary, tokens.shape[0]), jnp.int32)
     longest = longest.at[jnp.where(counts, following, vocabulary), column].max(matched, mode="drop")
-    penalised = (longest > 0) & (longest >= rows.allowed_length)
+    penalised = (longest > 0) & (longest >= rows.dry_allowed_length)
     return jnp.where(penalised, jnp.take_along_axis(_by_length(rows), longest, axis=0), 0.0)
 
 
@@ -37,11 +37,13 @@ def _by_length(rows: Repetition) -> jax.Array:
     are its own. Not above 1e30."""
 
     def step(penalty: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-        grown = jnp.where(length > rows.allowed_length, jnp.minimum(penalty * rows.base, 1e30), penalty)
+        grown = jnp.where(
+            length > rows.dry_allowed_length, jnp.minimum(penalty * rows.dry_base, 1e30), penalty
+        )
         return grown, grown
 
     lengths = jnp.arange(LONGEST + 1, dtype=jnp.int32)
-    return lax.scan(step, rows.multiplier, lengths)[1]
+    return lax.scan(step, rows.dry_multiplier, lengths)[1]
 
 
 def _matches(tokens: jax.Array, length: jax.Array, rows: Repetition) -> jax.Array:
@@ -59,10 +61,10 @@ def _matches(tokens: jax.Array, length: jax.Array, rows: Repetition) -> jax.Arra
         alike &= (jnp.roll(tokens, back, axis=1) == own) & (place >= back) & ~_breaks(own, rows)
         return back + 1, alike, matched + alike
 
-    alike = (place < end[:, None]) & (rows.multiplier > 0)[:, None]
+    alike = (place < end[:, None]) & (rows.dry_multiplier > 0)[:, None]
     return lax.while_loop(goes_on, look, (jnp.int32(0), alike, jnp.zeros(tokens.shape, jnp.int32)))[2]
 
 
 def _breaks(tokens: jax.Array, rows: Repetition) -> jax.Array:
     """Whether each of `tokens [N, K]` is a sequence breaker."""
-    return jnp.any(tokens[:, :, None] == rows.breakers[:, None], axis=2)
+    return jnp.any(tokens[:, :, None] == rows.dry_breakers[:, None], axis=2)

@@ -1,18 +1,22 @@
-"""What shifts logits before a token is chosen: bias, penalties, tokens that may not be chosen.
+"""What shifts logits before a token is chosen: bias, penalties, DRY, tokens that may not be chosen.
 
-Order: bias, repetition penalty, frequency penalty, presence penalty, DRY, then min_tokens and the mask, which forbid.
-Each is skipped in steps where no live row has it, and leaves the logits of other rows as they are.
+Their order is that of `STAGES`. Each is skipped in steps where no live row has it, and leaves the logits of other rows
+as they are.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.row_state.rows import SamplingRows, Tables
+from xla_engine.graphs.row_state.rows import Tables
+from xla_engine.graphs.row_state.sampling_fields import STAGES, SamplingRows
 from xla_engine.graphs.sampling.dry import dry_penalties
 
 
@@ -64,20 +68,14 @@ class SamplingContext:
 
 def wants_adjustment(rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Whether `adjust` would change the row, bool `[N]`."""
-    wanted = rows.has_bias | rows.has_mask | _is_penalised(rows) | (context.min_remaining > 0)
-    return context.live & (wanted if rows.repetition is None else wanted | _wants_dry(rows))
+    return context.live & functools.reduce(jnp.logical_or, (wanted for wanted, _ in _wanted(rows, context)))
 
 
 def adjust(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Logits `[V, N]` as the row's request wants them shifted; forbidden tokens have -inf."""
-    live = context.live
-    changes = [(rows.has_bias, _add_bias), (_is_penalised(rows), _penalise)]
-    if rows.repetition is not None:
-        changes.append((_wants_dry(rows), _apply_dry))
-    changes += [(context.min_remaining > 0, _forbid_stops), (rows.has_mask, _forbid_masked)]
-    for wanted, change in changes:
+    for wanted, change in _wanted(rows, context):
         logits = lax.cond(
-            jnp.any(live & wanted),
+            jnp.any(context.live & wanted),
             lambda x, wanted=wanted, change=change: change(x, rows, context, wanted),
             lambda x: x,
             logits,
@@ -85,13 +83,31 @@ def adjust(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> j
     return logits
 
 
-def _is_penalised(rows: SamplingRows) -> jax.Array:
+# (logits [V, N], rows, context, which want it [N]) -> logits
+Change = Callable[[jax.Array, SamplingRows, SamplingContext, jax.Array], jax.Array]
+
+
+class Adjustment(NamedTuple):
+    """What some stages do to logits. wanted: of which rows, bool `[N]`; None in an engine that has no such thing."""
+
+    wanted: Callable[[SamplingRows, SamplingContext], jax.Array | None]
+    change: Change
+
+
+def _wanted(rows: SamplingRows, context: SamplingContext) -> list[tuple[jax.Array, Change]]:
+    """The adjustments of this engine in their order, each with the rows that want it."""
+    # Stages of one adjustment follow each other.
+    in_order = dict.fromkeys(_ADJUSTMENTS[stage] for stage in STAGES if stage in _ADJUSTMENTS)
+    found = ((each.wanted(rows, context), each.change) for each in in_order)
+    return [(wanted, change) for wanted, change in found if wanted is not None]
+
+
+def _is_penalised(rows: SamplingRows, context: SamplingContext) -> jax.Array:
     return (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
 
 
-def _wants_dry(rows: SamplingRows) -> jax.Array:
-    assert rows.repetition is not None
-    return rows.repetition.multiplier > 0
+def _wants_dry(rows: SamplingRows, context: SamplingContext) -> jax.Array | None:
+    return None if rows.repetition is None else rows.repetition.dry_multiplier > 0
 
 
 def _apply_dry(
@@ -116,7 +132,7 @@ def _penalise(
     logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
 ) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, section 4.1) for prompt and output, the others for output alone."""
-    last_n = None if rows.repetition is None else rows.repetition.last_n
+    last_n = None if rows.repetition is None else rows.repetition.penalty_last_n
     output, seen = count_tokens(context, logits.shape[0], last_n)
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
     penalised = jnp.where(seen, repeated, logits)
@@ -165,3 +181,15 @@ def _forbid_masked(
     bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :, None]) & 1
     allowed = bits.reshape(-1, logits.shape[1])[: logits.shape[0]] != 0
     return jnp.where(allowed | ~wanted, logits, -jnp.inf)
+
+
+_PENALTIES = Adjustment(_is_penalised, _penalise)  # one count of tokens for all three
+_ADJUSTMENTS = {
+    "bias": Adjustment(lambda rows, _: rows.has_bias, _add_bias),
+    "repetition_penalty": _PENALTIES,
+    "frequency_penalty": _PENALTIES,
+    "presence_penalty": _PENALTIES,
+    "dry": Adjustment(_wants_dry, _apply_dry),
+    "min_tokens": Adjustment(lambda _, context: context.min_remaining > 0, _forbid_stops),
+    "mask": Adjustment(lambda rows, _: rows.has_mask, _forbid_masked),
+}

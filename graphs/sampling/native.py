@@ -2,7 +2,7 @@
 
 It shifts logits and chooses as the sampler in JAX does, by the same noise, but sums probabilities as whole numbers:
 where a draw or the edge of a nucleus falls between two tokens to the last bit, the two may differ. It also spares XLA
-most of what it compiles in a step: the sampler in JAX is four fifths of that (findings/061).
+most of what it compiles in a step: the sampler in JAX is four fifths of that (findings/sampler.md).
 """
 
 from __future__ import annotations
@@ -11,13 +11,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.graphs.row_state.packing import WORD, pack
-from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.row_state.sampling_fields import (
+    REPETITION_FIELDS,
+    SAMPLING_FIELDS,
+    RowField,
+    SamplingRows,
+)
 from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
+from xla_engine.graphs.sampling.sampled import Sampled, shapes
 
 SAMPLE, LOGPROBS = "xla_engine_sample", "xla_engine_logprobs"
+
+# What C++ knows of a row beside the sampling table: of `SamplingContext`.
+_PLACES: dict[str, type[np.generic]] = {
+    "live": np.bool_,
+    "slot": np.int32,
+    "length": np.int32,
+    "prompt_length": np.int32,
+    "min_remaining": np.int32,
+    "draft": np.int32,
+}
+_CPP_TYPES = {np.bool_: "uint32_t", np.uint32: "uint32_t", np.int32: "int32_t", np.float32: "float"}
+_HEADER = """// Generated from the sampling table by `python -m xla_engine.graphs.sampling.native`. Do not edit.
+
+#pragma once
+
+#include <cstdint>
+
+namespace xla_engine {
+
+// One row as graphs/sampling/native.py packs it; behind it are its stop ids and its sequence breakers, padded with -1.
+struct RowFields {
+%s};
+
+}  // namespace xla_engine
+"""
 
 
 def native_sample(
@@ -28,12 +58,10 @@ def native_sample(
     *,
     processed_logprobs: bool,
     isa: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Sampled:
     """What `graphs.sampling.sampler.sample` gives; zeros for rows not live. isa: whose library serves."""
     count, by_row = position.shape[0], isinstance(logits, ByRow)
-    call = jax.ffi.ffi_call(
-        f"{SAMPLE}_{isa}", (jax.ShapeDtypeStruct((count,), jnp.int32), *_logprobs_of(count))
-    )
+    call = jax.ffi.ffi_call(f"{SAMPLE}_{isa}", tuple(shapes(count)))
     none, no_words = jnp.zeros(0, jnp.int32), jnp.zeros(0, WORD)
     wide = [none, none, none, jnp.zeros(0, jnp.float32), no_words, no_words]
     if context is not None:
@@ -46,68 +74,68 @@ def native_sample(
             tables.mask,
             no_words if context.draft is None or tables.draft_masks is None else tables.draft_masks,
         ]
-    token, logprob, top = call(
+    found = call(
         logits.values if isinstance(logits, ByRow) else logits,
-        pack(_fields(rows, position, context)),
+        _words(rows, position, context),
         *wide,
         processed=processed_logprobs,
         adjusts=context is not None,
         stops=np.int64(0 if context is None else context.stop_ids.shape[1]),
         by_row=by_row,
     )
-    return token, logprob, top
+    return Sampled(*found)
 
 
-def _fields(
-    rows: SamplingRows, position: jax.Array, context: SamplingContext | None
-) -> tuple[jax.Array, ...]:
-    """What C++ knows of each row, in the order of `RowFields` (`native/adjust.h`), then its stop ids and breakers."""
+def _words(rows: SamplingRows, position: jax.Array, context: SamplingContext | None) -> jax.Array:
+    """What C++ knows of each row, u32 `[N, W]`: `RowFields` (`native/row_fields.h`), its stop ids, its breakers."""
     none = jnp.zeros_like(position)
-    every = jnp.ones_like(position, bool)
-    repetition = rows.repetition
-    return (
-        every if context is None else context.live,
-        position,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        rows.seed,
-        rows.num_logprobs,
-        *((none,) * 4 if context is None else _places(context)),
-        none if context is None or context.draft is None else context.draft,
-        rows.has_bias,
-        rows.has_mask,
-        rows.repetition_penalty,
-        rows.frequency_penalty,
-        rows.presence_penalty,
-        *(
-            (none, none, none, none - 1)
-            if repetition is None
-            else (repetition.multiplier, repetition.base, repetition.allowed_length, repetition.last_n)
-        ),
-        *(() if context is None else (context.stop_ids,)),
-        *(() if repetition is None else (repetition.breakers,)),
+    if context is None:
+        places = [jnp.ones_like(position, bool), *[none] * (len(_PLACES) - 1)]
+    else:
+        places = [none if (found := getattr(context, name)) is None else found for name in _PLACES]
+    given = rows.repetition
+    return pack(
+        (
+            position,
+            *places,
+            *(getattr(rows, name) for name in SAMPLING_FIELDS),
+            *(
+                jnp.full_like(none, line.neutral, line.dtype) if given is None else getattr(given, name)
+                for name, line in _repetition_scalars().items()
+            ),
+            *(() if context is None else (context.stop_ids,)),
+            *(() if given is None else (given.dry_breakers,)),
+        )
     )
 
 
-def _places(context: SamplingContext) -> tuple[jax.Array, ...]:
-    return context.slot, context.length, context.prompt_length, context.min_remaining
+def _repetition_scalars() -> dict[str, RowField]:
+    return {name: line for name, line in REPETITION_FIELDS.items() if not line.shape}
+
+
+def row_fields_header() -> str:
+    """The text of `native/row_fields.h`."""
+    fields = {"position": RowField(np.int32, 0)} | {
+        name: RowField(dtype, 0) for name, dtype in _PLACES.items()
+    }
+    fields |= SAMPLING_FIELDS | _repetition_scalars()
+    return _HEADER % "".join(
+        f"  {_CPP_TYPES[line.dtype]} {name}{''.join(f'[{size}]' for size in line.shape)};\n"
+        for name, line in fields.items()
+    )
 
 
 def native_logprobs(
     logits: Logits, token: jax.Array, wanted: jax.Array, isa: str
 ) -> tuple[jax.Array, jax.Array]:
     """`graphs.sampling.logprobs.logprobs` in C++; a row that wants none has zeros."""
-    call = jax.ffi.ffi_call(f"{LOGPROBS}_{isa}", _logprobs_of(token.shape[0]))
+    given = shapes(token.shape[0])
+    call = jax.ffi.ffi_call(f"{LOGPROBS}_{isa}", (given.logprob, given.top))
     by_row = isinstance(logits, ByRow)
     values = logits.values if isinstance(logits, ByRow) else logits
     logprob, top = call(values, token, wanted, by_row=by_row)
     return logprob, top
 
 
-def _logprobs_of(count: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    return (
-        jax.ShapeDtypeStruct((count,), jnp.float32),
-        jax.ShapeDtypeStruct((1 + 2 * MAX_LOGPROBS, count), jnp.int32),
-    )
+if __name__ == "__main__":
+    print(row_fields_header(), end="")

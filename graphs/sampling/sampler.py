@@ -1,16 +1,14 @@
 """From logits to one token per row. Logits are vocabulary-major here, float32 `[V, N]`; C++ takes them by row as well.
 
-Order: adjustments (`graphs.sampling.logits_processors`), temperature, min-p, top-k, top-p, draw. Each row is a
-function of its own logits, parameters, history, seed and position; `lax.cond` only decides whether work that no row
-wants is skipped, never what a row gets.
+The stages are `STAGES` of `graphs.row_state.sampling_fields`; the first are adjustments
+(`graphs.sampling.logits_processors`). Each row is a function of its own logits, parameters, history, seed and
+position; `lax.cond` only decides whether work that no row wants is skipped, never what a row gets.
 
 The draw inverts the cumulative distribution in vocabulary order with one uniform number per row, keyed by (seed,
-position): a quarter of the cost of Gumbel noise over the whole vocabulary (findings/004).
+position): a quarter of the cost of Gumbel noise over the whole vocabulary (findings/sampler.md).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +25,14 @@ from xla_engine.graphs.ops.reductions import (
     per_column,
     take_group,
 )
-from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows
+from xla_engine.graphs.row_state.rows import NO_CHOICE
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust, wants_adjustment
 from xla_engine.graphs.sampling.logprobs import logprobs
 from xla_engine.graphs.sampling.native import native_sample
+from xla_engine.graphs.sampling.sampled import Sampled
 from xla_engine.graphs.sampling.truncation import threshold
-
-
-class Sampled(NamedTuple):
-    """One token per row. token: i32 `[N]`. logprob: f32 `[N]`. top: see `graphs.sampling.logprobs.logprobs`."""
-
-    token: jax.Array
-    logprob: jax.Array
-    top: jax.Array
 
 
 def sample(
@@ -62,7 +54,7 @@ def sample(
     """
     if native is not None:
         given = logits, rows, position, context
-        return Sampled(*native_sample(*given, processed_logprobs=processed_logprobs, isa=native))
+        return native_sample(*given, processed_logprobs=processed_logprobs, isa=native)
     assert not isinstance(logits, ByRow)
     live = jnp.ones(position.shape, bool) if context is None else context.live
     random = live & (rows.temperature > 0)

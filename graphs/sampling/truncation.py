@@ -15,7 +15,7 @@ from jax import lax
 from xla_engine.graphs.ops.fixed_order_sums import sum_first
 from xla_engine.graphs.ops.reductions import as_columns, as_rows, cumulative, largest, per_column, total
 from xla_engine.graphs.ops.top_k import from_ordered_bits, ordered_bits
-from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 
 _CANDIDATES = 128  # most likely tokens among which top-k and top-p are looked for first
 _GROUP = 8  # rows that are bisected together on a CPU

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
 from xla_engine.graphs.lora.products import with_adapters
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.rows import Rows, Tables, pack_samples, remaining_after
-from xla_engine.graphs.sampling.logits_processors import SamplingContext
-from xla_engine.graphs.sampling.sampler import sample
+from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 
 
 def decode_step(
@@ -71,35 +71,29 @@ def decode_step(
         return out
 
     products = (spec.products or WEIGHT_LEFT).for_rows(live)
-    hidden = model.hidden(rows.token, attend, with_adapters(products, rows.adapter))
+    *_, hidden = model.hidden(rows.token, Call(attend, with_adapters(products, rows.adapter)))
     logits = model.logits(hidden, products)
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
-    history = rows.remember(every, rows.length, rows.token, live)
-    context = SamplingContext(
+    rows = replace(rows, history=rows.remember(every, rows.length, rows.token, live))
+    at = SampledRows(
         live=live,
         slot=every,
-        length=rows.length + 1,
+        position=rows.length + 1,
         prompt_length=rows.prompt_length,
         min_remaining=rows.min_remaining,
         stop_ids=rows.stop_ids,
-        history=history,
-        tables=tables,
-        block_tables=rows.block_tables,
+        sampling=rows.sampling,
     )
-    token, logprob, top = sample(
-        logits,
-        rows.sampling,
-        rows.length + 1,
-        context,
-        processed_logprobs=processed_logprobs,
-        native=spec.isa,
-    )
-    advanced = dataclasses.replace(
+    sampled = sample_rows(logits, at, rows, tables, native=spec.isa, processed=processed_logprobs)
+    advanced = advance(
         rows,
-        token=jnp.where(live, token, rows.token),
-        length=jnp.where(live, rows.length + 1, rows.length),
-        remaining=jnp.where(live, remaining_after(token, rows.remaining, rows.stop_ids), rows.remaining),
-        min_remaining=jnp.where(live, jnp.maximum(rows.min_remaining - 1, 0), rows.min_remaining),
-        history=history,
+        lambda leaf, new: jnp.where(live, new, leaf),
+        token=sampled.token,
+        length=at.position,
+        ended=ends(sampled.token, rows.stop_ids),
+        emitted=1,
+        remaining=rows.remaining,
+        min_remaining=rows.min_remaining,
     )
-    return updated, advanced, pack_samples(jnp.where(live, token, -1), logprob), top
+    told = sampled._replace(token=jnp.where(live, sampled.token, -1))
+    return updated, advanced, told.packed(), told.top

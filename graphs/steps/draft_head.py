@@ -8,7 +8,8 @@ and has no guess before the next verify step. Which layer that is: `graphs.steps
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,11 +20,12 @@ from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT, Products
 from xla_engine.graphs.model.decoder import Decoder, ModelSpec
+from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import Rows, Tables
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.guess import asks, draw, proposed
-from xla_engine.graphs.steps.prefill import Lanes, Residual, behind_last, through_layers
+from xla_engine.graphs.steps.prefill import Lanes, behind_last, through_layers
 from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify_rows
 
 
@@ -35,8 +37,8 @@ class Head(Protocol):
         there, f32 `[N, ...]`, as `HeadForm.taps` says. used: which are read, bool `[N]`."""
         ...
 
-    def over(self, hidden: jax.Array) -> Residual:
-        """The layer over `hidden f32 [N, D]`, as `through_layers` takes a model."""
+    def over(self, before: jax.Array, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
+        """As `Decoder.hidden`: the layer over `before f32 [N, D]` and the tokens `[N]` behind it."""
         ...
 
     def onward(self, x: jax.Array) -> jax.Array:
@@ -117,10 +119,10 @@ def guess_and_verify(
     ) -> tuple[KVCache, jax.Array]:
         """Feed lanes `[P, T]` with `hidden f32 [P T, D]`; returns also what becomes of each one's last `[P, D]`."""
         fed = Extents(slot, start, count)
-        cache, x = through_layers(
-            form.layer, key_length, head.over(hidden), own_rope, cache, slots, tokens, fed
+        cache, streams = through_layers(
+            form.layer, key_length, functools.partial(head.over, hidden), own_rope, cache, slots, tokens, fed
         )
-        return cache, behind_last(x, count)
+        return cache, behind_last(streams[-1], count)
 
     def one(
         held: tuple[KVCache, jax.Array], token: jax.Array, position: jax.Array, going: jax.Array
@@ -188,7 +190,7 @@ def read_prompts(
     fed = jnp.maximum(count - fresh, 0)
     slots = replace(rows, block_tables=None)
     at = Extents(slot, jnp.maximum(start - 1, 0), fed)
-    over = head.over(given.reshape(number * width, -1))
+    over = functools.partial(head.over, given.reshape(number * width, -1))
     cache, _ = through_layers(form.layer, key_length, over, own_rope, state.cache, slots, tokens, at)
     goes_on = jnp.concatenate([follows[1:], jnp.zeros(1, bool)])
     target = targets(slot, (count > 0) & ~goes_on, len(state.begin))

@@ -117,11 +117,11 @@ def _guess(
     ) -> tuple[DraftState, jax.Array]:
         """Feed lanes `[P, T]`; returns also the residual stream behind each one's last token `[P, D]`."""
         at = Extents(slot, start, count)
-        cache, hidden = through_layers(spec, key_length, model, rope, state.cache, own, fed, at)
+        cache, streams = through_layers(spec, key_length, model.hidden, rope, state.cache, own, fed, at)
         offset = jnp.arange(fed.shape[1], dtype=jnp.int32)
         record = replace(own, history=state.tokens)
         tokens = record.remember(slot[:, None], start[:, None] + offset, fed, offset < count[:, None])
-        return DraftState(cache, tokens), behind_last(hidden, count)
+        return DraftState(cache, tokens), behind_last(streams[-1], count)
 
     def is_behind(carry: _Round) -> jax.Array:
         number, _, _, behind, _ = carry

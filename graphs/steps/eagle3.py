@@ -10,6 +10,7 @@ read in vLLM's `llama_eagle3.py` and SafeAILab/EAGLE's `cnets.py`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.products import ROWS_LEFT, Norm, Products, looked_up
-from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
+from xla_engine.graphs.model.decoder import Decoder, ModelSpec
+from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.steps.draft_head import HeadForm
@@ -73,8 +75,16 @@ class _Eagle3Head:
         products = self.layer.products or ROWS_LEFT
         return products.for_rows(used).linear(self.weights.fuse, seen)
 
-    def over(self, hidden: jax.Array) -> _Over:
-        return _Over(self, hidden)
+    def over(self, before: jax.Array, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
+        weights, config, products = self.weights, self.config, call.products
+        token = rms_norm(self.embedded(tokens), weights.token_norm, config.rms_norm_eps)
+        normed = rms_norm(before, weights.hidden_norm, config.rms_norm_eps)
+        residual = normed if self.norm_before_residual else before
+        qkv = products.linear(weights.qkv, jnp.concatenate([token, normed], axis=1))
+        x = products.linear(weights.output, call.attend(0, qkv, AttentionWeights()), residual=residual)
+        norm = Norm(weights.mlp_norm, config.rms_norm_eps)
+        inner = products.gated(weights.gate_up, x, norm=norm, activation=config.hidden_act)
+        yield products.linear(weights.down, inner, residual=x)
 
     def onward(self, x: jax.Array) -> jax.Array:
         return x
@@ -97,22 +107,3 @@ class _Eagle3Head:
         at = every.at[:, ids] if by_row else every.at[ids]
         whole = at.set(some, unique_indices=True, mode="promise_in_bounds")
         return ByRow(whole) if by_row else whole
-
-
-@dataclass(frozen=True, slots=True)
-class _Over:
-    """The layer over `before f32 [N, D]`, as `through_layers` takes a model."""
-
-    head: _Eagle3Head
-    before: jax.Array
-
-    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
-        weights, config = self.head.weights, self.head.config
-        token = rms_norm(self.head.embedded(tokens), weights.token_norm, config.rms_norm_eps)
-        normed = rms_norm(self.before, weights.hidden_norm, config.rms_norm_eps)
-        residual = normed if self.head.norm_before_residual else self.before
-        qkv = products.linear(weights.qkv, jnp.concatenate([token, normed], axis=1))
-        x = products.linear(weights.output, attend(0, qkv, AttentionWeights()), residual=residual)
-        norm = Norm(weights.mlp_norm, config.rms_norm_eps)
-        inner = products.gated(weights.gate_up, x, norm=norm, activation=config.hidden_act)
-        return products.linear(weights.down, inner, residual=x)

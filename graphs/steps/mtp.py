@@ -5,6 +5,7 @@ It takes what stands behind the model's last norm, and shares embedding and outp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.linear.products import Products
-from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
+from xla_engine.graphs.model.decoder import Decoder, ModelSpec
+from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.draft_head import HeadForm
@@ -49,27 +51,15 @@ class _MtpHead:
         del used
         return self.model.normed(seen)
 
-    def over(self, hidden: jax.Array) -> _Joined:
-        return _Joined(self.layer, self.weights, hidden)
+    def over(self, before: jax.Array, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
+        eps = self.layer.config.rms_norm_eps
+        token = rms_norm(self.layer.embedded(tokens, call.products), self.weights.token_norm, eps)
+        before = rms_norm(before, self.weights.hidden_norm, eps)
+        x = call.products.linear(self.weights.join, jnp.concatenate([token, before], axis=1))
+        return self.layer.through(x, call)
 
     def onward(self, x: jax.Array) -> jax.Array:
         return self.layer.normed(x)
 
     def logits(self, x: jax.Array, products: Products) -> Logits:
         return self.layer.logits(x, products)
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """The layer over `before f32 [N, D]`, as `through_layers` takes a model."""
-
-    layer: Decoder
-    weights: MtpWeights
-    before: jax.Array
-
-    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
-        eps = self.layer.config.rms_norm_eps
-        token = rms_norm(self.layer.embedded(tokens, products), self.weights.token_norm, eps)
-        before = rms_norm(self.before, self.weights.hidden_norm, eps)
-        x = products.linear(self.weights.join, jnp.concatenate([token, before], axis=1))
-        return [*self.layer.through(x, attend, products)][-1]

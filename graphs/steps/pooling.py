@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_engine.graphs.config import LAST
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 
-LAST, MEAN = "LAST", "MEAN"  # vLLM's names
-POOLING_TYPES = (LAST, MEAN)
 _GROUP = 16  # positions that are added up here; the host adds the groups, in order
 
 

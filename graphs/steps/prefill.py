@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,16 @@ from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights,
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, Pending, delta_prefill, delta_verify
 from xla_engine.graphs.kv_cache.cache import places
 from xla_engine.graphs.kv_cache.types import KVCache
-from xla_engine.graphs.linear.products import ROWS_LEFT, Products
+from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.lora.products import with_adapters
-from xla_engine.graphs.model.decoder import Attend, Decoder, ModelSpec
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
-from xla_engine.graphs.row_state.rows import Rows, SamplingRows, Tables, pack_samples, remaining_after
-from xla_engine.graphs.sampling.logits_processors import SamplingContext
-from xla_engine.graphs.sampling.sampler import sample
+from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows
+from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
+
+Hidden = Callable[[jax.Array, Call], Iterator[jax.Array]]  # as `Decoder.hidden`
 
 
 @jax.tree_util.register_dataclass
@@ -86,11 +89,10 @@ def prefill_chunk(
     model = spec.merge(weights)
     products = spec.products or ROWS_LEFT
     at = Extents(lanes.slot, lanes.start, lanes.count)
-    watched = Watched(model, None if lanes.whole is None else _read(lanes))
-    updated, hidden = through_layers(
+    updated, streams = through_layers(
         spec,
         key_length,
-        watched,
+        model.hidden,
         rope,
         cache,
         rows,
@@ -98,76 +100,35 @@ def prefill_chunk(
         at,
         clears=True,
         adapter=lanes.adapter,
-    )  # [P * T, D]
-    final = behind_last(hidden, lanes.count)
+        read=None if lanes.whole is None else _read(lanes),
+    )
+    final = behind_last(streams[-1], lanes.count)
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
     logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # of head_rows
     rows = _remember(rows, lanes)
-    context = SamplingContext(
-        live=widen(lanes.is_last),
-        slot=widen(lanes.slot),
-        length=widen(length),
-        prompt_length=widen(lanes.prompt_length),
-        min_remaining=widen(lanes.min_tokens),
-        stop_ids=widen(lanes.stop_ids),
-        history=rows.history,
-        tables=tables,
-        block_tables=rows.block_tables,
+    last = SampledRows(
+        live=lanes.is_last,
+        slot=lanes.slot,
+        position=length,
+        prompt_length=lanes.prompt_length,
+        min_remaining=lanes.min_tokens,
+        stop_ids=lanes.stop_ids,
+        sampling=lanes.sampling,
     )
-    sampling = jax.tree.map(widen, lanes.sampling)
-    sampled = sample(
-        logits,
-        sampling,
-        widen(length),
-        context,
-        processed_logprobs=processed_logprobs,
-        native=spec.isa,
+    sampled = sample_rows(
+        logits, jax.tree.map(widen, last), rows, tables, native=spec.isa, processed=processed_logprobs
     )
-    token, logprob, top = sampled.token[:count], sampled.logprob[:count], sampled.top[:, :count]
-    armed = _arm(rows, lanes, token, length)
-    return (
-        updated,
-        armed,
-        pack_samples(jnp.where(lanes.is_last, token, -1), logprob),
-        top,
-        hidden,
-        *watched.at(taps),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A decoder in one graph, which tells what stood before its layers.
-
-    read: its rows that are read, bool `[N]`: what follows the last attention is for them alone. None: all are.
-    before: the residual stream before each layer, and behind the last, when `hidden` has run.
-    """
-
-    decoder: Decoder
-    read: jax.Array | None = None
-    before: list[jax.Array] = field(default_factory=list)
-
-    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array:
-        embedded = self.decoder.embedded(tokens, products)
-        self.before.extend(self.decoder.through(embedded, attend, products, self.read))
-        return self.before[-1]
-
-    def at(self, taps: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        """What stood before the layers `taps`, side by side: one array `[N, taps * D]`, or none."""
-        return (jnp.concatenate([self.before[tap] for tap in taps], axis=1),) if taps else ()
-
-
-class Residual(Protocol):
-    """A `Decoder`, or what computes the residual stream in its way."""
-
-    def hidden(self, tokens: jax.Array, attend: Attend, products: Products) -> jax.Array: ...
+    sampled = jax.tree.map(lambda leaf: leaf[..., :count], sampled)
+    told = sampled._replace(token=jnp.where(lanes.is_last, sampled.token, -1))
+    armed = _arm(rows, lanes, sampled.token, length)
+    return updated, armed, told.packed(), told.top, streams[-1], *tapped(streams, taps)
 
 
 def through_layers(
     spec: ModelSpec,
     key_length: int,
-    model: Residual,
+    hidden: Hidden,
     rope: jax.Array,
     cache: KVCache,
     rows: Rows,
@@ -177,13 +138,15 @@ def through_layers(
     clears: bool = False,
     pending: dict[int, Pending] | None = None,
     adapter: jax.Array | None = None,
-) -> tuple[KVCache, jax.Array]:
+    read: jax.Array | None = None,
+) -> tuple[KVCache, list[jax.Array]]:
     """Feed `lanes` of `tokens i32 [P, T]` through all layers.
 
     clears (static): a lane may begin its slot anew; otherwise none does.
     pending: takes, by store, what lanes bring to recurrent layers, whose state then stays as it is; None: it changes.
     adapter: i32 `[P]`, as in `Rows`; None: none.
-    Returns the cache, and the residual stream behind the last layer f32 `[P * T, D]`.
+    read: the rows that are read behind the last layer, bool `[P * T]`; None: all.
+    Returns the cache, and the residual stream before each layer and behind the last, f32 `[P * T, D]`.
     """
     (slot, start, count), width, where = lanes, tokens.shape[1], places(spec)
     position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
@@ -224,8 +187,12 @@ def through_layers(
     products = spec.products or ROWS_LEFT
     used = (jnp.arange(width, dtype=jnp.int32) < count[:, None]).reshape(-1)
     products = with_adapters(products.for_rows(used), adapter)
-    hidden = model.hidden(tokens.reshape(-1), attend, products)
-    return updated, hidden
+    return updated, [*hidden(tokens.reshape(-1), Call(attend, products, read))]
+
+
+def tapped(streams: Sequence[jax.Array], taps: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """What stands before the layers `taps`, side by side: one array `[N, taps * D]`, or none."""
+    return (jnp.concatenate([streams[tap] for tap in taps], axis=1),) if taps else ()
 
 
 def _read(lanes: Lanes) -> jax.Array:
@@ -262,14 +229,20 @@ def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
     def armed(row: jax.Array, new: jax.Array) -> jax.Array:
         return put(row, target, new)
 
-    return dataclasses.replace(
+    rows = dataclasses.replace(
         rows,
-        token=armed(rows.token, token),
-        length=armed(rows.length, length),
-        remaining=armed(rows.remaining, remaining_after(token, lanes.max_tokens, lanes.stop_ids)),
-        min_remaining=armed(rows.min_remaining, jnp.maximum(lanes.min_tokens - 1, 0)),
         stop_ids=armed(rows.stop_ids, lanes.stop_ids),
         prompt_length=armed(rows.prompt_length, lanes.prompt_length),
         sampling=jax.tree.map(armed, rows.sampling, lanes.sampling),
         adapter=jax.tree.map(armed, rows.adapter, lanes.adapter),
+    )
+    return advance(
+        rows,
+        armed,
+        token=token,
+        length=length,
+        ended=ends(token, lanes.stop_ids),
+        emitted=1,
+        remaining=lanes.max_tokens,
+        min_remaining=lanes.min_tokens,
     )

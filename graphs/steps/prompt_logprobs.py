@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: a program of its own, run after a prefill call whose prompts asked for them."""
+"""Log-probabilities of prompt tokens, and whole rows of logits: programs that run after a prefill call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jax import lax
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
+from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logprobs import TopLogprobs, logprobs, unpack_top_logprobs
 
 
@@ -25,9 +26,7 @@ def prompt_logprobs(
     """
     model = spec.merge(weights)
     count = target.shape[0]
-    missing = -count % head_rows
-    hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, head_rows, hidden.shape[1])
-    target = jnp.pad(target, (0, missing), constant_values=-1).reshape(-1, head_rows)
+    hidden, target = _in_groups(head_rows, hidden, target)
     nothing = jnp.zeros((head_rows, 2 + 2 * MAX_LOGPROBS), jnp.int32)
 
     def compute(hidden: jax.Array, target: jax.Array) -> jax.Array:
@@ -41,6 +40,33 @@ def prompt_logprobs(
         return lax.cond(jnp.any(each[1] >= 0), compute, lambda *_: nothing, *each)
 
     return lax.map(group, (hidden, target)).reshape(-1, nothing.shape[1])[:count]
+
+
+def prompt_logits(
+    spec: ModelSpec, head_rows: int, weights: list[jax.Array], hidden: jax.Array, target: jax.Array
+) -> jax.Array:
+    """The logits behind `prompt_logprobs`, of the same arguments: f32 `[N, V]`, zero where the target is -1."""
+    model = spec.merge(weights)
+    count = target.shape[0]
+    hidden, target = _in_groups(head_rows, hidden, target)
+    nothing = jnp.zeros((head_rows, spec.config.vocab_size), jnp.float32)
+
+    def compute(hidden: jax.Array, target: jax.Array) -> jax.Array:
+        asked = target >= 0
+        logits = model.logits(hidden, (spec.products or WEIGHT_LEFT).for_rows(asked))
+        return jnp.where(asked[:, None], logits.values if isinstance(logits, ByRow) else logits.T, 0)
+
+    def group(each: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return lax.cond(jnp.any(each[1] >= 0), compute, lambda *_: nothing, *each)
+
+    return lax.map(group, (hidden, target)).reshape(-1, nothing.shape[1])[:count]
+
+
+def _in_groups(rows: int, hidden: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in groups of `rows`, padded: `[G, rows, D]`, `[G, rows]`."""
+    missing = -target.shape[0] % rows
+    hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, rows, hidden.shape[1])
+    return hidden, jnp.pad(target, (0, missing), constant_values=-1).reshape(-1, rows)
 
 
 def unpack_prompt_logprobs(packed: np.ndarray, wanted: int) -> tuple[float, TopLogprobs]:

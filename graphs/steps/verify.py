@@ -20,10 +20,9 @@ from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
-from xla_engine.graphs.row_state.rows import NO_CHOICE, NOT_KEPT, Rows, Tables, pack_samples
-from xla_engine.graphs.sampling.logits_processors import SamplingContext
-from xla_engine.graphs.sampling.sampler import sample
-from xla_engine.graphs.steps.prefill import Watched, through_layers
+from xla_engine.graphs.row_state.rows import NOT_KEPT, Rows, Tables
+from xla_engine.graphs.steps.prefill import tapped, through_layers
+from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 
 LOOKUP = (4, 3, 2)  # tokens at a row's end that are looked for further up, the longest first
 
@@ -125,73 +124,54 @@ def verify_rows(
     used = place < fed[:, None]  # [P, W]
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
     pending: dict[int, Pending] | None = {} if width > 1 else None  # the only token of a row always stays
-    at, adapter = Extents(slot, length, fed), None if rows.adapter is None else rows.adapter[slot]
-    watched = Watched(model)
-    updated, hidden = through_layers(
-        spec, key_length, watched, rope, cache, rows, tokens, at, pending=pending, adapter=adapter
+    extents, adapter = Extents(slot, length, fed), None if rows.adapter is None else rows.adapter[slot]
+    updated, streams = through_layers(
+        spec, key_length, model.hidden, rope, cache, rows, tokens, extents, pending=pending, adapter=adapter
     )
-    logits = model.logits(hidden, products.for_rows(used.reshape(-1)))  # of P * W rows
+    logits = model.logits(streams[-1], products.for_rows(used.reshape(-1)))  # of P * W rows
     position = length[:, None] + place  # of the tokens fed, [P, W]
-    history = rows.remember(slot[:, None], position, tokens, used)
+    rows = replace(rows, history=rows.remember(slot[:, None], position, tokens, used))
 
     def spread(lane: jax.Array) -> jax.Array:
         return jnp.repeat(lane, width, axis=0)
 
-    next_position = (position + 1).reshape(-1)
-    context = SamplingContext(
+    at = SampledRows(
         live=used.reshape(-1),
         slot=spread(slot),
-        length=next_position,
+        position=(position + 1).reshape(-1),
         prompt_length=spread(rows.prompt_length[slot]),
         min_remaining=(rows.min_remaining[slot][:, None] - place).reshape(-1),
         stop_ids=spread(stop_ids),
-        history=history,
-        tables=tables,
-        block_tables=rows.block_tables,
+        sampling=jax.tree.map(lambda leaf: spread(leaf[slot]), rows.sampling),
         draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1) if width > 1 else None,
     )
-    sampling = jax.tree.map(lambda leaf: spread(leaf[slot]), rows.sampling)
-    sampled = sample(
-        logits,
-        sampling,
-        next_position,
-        context,
-        processed_logprobs=processed,
-        native=spec.isa,
-    )
+    sampled = sample_rows(logits, at, rows, tables, native=spec.isa, processed=processed)
 
     token = sampled.token.reshape(lanes, width)
     right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]
-    ends = jnp.any(token[:, :, None] == stop_ids[:, None], axis=2) | (token == NO_CHOICE)
+    last = ends(token, stop_ids[:, None])
     # A token is emitted if every draft before it is right and no token before it is the row's last.
-    goes_on = jnp.cumprod((right & ~ends[:, :-1]).astype(jnp.int32), axis=1)
+    goes_on = jnp.cumprod((right & ~last[:, :-1]).astype(jnp.int32), axis=1)
     emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
     for store, brought in (pending or {}).items():
         state, native = updated[store], spec.native_state
         assert isinstance(state, DeltaState) and native is not None
         updated[store] = delta_commit(state, brought, slot=slot, count=emitted, native=native)
     final = jnp.maximum(emitted - 1, 0)[:, None]
-    last = jnp.take_along_axis(token, final, axis=1)[:, 0]
-    stopped = jnp.take_along_axis(ends, final, axis=1)[:, 0]
-
     target = targets(slot, live, len(rows.token))
-    advanced = replace(
+    advanced = advance(
         rows,
-        token=put(rows.token, target, last),
-        length=put(rows.length, target, length + emitted),
-        remaining=put(rows.remaining, target, jnp.where(stopped, 0, remaining - emitted)),
-        min_remaining=put(rows.min_remaining, target, jnp.maximum(rows.min_remaining[slot] - emitted, 0)),
-        history=history,
+        lambda leaf, new: put(leaf, target, new),
+        token=jnp.take_along_axis(token, final, axis=1)[:, 0],
+        length=length + emitted,
+        ended=jnp.take_along_axis(last, final, axis=1)[:, 0],
+        emitted=emitted,
+        remaining=remaining,
+        min_remaining=rows.min_remaining[slot],
     )
     rejected = jnp.where(used, NOT_KEPT, -1)
-    told = jnp.where(place < emitted[:, None], token, rejected).reshape(-1)
-    return (
-        updated,
-        advanced,
-        pack_samples(told, sampled.logprob),
-        sampled.top,
-        next(iter(watched.at(taps)), hidden),
-    )
+    told = sampled._replace(token=jnp.where(place < emitted[:, None], token, rejected).reshape(-1))
+    return updated, advanced, told.packed(), told.top, next(iter(tapped(streams, taps)), streams[-1])
 
 
 def _drafts(

@@ -49,7 +49,7 @@ class KVAllocator:
 
     def enter(self, state: RequestState) -> None:
         """Give a request a slot, and its blocks where slots borrow them."""
-        state.tenancy, state.holds_slot = self._choose_slot(state), True
+        state.occupancy, state.holds_slot = self._choose_slot(state), True
         if self.blocks is not None:
             self.blocks.enter(state)
 
@@ -61,7 +61,7 @@ class KVAllocator:
 
     def go_on(self, state: RequestState, step: int) -> Continuation:
         """Give a request that had ended its slot again, with what it holds."""
-        state.tenancy, state.holds_slot = self.slots.acquire(state.slot.index), True
+        state.occupancy, state.holds_slot = self.slots.acquire(state.slot.index), True
         state.goes_on = False
         if self.blocks is not None:
             self.blocks.go_on(state)
@@ -97,12 +97,12 @@ class KVAllocator:
 
     def retain(self, state: RequestState) -> None:
         """Let the cache find what a request has left in its slot, if it had one."""
-        if self.cache is not None and state.tenancy is not None:
+        if self.cache is not None and state.occupancy is not None:
             self.cache.end(state)
 
     def discard(self, state: RequestState) -> None:
         """Let the cache forget what a request has left in its slot: it may be no numbers."""
-        if self.cache is not None and state.tenancy is not None:
+        if self.cache is not None and state.occupancy is not None:
             self.cache.discard(state)
 
     def used(self, index: int, step: int) -> None:

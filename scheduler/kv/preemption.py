@@ -145,8 +145,8 @@ class Preemption:
     def grow(self, others: Iterable[RequestState], step: int) -> list[Decision]:
         """Give rows the blocks that they write to in `step`, the first in line first; the last in line makes room.
 
-        others: host-gated and speculating requests that decode in `step`. `scheduler.kv.block_manager` says how long a
-        request waits at most.
+        others: constrained and speculating requests that decode in `step`. `scheduler.kv.block_manager` says how long
+            a request waits at most.
         """
         blocks, taken = self._kv.blocks, []
         assert blocks is not None

@@ -23,12 +23,12 @@ _HOLDERS_COMPARED = 4  # of one block, for what follows it
 
 @dataclass(slots=True)
 class _Content:
-    """`tokens[:length]` are in the slot, written under `tenancy`; `keys` are those of its whole blocks."""
+    """`tokens[:length]` are in the slot, written under `occupancy`; `keys` are those of its whole blocks."""
 
     tokens: Sequence[int] = ()
     length: int = 0
     keys: tuple[bytes, ...] = ()
-    tenancy: Slot | None = None
+    occupancy: Slot | None = None
 
 
 class SlotPrefixCache:
@@ -90,7 +90,7 @@ class SlotPrefixCache:
     def begin(self, state: RequestState, length: int) -> None:
         """Let a request take its slot over. `length` tokens of its context are there, or copied before all else."""
         self.drop(state.slot.index)
-        self._contents[state.slot.index] = _Content(tenancy=state.slot)
+        self._contents[state.slot.index] = _Content(occupancy=state.slot)
         self.extend(state, length)
 
     def extend(self, state: RequestState, length: int) -> None:
@@ -103,21 +103,21 @@ class SlotPrefixCache:
         The last token is left out, as its keys and values are written when the next one is sampled.
         """
         content = self._contents[state.slot.index]
-        if content.tenancy != state.slot or content.length < state.context_tokens:
+        if content.occupancy != state.slot or content.length < state.context_tokens:
             return
         tokens = (*state.request.prompt_token_ids, *state.generated)
         self._hold(state.slot, tokens, max(content.length, len(tokens) - 1), self._hashes.of_all(state))
 
-    def _hold(self, tenancy: Slot, tokens: Sequence[int], length: int, keys: tuple[bytes, ...]) -> None:
-        content = self._contents[tenancy.index]
+    def _hold(self, occupancy: Slot, tokens: Sequence[int], length: int, keys: tuple[bytes, ...]) -> None:
+        content = self._contents[occupancy.index]
         kept = keys[: length // self._hashes.block_size]
         for key in kept[len(content.keys) :]:
-            self._holders.setdefault(key, {})[tenancy.index] = None
-        self._contents[tenancy.index] = _Content(tokens, length, kept, tenancy)
+            self._holders.setdefault(key, {})[occupancy.index] = None
+        self._contents[occupancy.index] = _Content(tokens, length, kept, occupancy)
 
     def discard(self, state: RequestState) -> None:
         """Forget what a request has left, if it is there still: it is not fit for use."""
-        if self._contents[state.slot.index].tenancy == state.slot:
+        if self._contents[state.slot.index].occupancy == state.slot:
             self.drop(state.slot.index)
 
     def drop(self, index: int) -> None:

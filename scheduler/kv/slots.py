@@ -1,4 +1,4 @@
-"""The fixed set of slots, and which tenancy each is in."""
+"""The fixed set of slots, and which occupancy each is in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xla_engine.scheduler.plan import Slot
 
 
 class StaleSlotError(ValueError):
-    """A slot was released under a tenancy that is over."""
+    """A slot was released under an occupancy that is over."""
 
 
 class Slots:
@@ -17,7 +17,7 @@ class Slots:
     Where use says when the content of a slot was last wanted, the least recently used goes first. Slots are equal in
     size, and one is overwritten as a whole: by slots is by bytes.
 
-    The epoch of an index grows by one at each release, so a `Slot` names one tenancy and no later one.
+    The epoch of an index grows by one at each release, so a `Slot` names one occupancy and no later one.
     """
 
     def __init__(self, count: int) -> None:
@@ -47,14 +47,14 @@ class Slots:
         return self.current(index)
 
     def release(self, slot: Slot, use: int = 0) -> None:
-        """End a tenancy. Raises StaleSlotError, changing nothing, when it has ended before.
+        """End an occupancy. Raises StaleSlotError, changing nothing, when it has ended before.
 
         use: what the slot's content is worth beside that of other free slots.
         """
         if not self.holds(slot):
             raise StaleSlotError(
                 f"slot {slot.index} is not held in epoch {slot.epoch} (it is in epoch "
-                f"{self._epochs[slot.index]}); release a tenancy once"
+                f"{self._epochs[slot.index]}); release an occupancy once"
             )
         self._epochs[slot.index] += 1
         self._free[slot.index] = use
@@ -73,11 +73,11 @@ class Slots:
             heapq.heapify(self._heap)
 
     def holds(self, slot: Slot) -> bool:
-        """Whether the tenancy goes on."""
+        """Whether the occupancy goes on."""
         return slot.index not in self._free and self._epochs[slot.index] == slot.epoch
 
     def current(self, index: int) -> Slot:
-        """The present tenancy of an index, or the next one if it is free."""
+        """The present occupancy of an index, or the next one if it is free."""
         return Slot(index=index, epoch=self._epochs[index])
 
     def check(self) -> None:

@@ -79,7 +79,7 @@ class Events:
 
 
 class Committer:
-    """Credits the samples of steps, in the order of the plans, to the tenancies of the plan.
+    """Credits the samples of steps, in the order of the plans, to the occupancies of the plan.
 
     Every row still belongs to its request, but for those known to be over, and reaches its cap in the step that was
     foreseen. So little is done for every row of a batch, and only rows that come and go cost more.
@@ -257,7 +257,7 @@ class Committer:
     def _credit_several(self, part: VerifyRow, samples: Sequence[Sample]) -> Iterator[TokenEvent]:
         """Credit what a row sampled in one step, up to the token that ends its request."""
         state = self._live.get(part.request_id)
-        if state is None or state.goes_on or state.tenancy != part.slot:
+        if state is None or state.goes_on or state.occupancy != part.slot:
             self.dropped += len(samples)  # `goes_on`: of steps planned before its end was known
             return
         if not samples:
@@ -282,10 +282,10 @@ class Committer:
     def _credit(self, part: Chunk | Row, sample: Sample) -> TokenEvent | None:
         """Credit one sample; None where it belongs to no live request.
 
-        The tenancy in the plan decides, not the request that holds the slot now.
+        The occupancy in the plan decides, not the request that holds the slot now.
         """
         state, token_id = self._live.get(part.request_id), sample.token_id
-        if state is None or (state.tenancy is not part.slot and state.tenancy != part.slot):
+        if state is None or (state.occupancy is not part.slot and state.occupancy != part.slot):
             self.dropped += token_id != NO_TOKEN
             return None
         if token_id == NO_TOKEN:

@@ -9,8 +9,8 @@ from xla_engine.scheduler.queue.round_robin import RoundRobin
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps.commit import Committer
+from xla_engine.scheduler.steps.constrained import Constrained
 from xla_engine.scheduler.steps.decode import Decoding
-from xla_engine.scheduler.steps.host_gated import HostGated
 from xla_engine.scheduler.steps.prefill import Prefilling
 from xla_engine.scheduler.steps.speculate import Speculating
 
@@ -30,29 +30,29 @@ class Running:
         self._committer = committer
         self.prefilling = Prefilling(config, kv.cache)
         self.decoding = decoding
-        self.host_gated = HostGated()
+        self.constrained = Constrained()
         self.speculating = Speculating(kv.blocks)
         takes_turns = config.scheduling_policy == "round_robin"
         self.round_robin = RoundRobin(config.quantum if takes_turns else None, config.max_num_seqs)
 
     def holders(self) -> tuple[RequestState, ...]:
         """The requests that hold a slot."""
-        return (*self.prefilling, *self.decoding, *self.host_gated, *self.speculating)
+        return (*self.prefilling, *self.decoding, *self.constrained, *self.speculating)
 
-    def part_of(self, state: RequestState) -> Prefilling | Decoding | HostGated | Speculating:
+    def part_of(self, state: RequestState) -> Prefilling | Decoding | Constrained | Speculating:
         """The part that plans for a request that holds a slot."""
         if state.status is Status.PREFILLING:
             return self.prefilling
-        if state.request.host_gated:
-            return self.host_gated
+        if state.request.constrained:
+            return self.constrained
         return self.speculating if state.last_step is None else self.decoding
 
     def run(self, state: RequestState, step: int, *, sampled: int) -> None:
         """Let a request decode, with `sampled` tokens planned before."""
         state.status = Status.RUNNING
         self.round_robin.begin(state, step)
-        if state.request.host_gated:
-            self.host_gated.join(state, sampled=sampled)
+        if state.request.constrained:
+            self.constrained.join(state, sampled=sampled)
         elif self.speculating.takes_all:
             self.speculating.join(state, sampled=sampled)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.plan import Speculation, VerifyRow
 from xla_engine.scheduler.request_state import RequestState
-from xla_engine.scheduler.steps.host_gated import HostGated
+from xla_engine.scheduler.steps.constrained import Constrained
 
 
 class Speculating:
@@ -54,22 +54,22 @@ class Speculating:
         return [state for state in self if state.planned_before < state.request.max_tokens]
 
     def plan(
-        self, speculation: Speculation | None, host_gated: HostGated, step: int
+        self, speculation: Speculation | None, constrained: Constrained, step: int
     ) -> tuple[VerifyRow, ...]:
-        """The rows of `step`. Where one may sample several tokens, those of `host_gated` are among them, and last.
+        """The rows of `step`. Where one may sample several tokens, those of `constrained` are among them, and last.
 
         Each samples one token where there are too many of them, or where no row has room for more.
         """
         if speculation is None and not self._states:
             return ()
-        gated, others = host_gated.ready(), self.ready()
+        gated, others = constrained.ready(), self.ready()
         if speculation is None or len(gated) + len(others) > speculation.lanes:
             return tuple(self._add(state, 1) for state in others)
         widths = {state.slot.index: self._room(state, speculation.width, step) for state in (*others, *gated)}
         if max(widths.values(), default=1) < 2:
             return tuple(self._add(state, 1) for state in others)
         rows = tuple(self._add(state, widths[state.slot.index]) for state in others)
-        return rows + host_gated.verify(widths)
+        return rows + constrained.verify(widths)
 
     def done(self) -> tuple[RequestState, ...]:
         """The requests whose last token is certain to be planned."""
@@ -79,7 +79,7 @@ class Speculating:
     def check(self) -> None:
         """Raise AssertionError unless every request here is in its place and its bounds are right."""
         for index, state in self._states.items():
-            if not state.holds_slot or state.slot.index != index or state.request.host_gated:
+            if not state.holds_slot or state.slot.index != index or state.request.constrained:
                 raise AssertionError(f"speculating at slot {index}: {state}")
             ahead = state.planned_before - state.credited
             if ahead < len(state.widths) or state.last_step is not None or min(state.widths, default=1) < 1:

@@ -14,6 +14,7 @@ from tests.cli.conftest import engine
 from tests.support.batch_lines import interrupt_at
 from tests.support.command_line import invoke, records_of
 from tests.support.fake_engine import FakeEngine
+from xla_engine.batch.datasets import files
 from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
 from xla_engine.batch.lines import LineReader
 from xla_engine.batch.requests import LineError
@@ -89,6 +90,82 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, engine: Fa
     assert run(tmp_path / "in.parquet", target, *options, "--resume").exit_code in (0, 1)
     assert len(engine.submitted) == before  # nothing is run twice
     assert target.read_bytes() == whole.read_bytes()
+
+
+OUTPUTS = ["out.parquet", "out.csv", "out.csv.gz", "out.tsv", "memory://foreign/out.parquet"]
+LINES = ["out.jsonl", "out.jsonl.gz", "out.json", "out.ndjson", "out.arrow", "out.feather", "out.txt"]
+
+
+def written(target: str, data: bytes | None = None) -> bytes:
+    """The bytes of a file or URL, which it is given first."""
+    if data is not None:
+        with (
+            files.file_system(target)[0].open(target, "wb")
+            if files.is_url(target)
+            else open(target, "wb") as out
+        ):
+            out.write(data)
+    with files.opened(target) as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--retry-failed", ""])
+@pytest.mark.parametrize("name", OUTPUTS + LINES)
+def test_a_file_that_no_run_wrote_is_no_output(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, name: str, flag: str
+) -> None:
+    """Somebody's older file of the same name is neither called whole nor changed, and the error says what to do."""
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n')
+    for data in (b"id,generated_text\n1,x\n", b'{"custom_id": "1"}\n', b"PAR1....PAR1", b"\0" * 40):
+        written(name, data)
+        done = run("in.jsonl", name, *([flag] if flag else []))
+        assert done.exit_code == 2 and not engine.submitted, done.output
+        assert written(name) == data and ("-o" in done.stderr or "--overwrite" in done.stderr)
+    assert not list(tmp_path.glob("*journal*"))
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--retry-failed", ""])
+@pytest.mark.parametrize("names", [("out.jsonl", "--errors"), ("out.csv", "--journal")])
+def test_a_file_that_no_run_wrote_is_no_output_beside_another(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], flag: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_bytes(b'{"prompt": "a"}\n')
+    for data in (b"id,generated_text\n1,x\n", b'{"custom_id": "1"}\n', b"\0" * 40):
+        written("foreign", data)
+        done = run("in.jsonl", names[0], names[1], "foreign", *([flag] if flag else []))
+        assert done.exit_code == 2 and not engine.submitted and "foreign" in done.stderr, done.output
+        assert written("foreign") == data
+
+
+def test_a_folder_is_no_output(tmp_path: Path, engine: FakeEngine) -> None:
+    """Also where it would be replaced, before hours of work and not after them."""
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a"}\n')
+    (tmp_path / "out.parquet").mkdir()
+    for flag in ((), ("--overwrite",), ("--resume",)):
+        done = run(tmp_path / "in.jsonl", tmp_path / "out.parquet", *flag)
+        assert done.exit_code == 2 and "is a folder; name a file" in done.stderr and not engine.submitted
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_finished_table_is_whole_for_its_input_alone(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n')
+    Path("other.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "c"}\n')
+    assert run("in.jsonl", name, "--overwrite").exit_code == 0
+    before, asked = written(name), len(engine.submitted)
+    done = run("in.jsonl", name, "--resume")
+    assert done.exit_code == 0 and "is whole; nothing is left to do" in done.stderr
+    for other in (("other.jsonl",), ("in.jsonl", "--max-tokens", "3"), ("in.jsonl", "--shard", "0/2")):
+        done = run(other[0], name, *other[1:], "--resume")
+        assert done.exit_code == 2 and "another input" in done.stderr, done.output
+    written(name, before[:-1] + b"?")
+    done = run("in.jsonl", name, "--resume")
+    assert done.exit_code == 2 and "nothing says that a run finished it" in done.stderr, done.output
+    assert len(engine.submitted) == asked
 
 
 def test_failed_rows_run_again(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

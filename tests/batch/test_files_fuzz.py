@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.batch_lines import HEADER, prompts
 from tests.support.fake_engine import FakeEngine
+from tests.support.profiles import examples
 from xla_engine.batch.compare import compare_files
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
@@ -23,7 +24,9 @@ from xla_engine.batch.run import BatchRun
 from xla_engine.batch.stream.event_stream import EventStream
 from xla_engine.errors import CompareError, OutputError, ResumeError
 
-FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=examples(50, 200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 VALUES = st.recursive(
     st.none()

@@ -108,11 +108,12 @@ def _load(raw: bytes) -> Any:
         return None
 
 
-def test_hostile_model_files_are_loaded_or_refused() -> None:
-    report = fuzz_checkpoints.fuzz(250, seed=1)
+@pytest.mark.parametrize("count", [80, pytest.param(250, marks=pytest.mark.full)])
+def test_hostile_model_files_are_loaded_or_refused(count: int) -> None:
+    report = fuzz_checkpoints.fuzz(count, seed=1)
     assert not report.problems
     outcomes = Counter(outcome for _, outcome in report.outcomes.elements())
-    assert outcomes.keys() == {"loaded", "refused"} and min(outcomes.values()) > 30
+    assert outcomes.keys() == {"loaded", "refused"} and min(outcomes.values()) > count // 8
 
 
 def test_the_fuzz_of_model_files_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

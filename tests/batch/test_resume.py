@@ -43,6 +43,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in raw.splitlines()]
 
 
+@pytest.mark.full
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.kill_points", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -51,6 +52,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_files(tmp_path: Path) ->
     assert len(moments) == 9 and sum(moments) > 200  # three to each write, two to each other operation
 
 
+@pytest.mark.full
 def test_the_kill_test_can_fail(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.kill_points", str(tmp_path), "--plant"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

@@ -191,6 +191,7 @@ def test_bad_lines_do_not_hold_up_live_requests() -> None:
     assert numbers.index(1) < 200
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_file() -> None:
     class Sink(io.RawIOBase):
         def write(self, data: Any) -> int:

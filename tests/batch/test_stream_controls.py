@@ -30,6 +30,7 @@ def kinds(events: list[Event]) -> list[str]:
     return [event["event"] for event in events]
 
 
+@pytest.mark.full
 def test_a_request_goes_on_and_its_pieces_are_those_of_the_longer_one() -> None:
     engine = XlaBatchEngine.from_pretrained(
         None, EngineConfig(max_num_seqs=2, max_model_len=128, keep_finished=4)

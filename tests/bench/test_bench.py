@@ -20,6 +20,7 @@ from xla_engine.bench.figures import Spread, complaints, figures, ratios, spread
 from xla_engine.bench.judge import NEAR_TIE, eight_bit_bounds, near_tie, verdict, void_reason
 from xla_engine.bench.models import SHAPES, find_model, write_checkpoint, write_once
 from xla_engine.bench.plot import lines_of, plot
+from xla_engine.bench.record import write
 from xla_engine.bench.workers.xla import Judge
 from xla_engine.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
 from xla_engine.equivalence.reference import Reference
@@ -151,6 +152,7 @@ def test_streams_within_a_near_tie_count_and_others_are_void() -> None:
     assert near_tie("bfloat16", [[0.0], [3 * tie, tie]]) == 3 * tie  # no worse than the reference's own
 
 
+@pytest.mark.full
 def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fault(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = replace(
@@ -272,6 +274,61 @@ def test_a_void_rate_is_not_printed() -> None:
     row = next(line for line in text.splitlines() if line.startswith("| transformers"))
     assert "void" in row and "200" not in row
     assert "transformers: wrong streams: far off" in text
+
+
+def test_a_card_whose_rates_are_all_void_says_so() -> None:
+    text = card(
+        a_record(result("xla-engine", void="dull streams", figures={}), result("bare step", figures={}))
+    )
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert "void" in next(line for line in lines if line.startswith("| xla-engine"))
+    assert len({line.count("|") for line in lines}) == 1 and "xla-engine: dull streams" in text
+
+
+def test_shares_of_a_limit_that_was_exceeded_are_not_to_be_relied_on() -> None:
+    warning = "no share of this run can be relied on"
+    for share, told in ((0.95, False), (1.05, True)):
+        figures = {"decode_tok_s": [9.0, 9.0, 9.0], "gb_s_share": [share, share, share]}
+        assert (warning in card(a_record(result("xla-engine", figures=figures)))) is told
+
+
+def test_a_recorded_card_is_a_section_of_its_machines_page(tmp_path: Path) -> None:
+    record = a_record(result("xla-engine"))
+    record["load"] = 0.3
+    record["processor"] = {"model": "AMD EPYC (family 25, model 1)", "cores": 2}
+    record["engines"]["xla-engine"]["isa"] = "avx2"
+    words = [
+        "--model",
+        "embedded",
+        "--peer",
+        "vllm=/some/where/python",
+        "--record",
+        "--output",
+        "out.json",
+        "--only",
+    ]
+    path = write(record, words, tmp_path / "new")
+    assert path == tmp_path / "new" / "amd_epyc_family_25_model_1_avx2_2_cores.md"
+    first = path.read_text()
+    assert (
+        "## `xla-engine bench --model embedded --peer vllm=PYTHON --only`\n\nMeasured on 2" in first
+        and "load before it 0.3." in first
+    )
+    assert (
+        "\n### B = 8, uniform: 8 requests\n\n| engine " in first and "| xla-engine | 200 (190-210)" in first
+    )
+    assert write(record, ["--model", "other"], path.parent) == path
+    both = path.read_text()
+    assert both.startswith(first) and both.count("\n## ") == 2
+    changed = a_record(result("xla-engine", figures={"decode_tok_s": [7.0, 7.0, 7.0]})) | {
+        "load": 0.3,
+        "processor": record["processor"],
+        "engines": record["engines"],
+    }
+    write(changed, words, path.parent)
+    again = path.read_text()
+    assert again.count("\n## ") == 2 and again.index("--model embedded") < again.index("--model other")
+    assert again.count("200 (190-210)") == 1 and "7.00" in again
 
 
 def test_markdown_tables_line_up() -> None:

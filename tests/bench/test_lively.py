@@ -55,6 +55,7 @@ def greedy(engine: Reference) -> list[list[int]]:
     return [list(engine.greedy(prompt, NEW)) for prompt in prompts()]
 
 
+@pytest.mark.full
 def test_the_streams_of_a_random_model_are_lively_and_faults_in_them_are_found(lively: Path) -> None:
     judge = Judge(1)
     judge.load(str(lively))

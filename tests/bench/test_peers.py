@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,8 @@ class Engine:
         return {"regrets": [[float(abs(t - p[0] - i)) for i, t in enumerate(s)] for p, s in zip(prompts, streams)]}
 
     def bare(self, prompts, max_tokens):
+        if FAULT == "no bare step":
+            raise ValueError("no step decodes every request")
         return {"decode_tok_s": 4000.0, "step_ms": 1.0}
 
     def verify(self, requests):
@@ -151,6 +154,22 @@ def test_streams_that_could_hide_a_fault_are_void(run: Any, fault: str, word: st
         assert void.startswith("dull streams") and word in void and "use a model with livelier" in void
 
 
+def test_a_bare_step_that_cannot_be_measured_is_void_and_nothing_else(run: Any) -> None:
+    found, record = run(ours="no bare step")
+    assert "no step decodes every request" in found["uniform", "bare step"]["void"]
+    assert found["uniform", "xla-engine"]["void"] is None and "ratio" in found["uniform", "transformers"]
+    assert re.search(r"\| bare step +\| +void \|", card(record))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("dull", ""), ("", "dull"), ("dull", "dull"), ("wrong", "dies")]
+)
+def test_a_card_is_made_whatever_is_void(run: Any, ours: str, theirs: str) -> None:
+    _, record = run(ours=ours, theirs=theirs, new=24, workloads=("uniform", "prefill", "ragged", "pair"))
+    text = card(record)
+    assert all(f"{entry['engine']}: {entry['void']}" in text for entry in record["results"] if entry["void"])
+
+
 def test_the_record_names_processor_and_instruction_set(run: Any) -> None:
     _, record = run()
     processor = record["processor"]
@@ -232,12 +251,13 @@ def test_peer_words_are_names_and_paths() -> None:
             parse_peers([wrong])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_benchmark_runs_and_ends_with_one_json_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "xla_engine", "bench", "--model", str(ROOT / "tests/golden/gqa_tied")]
     command += ["--batches", "4", "--workloads", "uniform", "pair", "--rounds", "1", "--threads", "1"]
     command += ["--only", "--prompt-tokens", "8", "--new-tokens", "24", "--verify", "4", "--judge", "2"]
     command += ["--output", str(tmp_path / "out.json"), "--cache", str(tmp_path)]
+    command += ["--record", str(tmp_path / "pages")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[-1]
@@ -248,6 +268,8 @@ def test_the_benchmark_runs_and_ends_with_one_json_line(tmp_path: Path) -> None:
     assert not any(entry["void"] for entry in found.values()), done.stdout
     assert found["uniform", "xla-engine"]["figures"]["decode_tok_s"][0] > 0
     assert found["uniform", "bare step"]["figures"]["step_ms"][0] > 0
+    (page,) = (tmp_path / "pages").iterdir()
+    assert "| bare step " in page.read_text() and f"# {record['processor']['model']}" in page.read_text()
     assert record["verify"][0]["ok"] and record["verify"][0]["tokens"] > 0
 
 

@@ -30,7 +30,7 @@ def test_the_examples_are_good_lines_that_fit_the_embedded_model() -> None:
         assert len(set(lengths)) > least // 4 and len({r.params.max_tokens for r in requests}) > least // 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
     command = tmp_path / "bin" / "xla-engine"
     command.parent.mkdir()
@@ -46,7 +46,7 @@ def test_the_example_of_more_requests_than_memory_runs(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "steps.html").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_examples_for_job_schedulers_run(tmp_path: Path) -> None:
     """Each task's own script, with the variables that its scheduler sets, then the merge. A task may run again."""
     command = tmp_path / "bin" / "xla-engine"

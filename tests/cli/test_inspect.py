@@ -16,9 +16,9 @@ from tests.support.gguf_files import Kind, write_gguf
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.inspection import inspect_model, report_lines
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError
-from xla_engine.inspection import inspect_model, report_lines
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import DTYPES
 

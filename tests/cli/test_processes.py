@@ -56,7 +56,7 @@ def start(*arguments: str | Path, python: tuple[str, ...] = ("-m", "xla_engine")
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Path) -> None:
     """Every bad line of the list between good ones, through the real engine on the embedded model."""
     expected = [(code, raw) for code, raws in ATTACKS.items() for raw in raws]
@@ -115,6 +115,7 @@ def test_a_real_ctrl_c(tmp_path: Path) -> None:
     assert b" 0 requests under way" in stderr  # the first interrupt let them finish
 
 
+@pytest.mark.full
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     """As with `| head -1`: no traceback, no second message at exit."""
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "def f(x):\\n", "max_tokens": 3}\n' * 500)

@@ -223,7 +223,7 @@ def events_until(process: subprocess.Popen[bytes], event: str) -> list[dict[str,
     return events
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stream_is_driven_and_interrupted_in_its_own_process(tmp_path: Path) -> None:
     """One question at a time, a long request cancelled, then Ctrl-C while the input is still open."""
     status = tmp_path / "status.json"
@@ -267,7 +267,7 @@ main(prog_name="xla-engine")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_killed_is_resumed_by_the_real_engine(tmp_path: Path, embedded: XlaBatchEngine) -> None:
     """SIGKILL in the middle; the resumed ordered file has the bytes of a run that was left alone."""
     lines = b"".join(b'{"prompt": "def f%d(", "max_tokens": 30, "logprobs": 0}\n' % n for n in range(120))

@@ -38,7 +38,7 @@ def test_what_cannot_run_says_why(engine: FakeEngine, tmp_path: Path) -> None:
     assert engine.submitted == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_start_says_what_max_model_len_is_where_it_was_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def ended(engine: Any) -> dict[str, bytes]:
     return {output.request_id: bits(output.outputs[0]) for output in outputs}
 
 
+@pytest.mark.full
 def test_results_are_those_of_one_engine(
     single: XlaBatchEngine, loras: list[LoRARequest], tmp_path: Path
 ) -> None:
@@ -134,7 +135,7 @@ def test_results_are_those_of_one_engine(
         assert several.remove_lora(2) and several.list_loras() == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_processes_change_nothing(single: XlaBatchEngine, loras: list[LoRARequest]) -> None:
     """A process that is killed has its adapters again when it is back; its requests run on the other one."""
     wanted = requests(loras, 150)
@@ -159,7 +160,7 @@ def test_killed_processes_change_nothing(single: XlaBatchEngine, loras: list[LoR
     assert found == expected(single, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_files_that_have_changed_are_not_taken_for_what_they_were(
     loras: list[LoRARequest], tmp_path: Path
 ) -> None:
@@ -183,7 +184,7 @@ def test_files_that_have_changed_are_not_taken_for_what_they_were(
         assert several.drain()[0].error is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_chooses_adapters_by_name(tmp_path: Path) -> None:
     """The lines of one engine, byte for byte."""
     model = embedded_model_directory()

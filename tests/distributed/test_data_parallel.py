@@ -25,7 +25,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.outputs import RequestOutput
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=128, prefill_lanes=(2,), self_check=False)
 WORDS = ["def f(x):", "import os", "class A:", "for i in range(3):", "x = 1\n"]

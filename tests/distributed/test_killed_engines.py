@@ -15,7 +15,7 @@ import pytest
 from tests.support.command_line import ROOT
 from tests.support.processes import children
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 # `xla-engine run` that kills one of its engines when it has heard of the 8th and the 40th result. Not a third time: a
 # request that was in both runs alone by then, and a third end would be its own.

@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 pytest.importorskip("pyarrow.parquet")
 from tests.support.ray_job import CONFIG, actors_of, expected, found, start, write_source
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

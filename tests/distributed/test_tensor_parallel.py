@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.tensor_parallel import GOLDEN, MODELS, WIDE, WIDE_MODELS, run
+from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.model_loader.checkpoint import random_weights
 from xla_engine.runner import memory
 from xla_engine.runner.sizing import resolve_sizes
 
@@ -36,6 +40,7 @@ def check(results: Result) -> None:
             assert kinds or not program.startswith(("decode", "prefill", "verify")), program
 
 
+@pytest.mark.full
 def test_no_bit_depends_on_the_number_of_devices() -> None:
     """A model that the C++ products serve; its three key/value heads are padded on two devices and on four."""
     (results,) = run({"model": "tiny"})
@@ -46,6 +51,7 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     assert results[2]["cached"] > 0
 
 
+@pytest.mark.full
 def test_no_bit_depends_on_it_in_float32() -> None:
     """By XLA's products: of a small model each device has the whole of every weight, and the cache of some heads."""
     (results,) = run({"model": "tiny", "dtype": "float32"}, sizes=(1, 2))
@@ -54,8 +60,24 @@ def test_no_bit_depends_on_it_in_float32() -> None:
     assert results[2]["weights"] == results[1]["weights"] and results[2]["cache"] < results[1]["cache"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.full
+def test_no_bit_depends_on_it_from_a_quantised_file(tmp_path: Path) -> None:
+    """Three key/value heads on four devices, as SmolLM2 has them: one device reads no row of keys."""
+    model = replace(TINY, hidden_size=64)
+    write_checkpoint(model, random_weights(model, dtype="bfloat16", scale=0.3), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", kind=Kind.Q4_0)
+    (results,) = run({"model": str(path), "engine": {"prefill_lanes": (1,)}}, sizes=(1, 4))
+    assert results[1]["products"] == "native"
+    check(results)
+
+
+IN_CI = ("routed", "recurrent")  # the others differ in what the tests of one device cover
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.release] * (each not in IN_CI)) for each in sorted(MODELS)]
+)
 def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str) -> None:
     """By the C++ operations: routed experts, recurrent layers, norms over all heads, in bf16 and int8."""
     forms: list[dict[str, Any]] = [{}]
@@ -66,7 +88,7 @@ def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str) -> None:
         check(results)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_of_an_embedding_in_eight_bits_are_rounded_by_themselves() -> None:
     """Scales and a multiplier on them: on one device, too, no multiplication is rounded with the sum behind it."""
     (results,) = run({"model": "wide_scaled", "engine": {"quantization": "int8"}})
@@ -74,8 +96,12 @@ def test_rows_of_an_embedding_in_eight_bits_are_rounded_by_themselves() -> None:
     check(results)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [{}, {"engine": {"num_blocks": 18}}], ids=["slots", "blocks"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "form",
+    [{}, pytest.param({"engine": {"num_blocks": 18}}, marks=pytest.mark.release)],
+    ids=["slots", "blocks"],
+)
 def test_what_a_scheduler_does_changes_nothing(form: dict[str, Any]) -> None:
     """Slots lost and given back, prompts that begin alike, drafts, random schedules: on two devices as on one."""
     options = {
@@ -91,7 +117,7 @@ def test_what_a_scheduler_does_changes_nothing(form: dict[str, Any]) -> None:
         assert found["drafted"] > found["accepted"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str) -> None:
     """With the odd widths of these models the products are XLA's. They are so small that each device has the whole of
@@ -105,8 +131,11 @@ def test_every_family(name: str) -> None:
         check(results)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(WIDE_MODELS))
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.release] * (each != "wide")) for each in sorted(WIDE_MODELS)],
+)
 def test_products_of_xla_where_each_device_has_some_features(name: str) -> None:
     forms: list[dict[str, Any]] = [{"dtype": "float32"}, {"engine": {"isa": "none"}}]
     if name == "wide":

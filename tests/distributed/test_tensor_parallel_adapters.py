@@ -37,6 +37,7 @@ def check(results: Result) -> None:
         assert not found["collectives"]["write_adapter"]
 
 
+@pytest.mark.full
 def test_no_bit_depends_on_the_number_of_devices() -> None:
     """Three key/value heads, which are padded on two devices and on four."""
     (results,) = run({"model": "tiny"})
@@ -45,7 +46,7 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     assert results[4]["weights"] < results[2]["weights"] < results[1]["weights"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "job",
     [

@@ -1,7 +1,7 @@
 """README and docs say what is so: their blocks run, their paths exist, the public names have docstrings.
 
 The blocks of a page run in order, as a reader would run them. The title of a block says what is special about it:
-"not run in the tests: WHY", "takes a minute" (marked `slow` here), "exit status N", or a file name, under which a
+"not run in the tests: WHY", "takes a minute" (marked `full` here), "exit status N", or a file name, under which a
 JSON block is written for the commands that follow. Transcripts (`console`) have their commands run; what they print
 may differ in times.
 """
@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,9 @@ def name_of(page: Path) -> str:
 
 
 def with_marks(pages: list[Path]) -> list[object]:
-    """The README's blocks run by default; each page of docs/ starts engines of its own, and is `slow`."""
+    """The README's blocks run by default; each page of docs/ starts engines of its own, and is `full`."""
     return [
-        pytest.param(page, id=name_of(page), marks=() if page == PAGES[0] else pytest.mark.slow)
+        pytest.param(page, id=name_of(page), marks=() if page == PAGES[0] else pytest.mark.full)
         for page in pages
     ]
 
@@ -67,7 +68,7 @@ def test_shell_blocks_run(page: Path, tmp_path: Path) -> None:
     run_shell_blocks(page, tmp_path, slow=False)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("page", pages_with(*SHELL, slow=True), ids=name_of)
 def test_slow_shell_blocks_run(page: Path, tmp_path: Path) -> None:
     run_shell_blocks(page, tmp_path, slow=True)
@@ -120,7 +121,8 @@ def test_the_readme_is_short() -> None:
 
 
 def mentioned_paths(page: Path) -> set[str]:
-    quoted = re.findall(r"`([\w./-]+/[\w.-]*)`", page.read_text())
+    """Links, and paths in backquotes; an archived finding may name what was there when it was written."""
+    quoted = [] if page.parent.name == "archive" else re.findall(r"`([\w./-]+/[\w.-]*)`", page.read_text())
     linked = re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text())
     beside = {(page.parent / link).resolve() for link in linked}
     tops = {path.name for path in ROOT.iterdir()}
@@ -129,20 +131,80 @@ def mentioned_paths(page: Path) -> set[str]:
     }
 
 
-INDEXES = [ROOT / "findings" / "README.md", ROOT / "spikes" / "README.md"]
+FINDINGS = sorted((ROOT / "findings").rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", [*PAGES, *INDEXES], ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *FINDINGS, ROOT / "spikes" / "README.md"], ids=name_of)
 def test_every_path_that_is_mentioned_exists(page: Path) -> None:
     missing = {path for path in mentioned_paths(page) if not Path(path).exists()}
     assert not missing
 
 
-def test_the_index_has_every_finding_with_its_status() -> None:
-    rows = dict(re.findall(r"^\| \[(\d+)\]\(\S+ .* \| ([^|]+) \|$", INDEXES[0].read_text(), re.MULTILINE))
-    findings = {path.name[:3]: path for path in (ROOT / "findings").glob("0*.md")}
-    stated = {number: path.read_text().split("\n")[2] for number, path in findings.items()}
-    assert stated == {number: f"Status: {status}." for number, status in rows.items()}
+def test_every_finding_is_in_an_index_and_in_a_record_and_says_when_and_where_it_was_measured() -> None:
+    records = {path for path in (ROOT / "findings").glob("*.md") if path.name != "README.md"}
+    index, archive = ((ROOT / "findings" / page).read_text() for page in ("README.md", "archive/README.md"))
+    assert all(f"({path.name})" in index for path in records)
+    text = {path.name: path.read_text() for path in records}
+    for name, page in text.items():
+        assert "**Question.**" in page and "**Decision.**" in page and "\n## Measured\n" in page, name
+        rows = re.findall(
+            r"^\| (?:\[\d{3}\]\(archive/\S+\)|013) \| `.+` \| (.+) \| (.+) \|$", page, re.MULTILINE
+        )
+        assert rows and all(
+            re.fullmatch(r"[0-9a-f]{7,}|not run", commit) and machine for commit, machine in rows
+        )
+    for path in (ROOT / "findings" / "archive").glob("0*.md"):
+        status = path.read_text().split("\n")[2]
+        told = re.match(
+            r"Status: last measured at [0-9a-f]{7} \(\S+\) on .+?\. .*Record: \[.*\]\(\.\./(\S+)\)\.$", status
+        )
+        assert told and f"(archive/{path.name})" in text[told[1]], path
+        assert f"[{path.name[:3]}]({path.name})" in archive, path
+
+
+def test_comments_name_findings_that_exist() -> None:
+    """In code a finding is named by the path of its record."""
+    files = [
+        path for name in ("graphs", "scheduler", "xla_engine", "tests") for path in (ROOT / name).rglob("*.*")
+    ]
+    named = {
+        (path, name)
+        for path in files
+        if path.suffix in (".py", ".h", ".cc", ".md") and "embedded" not in path.parts
+        for name in re.findall(r"\bfindings?[/ ](\d{3}\w*|[a-z_]+\.md)", path.read_text())
+    }
+    assert len(named) >= 20
+    assert not [(path, name) for path, name in named if not (ROOT / "findings" / name).is_file()]
+
+
+def test_each_spike_is_in_the_index_and_names_the_commit_at_which_it_is_frozen() -> None:
+    index = (ROOT / "spikes" / "README.md").read_text()
+    for path in (ROOT / "spikes").rglob("*.*"):
+        if path.suffix in (".py", ".cc"):
+            assert re.match(r"(#|//) Frozen: runs at commit [0-9a-f]{7,}\.\n", path.read_text()), path
+            assert path.parent.name == "support" or f"`{path.name}`" in index, path
+
+
+def test_the_version_is_one_and_the_changelog_begins_with_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    latest = re.search(
+        r"^## (\S+) - (unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "docs/CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert latest and latest[1] == project["version"] == xla_engine.__version__
+
+
+def test_workflows_run_what_a_checkout_has() -> None:
+    """Each parses, and what their steps run from the tree is there: the one command of CI among it."""
+    yaml = pytest.importorskip("yaml", reason="comes with huggingface_hub")
+    run = []
+    for path in sorted((ROOT / ".github").rglob("*.yml")):
+        loaded = yaml.safe_load(path.read_text())
+        run += [
+            step["run"] for job in loaded.get("jobs", {}).values() for step in job["steps"] if "run" in step
+        ]
+    assert "bash .ci/run" in run
+    named = {path for line in run for path in re.findall(r"(?:^| )((?:\.ci|tests)/[\w./]+)", line)}
+    assert named and all((ROOT / path).exists() for path in named)
 
 
 @pytest.mark.parametrize("name", sorted(xla_engine.__all__))

@@ -39,7 +39,7 @@ def test_a_notebook_holds_the_code_of_its_source_and_its_outputs(name: str) -> N
     assert outputs and all(output["output_type"] != "error" for output in outputs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="needs the extra `notebook`")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_engine.drafting.drafter import CERTAIN
+from xla_engine.drafting.proposer import CERTAIN
 from xla_engine.drafting.width import PATIENCE, PROBE, Acceptance, StepCosts, WidthChooser
 
 COSTS = StepCosts(decode={1: 1.0, 8: 1.4}, verify={(1, 8): 1.3, (8, 2): 1.7, (8, 4): 2.4})

@@ -197,7 +197,7 @@ def test_a_drain_lets_readers_finish_and_refuses_new_requests(
                 await asyncio.sleep(0)
             draining = asyncio.create_task(llm.drain())
             await asyncio.sleep(0)
-            with pytest.raises(EngineClosedError, match="takes no more"):
+            with pytest.raises(EngineClosedError, match="accepts no more"):
                 await read(llm, PROMPTS[0])
             await draining
             assert [output.outputs[0].token_ids for output in await asyncio.gather(*tasks)] == alone

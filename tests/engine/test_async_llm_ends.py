@@ -14,6 +14,7 @@ from tests.support.async_reading import PROMPTS, read, run
 from tests.support.models import TINY_ENGINE
 from xla_engine import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.state import EngineState
 from xla_engine.errors import EngineClosedError
 
 
@@ -23,10 +24,10 @@ def test_a_loop_that_fails_tells_every_reader_and_later_requests_fail_at_once(
     engine = make_engine()
     llm = AsyncLLM.from_engine(engine)
 
-    def broken(cause: str) -> None:
+    def broken(error: Exception) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(engine, "_recover", broken)
+    monkeypatch.setattr(engine._recovery, "after", broken)
     monkeypatch.setattr(engine.runner, "start", lambda *_: 1 / 0)
 
     async def main() -> None:
@@ -86,7 +87,7 @@ def test_a_deadline_fires_while_a_step_runs_and_a_step_that_hangs_tells_every_re
 
     monkeypatch.setattr(engine.runner, "wait", wait)
     monkeypatch.setattr(engine, "clock", lambda: now)
-    monkeypatch.setattr(engine, "time_left", lambda began: 0.001 if now < began + 20.0 else 0)
+    monkeypatch.setattr(EngineState, "time_left", lambda _, began: 0.001 if now < began + 20.0 else 0)
 
     async def main() -> None:
         nonlocal now

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import TINY, TINY_ENGINE
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -76,9 +76,9 @@ def test_eos_of_the_checkpoint_ends_unless_ignored(make_engine: Callable[..., Xl
     engine = make_engine()
     engine.submit([1, 2, 3], GREEDY)
     eos = engine.drain()[0].outputs[0].token_ids[2]
-    engine.validator = replace(engine.validator, eos_token_ids=(eos,))
-    engine.submit([1, 2, 3], replace(GREEDY, ignore_eos=False))
-    (output,) = engine.drain()
+    with XlaBatchEngine(tiny_checkpoint(eos=(eos,)), None, TINY_ENGINE) as engine:
+        engine.submit([1, 2, 3], replace(GREEDY, ignore_eos=False))
+        (output,) = engine.drain()
     assert output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids[-1] == eos
     assert output.outputs[0].stop_reason is None  # an eos id needs no naming
 

@@ -23,6 +23,7 @@ from xla_engine.equivalence.replay import replay
 from xla_engine.equivalence.schedule import draw_schedule
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError, TokenLimitError
+from xla_engine.observability.observer import Observer
 from xla_engine.observability.step_log import read_step_log
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -145,7 +146,7 @@ def test_turns_of_one_step_over_fewer_blocks_than_requests_change_no_bit(paged: 
         assert storm(paged, seed=7, lag=1, requests=12) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_storm_with_the_cpp_operations_changes_no_bit() -> None:
     """There generated tokens are shared as well, and a known prompt computes its last token alone."""
     config = EngineConfig(max_num_seqs=8, max_model_len=400, prefill_lanes=(8,), block_size=32, num_blocks=22)
@@ -190,10 +191,10 @@ def test_samples_of_one_prompt_share_its_blocks(paged: XlaBatchEngine) -> None:
         fewest = min(fewest, manager.pool.num_free)
 
     copies: list[BlockCopy] = []
-    paged.on_step = lambda plan, _: copies.extend(plan.copies)
+    paged.observers.add(observer := Observer(started=lambda plan: copies.extend(plan.copies)))
     paged.submit(prompt, params, request_id="alone")
     (again,) = run_checked(paged, count)
-    paged.on_step = None
+    paged.observers.remove(observer)
     assert copies, "the last block holds the last chunk, which each computes for itself"
     assert [output.token_ids for output in again.outputs] == [output.token_ids for output in alone.outputs]
     # 99 positions are four blocks: two or three are shared by all, and eight sequences would take 32 of their own.
@@ -210,7 +211,7 @@ def test_law_1_over_blocks(paged: XlaBatchEngine) -> None:
     assert preempted > 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_law_1_over_blocks_with_pure_jax(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(PAGED, attention_backend="xla", max_model_len=128, num_blocks=12))
     assert engine.ways_to_preempt[0] == "park"
@@ -238,6 +239,7 @@ def test_a_simulated_run_over_blocks_is_the_real_one_step_for_step(
     assert any(step.parks for step in log.steps) and any(step.reuses for step in log.steps)
 
 
+@pytest.mark.full
 def test_the_start_up_check_runs_over_blocks_where_they_hold_a_crowd(
     paged: XlaBatchEngine, make_engine: MakeEngine
 ) -> None:

@@ -127,7 +127,7 @@ def test_an_engine_that_fails_ends_every_request(
             except EngineClosedError:
                 calls.remove(each)
         llm.stop()
-    tiny._closed = None
+    tiny.state.closed = None
     assert calls and {each.ended[1] for each in calls} == {"error"}
     assert all("ZeroDivisionError" in str(each.outputs[-1].error) for each in calls)
     assert llm.generate([[1]], PARAMS, use_tqdm=False)[0].outputs[0].finish_reason == "length"

@@ -18,8 +18,8 @@ from tests.engine.test_speculation import run, seen
 from tests.engine.test_speculation_families import CONFIG, DENSE, HYBRID, WIDTH, cases_of
 from tests.support.eagle3 import ByNumpy, head_config, head_tensors, write_head
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
-from xla_engine.drafting.drafter import Nobody
-from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.drafting.proposer import Nobody
+from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import draw_cases
@@ -54,7 +54,9 @@ def mtp_layer(model: ModelConfig) -> Checkpoint:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(None, marks=pytest.mark.slow), 40], ids=["slots", "blocks"]
+    scope="module",
+    params=[pytest.param(None, marks=pytest.mark.release), pytest.param(40, marks=pytest.mark.full)],
+    ids=["slots", "blocks"],
 )
 def by_model(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
     """The draft model is the model itself, so that every draft should be right."""
@@ -114,9 +116,9 @@ def test_a_draft_model_must_fit() -> None:
             XlaBatchEngine(tiny_checkpoint(), None, config, draft=tiny_checkpoint(model=model))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [WIDTH - 1, "auto"])
-@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [WIDTH - 1, pytest.param("auto", marks=pytest.mark.release)])
+@pytest.mark.parametrize("itself", [pytest.param(True, marks=pytest.mark.release), False])
 def test_the_embedded_model_has_drafts(embedded: XlaBatchEngine, tokens: Any, itself: bool) -> None:
     """Of its own draft model, or by its directory of itself."""
     options = {"method": "draft_model", "num_speculative_tokens": tokens}
@@ -134,7 +136,9 @@ def test_the_embedded_model_has_drafts(embedded: XlaBatchEngine, tokens: Any, it
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "hybrid"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("dense", marks=pytest.mark.release), pytest.param("hybrid", marks=pytest.mark.full)]
+)
 def test_an_mtp_layer_changes_no_bit_and_sees_every_position(name: str) -> None:
     """What the layer keeps of a sequence that was decoded is what it keeps of the same sequence as a prompt."""
     model = {"dense": DENSE, "hybrid": HYBRID}[name]
@@ -174,10 +178,10 @@ def sees_every_position(engine: XlaBatchEngine) -> None:
 
 
 def keys_and_values(engine: XlaBatchEngine) -> tuple[np.ndarray, np.ndarray]:
-    guesser: Any = engine.runner._guesser
-    assert isinstance(guesser, DraftHead)
-    *_, state = guesser.takes
-    ((keys, values),) = to_host(guesser._form.layer, state.cache)
+    device_proposer: Any = engine.runner._device_proposer
+    assert isinstance(device_proposer, DraftHead)
+    *_, state = device_proposer.takes
+    ((keys, values),) = to_host(device_proposer._form.layer, state.cache)
     return keys, values
 
 
@@ -200,7 +204,9 @@ class Seen:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(None, marks=pytest.mark.slow), 30], ids=["slots", "blocks"]
+    scope="module",
+    params=[pytest.param(None, marks=pytest.mark.release), pytest.param(30, marks=pytest.mark.full)],
+    ids=["slots", "blocks"],
 )
 def by_head(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -253,7 +259,7 @@ def test_an_eagle3_head_changes_no_bit(
         ]
         expected = run(tiny, cases, 1)
         engine.lag = lag
-        engine.draft_with(Nobody() if lag == 1 else SuffixDrafter())
+        engine.draft_with(Nobody() if lag == 1 else SuffixProposer())
         assert seen(run(engine, cases, 2, preempts=preempts)) == seen(expected)
     engine.lag = 1
     after = engine.stats()
@@ -271,7 +277,7 @@ def test_an_eagle3_head_guesses_as_numpy_does(by_head: tuple[XlaBatchEngine, Pat
         replace(right, taps=(0, 1, 2)),
         *(replace(right, **{name: True}) for name in ("unnormed", "closed", "same_token")),
     ]
-    engine.draft_with(SuffixDrafter())
+    engine.draft_with(SuffixProposer())
     draw = np.random.default_rng(1)
     guessed: list[list[int]] = []
     expected: list[list[list[int]]] = [[] for _ in range(1 + len(wrong))]

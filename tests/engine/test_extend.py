@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from tests.support.engine_faults import fail_at
-from tests.support.models import TINY_ENGINE
+from tests.support.models import BOTH_LANES
 from tests.support.requests import PROMPTS, comparable
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError, TokenLimitError
 from xla_engine.llm import LLM
+from xla_engine.observability.observer import Observer
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Events, Plan
+from xla_engine.scheduler import Plan
 
 MakeEngine = Callable[..., XlaBatchEngine]
-KEEPS = replace(TINY_ENGINE, max_num_seqs=4, keep_finished=64, block_size=32)
+KEEPS = replace(BOTH_LANES, max_num_seqs=4, keep_finished=64, block_size=32)
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 1, "logprobs": 2, "stop_token_ids": [7, 11]},
@@ -72,12 +73,11 @@ def in_pieces(
     """What requests return that go on again and again, at turns by chance; and the scheduler's decisions."""
     actions: Counter[str] = Counter()
 
-    def count(plan: Plan, events: Events | None) -> None:
-        if events is None:
-            actions.update(each.action for each in plan.decisions)
-            actions["replays"] += len(plan.replays)
+    def count(plan: Plan) -> None:
+        actions.update(each.action for each in plan.decisions)
+        actions["replays"] += len(plan.replays)
 
-    engine.on_step = count
+    engine.observers.add(observer := Observer(started=count))
     left = {name: list(pieces) for name in cases}
     new, ready = draw.sample(list(cases), len(cases)), list[str]()
     results: dict[str, Any] = {}
@@ -99,16 +99,18 @@ def in_pieces(
             else:
                 results[output.request_id] = comparable(output)
         engine.scheduler.check()
-    engine.on_step = None
+    engine.observers.remove(observer)
     return results, actions
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "lag"),
     [
-        (None, 1),
         (24, 2),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((None, 0), (None, 2), (24, 0), (24, 1))),
+        *(
+            pytest.param(*other, marks=pytest.mark.full)
+            for other in ((None, 0), (None, 1), (None, 2), (24, 0), (24, 1))
+        ),
     ],
 )
 def test_pieces_add_up_to_the_longer_request(
@@ -123,6 +125,7 @@ def test_pieces_add_up_to_the_longer_request(
     assert engine.stats().compiles_after_warmup == 0
 
 
+@pytest.mark.full
 def test_where_prefill_has_other_bits_the_tokens_are_sampled_again(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(KEEPS, attention_backend="xla", prefill_lanes=(8,), key_buckets=(512,)))
     assert not engine.scheduler.config.keeps_tokens
@@ -131,7 +134,7 @@ def test_where_prefill_has_other_bits_the_tokens_are_sampled_again(make_engine: 
     assert found == expected and actions["continue"] > 10 and actions["replays"] > 10, actions
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_text_stops_and_grammars_with_and_without_speculation(make_text_engine: MakeEngine) -> None:
     pytest.importorskip("llguidance")
     plain = make_text_engine(EngineConfig(max_num_seqs=4, max_model_len=256, keep_finished=16))
@@ -269,9 +272,11 @@ def test_llm_and_async_llm(make_engine: MakeEngine) -> None:
 def test_a_request_may_have_turns_of_its_own_length(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(KEEPS, max_num_seqs=1, scheduling_policy="round_robin", quantum=50))
     parked: Counter[str] = Counter()
-    engine.on_step = lambda plan, events: parked.update(
-        each.request_id for each in (plan.decisions if events is None else ()) if each.action == "park"
-    )
+
+    def see(plan: Plan) -> None:
+        parked.update(each.request_id for each in plan.decisions if each.action == "park")
+
+    engine.observers.add(Observer(started=see))
     expected = whole(engine, {"long": ([1, 2], KINDS[3]), "short": ([3, 4], KINDS[3])}, 40)
     engine.submit([3, 4], params(KINDS[3], 40), request_id="short", quantum=5)
     engine.submit([1, 2], params(KINDS[3], 40), request_id="long")

@@ -79,7 +79,7 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["_deliver", "_end"])
+@pytest.mark.parametrize("where", ["deliver", "end"])
 def test_a_turn_that_breaks_off_between_commit_and_delivery_loses_no_end(
     tiny: XlaBatchEngine,
     cases: list[Case],
@@ -90,7 +90,8 @@ def test_a_turn_that_breaks_off_between_commit_and_delivery_loses_no_end(
 ) -> None:
     """The scheduler has ended requests then whose callers know nothing: they are told, with all their tokens."""
     before, counted, broken = tiny.stats(), tiny.snapshot().counters, 0
-    real = getattr(tiny, where)
+    delivery = tiny._loop._delivery
+    real = getattr(delivery, where)
 
     def breaks(*arguments: Any) -> Any:
         nonlocal broken
@@ -99,7 +100,7 @@ def test_a_turn_that_breaks_off_between_commit_and_delivery_loses_no_end(
             raise error
         return real(*arguments)
 
-    monkeypatch.setattr(tiny, where, breaks)
+    monkeypatch.setattr(delivery, where, breaks)
     submit_all(tiny, cases)
     outputs = []
     while tiny.has_unfinished:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.device import edit_cache
 from tests.support.engine_faults import SLOTS, _raises, bits, ends, fail_at, poison, submit_all
-from tests.support.models import TINY_ENGINE
+from tests.support.models import BOTH_LANES, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.faults import Faults
 from xla_engine.equivalence.cases import Case
@@ -176,7 +176,7 @@ def test_nan_in_one_row_ends_its_request_and_no_other(
     """Planted in the row's keys on the device; the slot is clean for the next request."""
     tiny.lag = lag
     long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    length = 5 if where == "decode" else TINY_ENGINE.chunk_size * (TINY_ENGINE.prefill_lanes[-1] + 2)
+    length = 5 if where == "decode" else TINY_ENGINE.chunk_size * (BOTH_LANES.prefill_lanes[-1] + 2)
     tiny.submit([3] * length, long, request_id="bad")
     tiny.step()
     submit_all(tiny, cases)

@@ -27,7 +27,12 @@ def ended(outputs: list[RequestOutput]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config", [KEEPS, replace(KEEPS, num_blocks=36), XLA], ids=["slots", "blocks", "no recompute"]
+    "config",
+    [
+        pytest.param(KEEPS, id="slots", marks=pytest.mark.full),
+        pytest.param(replace(KEEPS, num_blocks=24), id="blocks"),  # as many as the tests of `extend` have
+        pytest.param(XLA, id="no recompute", marks=pytest.mark.full),
+    ],
 )
 def test_what_is_saved_at_any_time_goes_on_as_the_request_does(
     make_engine: MakeEngine, config: EngineConfig
@@ -70,7 +75,13 @@ def test_a_saved_request_may_get_more_tokens_than_it_had(make_engine: MakeEngine
     assert ended(engine.drain()) == {"a": expected}
 
 
-@pytest.mark.parametrize("config", [KEEPS, replace(KEEPS, num_blocks=36)], ids=["slots", "blocks"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(KEEPS, id="slots", marks=pytest.mark.full),
+        pytest.param(replace(KEEPS, num_blocks=24), id="blocks"),
+    ],
+)
 def test_a_fork_is_the_request_with_the_longer_prompt(make_engine: MakeEngine, config: EngineConfig) -> None:
     """Of live requests, of ended and of saved ones; and what they hold already is not computed again."""
     engine = make_engine(config)
@@ -97,7 +108,7 @@ def test_a_fork_is_the_request_with_the_longer_prompt(make_engine: MakeEngine, c
             request_id=f"{name}!",
         )
         request = engine.scheduler._states[fork].request
-        row = engine._table.settings[fork]
+        row = engine.state.table.settings[fork]
         tokens = request.prompt_token_ids
         assert list(tokens[: len(prompt)]) == prompt and list(tokens[len(tokens) - len(suffix) :]) == suffix
         prompts[fork], wanted[fork] = tokens, replace(row.params, seed=row.seed)

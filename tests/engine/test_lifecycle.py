@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import TINY_ENGINE
+from tests.support.models import BOTH_LANES, TINY_ENGINE
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.turn import answer_turn
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 
@@ -70,7 +71,7 @@ def test_abort_in_every_state_frees_the_slot_and_gives_one_result(
         outputs += tiny.step()
         assert [view.request_id for view in tiny.snapshot().waiting] == ["x"]
     elif state == "prefilling":
-        tiny.submit([7] * (TINY_ENGINE.prefill_lanes[-1] * CHUNK + 100), LONG, request_id="x")
+        tiny.submit([7] * (BOTH_LANES.prefill_lanes[-1] * CHUNK + 100), LONG, request_id="x")
         outputs += tiny.step()
         (view,) = [v.request for v in tiny.snapshot().slots if v.request and v.request.request_id == "x"]
         assert view is not None and view.status == "prefilling" and view.prefilled > 0
@@ -265,13 +266,13 @@ def test_close_keeps_what_was_not_read(make_engine: Callable[..., XlaBatchEngine
 def test_two_drivers_at_once_are_refused(tiny: XlaBatchEngine) -> None:
     tiny.submit([1], LONG, request_id="x")
     tiny.lag = 0
-    step = tiny.begin_turn()
-    assert step is not None
+    wait = next(turn := tiny.turn(), None)
+    assert wait is not None
     with pytest.raises(RuntimeError, match="two callers drive this engine"):
         tiny.step()
     tiny.submit([2], LONG, request_id="y")  # between start and read of a step
     assert tiny.abort("x")
-    tiny.end_turn(step, tiny.runner.wait(step))
+    answer_turn(turn, wait.call())
     assert reasons([o for o in tiny.drain() if o.finished]) == {"x": "abort", "y": "length"}
 
 
@@ -321,13 +322,13 @@ def test_a_drain_finishes_what_it_can_and_takes_nothing(tiny: XlaBatchEngine) ->
         tiny.clock = time.monotonic
     assert found["short"].outputs[0].finish_reason == "length" and found["short"].error is None
     assert found["long"].outputs[0].finish_reason == "abort" and "60 s later" in str(found["long"].error)
-    assert found["long"].outputs[0].token_ids and "takes no more" in str(refused[0])
+    assert found["long"].outputs[0].token_ids and "accepts no more requests" in str(refused[0])
     assert not tiny.has_unfinished
 
 
 def test_ids_that_are_made_pass_over_those_that_callers_gave(tiny: XlaBatchEngine) -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True)
-    number = tiny._table.submitted
+    number = tiny.state.table.submitted
     names = {tiny.submit([1], params, request_id=str(number + count)) for count in (1, 2, 4)}
     names |= {tiny.submit([1], params) for _ in range(3)}
     names.add(tiny.submit([1], replace(params, n=2)))

@@ -122,6 +122,7 @@ def test_without_max_tokens_a_request_runs_to_the_end_of_its_slot(llm: LLM) -> N
         llm.generate([5] * limit, open_ended, use_tqdm=False)
 
 
+@pytest.mark.full
 def test_without_max_tokens_a_request_gets_the_blocks_there_are() -> None:
     with LLM(
         max_num_seqs=8, max_model_len=256, prefill_lanes=(2,), num_blocks=6, block_size=32, self_check=False

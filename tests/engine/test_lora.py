@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.adapters import adapters, llama_checkpoint, merged, write_adapter
+from tests.support.adapters import MODULES, adapters, llama_checkpoint, merged, modules_of, write_adapter
 from tests.support.engine_faults import bits, fail_at
+from tests.support.gguf_checks import GOLDEN
+from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.batch.submit import submit_prompt
+from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.graphs.config import RoutedExperts
 from xla_engine.graphs.lora.form import UP, LoraForm
+from xla_engine.model_loader.checkpoint import Checkpoint, given_weights, load_checkpoint, random_weights
 from xla_engine.model_loader.peft.adapter import read_adapter
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.sampling_params import SamplingParams
@@ -70,7 +74,7 @@ def submit_every(engine: XlaBatchEngine, loras: list[LoRARequest]) -> None:
         engine.submit(prompt, PARAMS, request_id=name, lora_request=lora)
 
 
-@pytest.mark.parametrize("path", ["as it starts", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", ["as it starts", pytest.param("xla", marks=pytest.mark.release)])
 def test_a_mixed_batch_has_the_bits_of_each_request_alone(
     engine: XlaBatchEngine, tiny: XlaBatchEngine, loras: list[LoRARequest], path: str,
     make_engine: Callable[..., Any],
@@ -96,6 +100,7 @@ def test_a_mixed_batch_has_the_bits_of_each_request_alone(
         engine.close()
 
 
+@pytest.mark.full
 def test_it_computes_what_the_merged_checkpoint_computes(tmp_path: Path) -> None:
     """In float32, every module of every layer."""
     checkpoint = llama_checkpoint("float32")
@@ -242,13 +247,16 @@ def test_preempted_and_restarted_requests_keep_their_adapters(
     assert engine.stats().recoveries > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
         {"num_blocks": 60, "block_size": 32},
-        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
-        {"keep_finished": 64},
+        pytest.param(
+            {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
+            marks=pytest.mark.release,
+        ),
+        pytest.param({"keep_finished": 64}, marks=pytest.mark.release),
     ],
     ids=str,
 )
@@ -284,6 +292,10 @@ def assert_they_go_on(engine: XlaBatchEngine, loras: list[LoRARequest]) -> None:
     assert ended(engine)["asked"] == bits(forked.outputs[0])
 
 
+LAYER_2, Q_OF_1 = (f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_" for layer in (2, 1))
+A_OF_48 = np.ones((8, 48), np.float32)
+
+
 def zeros(*names: str) -> dict[str, np.ndarray]:
     return {f"base_model.model.{name}": np.zeros((8, 8), np.float32) for name in names}
 
@@ -301,8 +313,29 @@ def zeros(*names: str) -> dict[str, np.ndarray]:
         ({"tensors": zeros("lm_head.lora_A.weight")}, "only one of"),
         ({"tensors": zeros("lm_head.lora_embedding_A")}, "merge_and"),
         ({"tensors": zeros("lm_head.lora_A.weight", "lm_head.lora_B.weight")}, "changes lm_head"),
+        ({"modules": ()}, "has no tensors, .*Save it again"),
+        (
+            {"tensors": {LAYER_2 + "A.weight": A_OF_48, LAYER_2 + "B.weight": A_OF_48.T}},
+            "this model's 2 layers",
+        ),
+        (
+            {"tensors": {Q_OF_1 + "A.weight": A_OF_48 * np.inf}},
+            "1.self_attn.q_proj.lora_A.* NaN or inf.* again",
+        ),
+        ({"tensors": {Q_OF_1 + "A.weight": A_OF_48.astype(np.int32)}}, "not a float"),
+        (
+            {"tensors": {Q_OF_1 + "A.weight": A_OF_48.T}},
+            r"is F32\[48, 8\], not a float \[8, 48\].*very model",
+        ),
+        ({"scales": (3e38, 3e38)}, "values as large as 3.*e.38 and .*overflow.* again"),
+        ({"scales": (3e38, 1.0)}, "overflow"),
+        ({"scales": (0.0, 3e38)}, "overflow"),  # as large when it is scaled
+        ({"scales": (1.0, 1e7), "alpha": 1e6}, "scaled by 1.25e.05.* overflow"),
     ],
-    ids=["kind", "dora", "bias", "ranks", "modules", "rank", "shape", "half", "embedding", "head"],
+    ids=[
+        *("kind", "dora", "bias", "ranks", "modules", "rank", "shape", "half", "embedding", "head", "empty"),
+        *("layer", "infinite", "integers", "turned", "large", "large A", "large B", "scaled"),
+    ],
 )
 def test_what_cannot_be_loaded_is_refused_and_nothing_else_suffers(
     engine: XlaBatchEngine, tmp_path: Path, fields: dict[str, Any], match: str
@@ -313,6 +346,87 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_else_suffers(
         engine.submit([1, 2], PARAMS, lora_request=LoRARequest("bad", 77, str(path)))
     assert engine.list_loras() == before
     assert not engine.has_unfinished
+
+
+def test_the_largest_that_load_have_results(engine: XlaBatchEngine, tmp_path: Path) -> None:
+    """As large as A and B may be by the bound on their product, in every module of every layer."""
+    largest = (
+        0.99 * (2.0**48 / (TINY.intermediate_size * 16)) ** 0.5
+    )  # inputs of the widest product; rank * scale
+    names = (f"base_model.model.{module}.lora_" for module in modules_of(llama_checkpoint()))
+    shapes = modules_of(llama_checkpoint()).values()
+    signs = np.random.default_rng(0).choice([-1, 1], (96, 96))
+    tensors = {
+        name + each: (signs[:rows, :columns] * largest).astype(np.float32)
+        for name, (out, inputs) in zip(names, shapes, strict=True)
+        for each, rows, columns in (("A.weight", 8, inputs), ("B.weight", out, 8))
+    }
+    path = write_adapter(tmp_path / "adapter", llama_checkpoint(), tensors=tensors)
+    engine.submit(PROMPTS[3], PARAMS, lora_request=LoRARequest("large", 78, str(path)))
+    (output,) = engine.drain()
+    assert output.outputs[0].finish_reason == "length" and output.error is None
+    engine.remove_lora(78)
+
+
+@pytest.fixture(scope="module")
+def in_two_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Llama in a directory, and as a GGUF file, whose queries and keys lie in another order."""
+    model = tmp_path_factory.mktemp("files") / "model"
+    write_checkpoint(TINY, random_weights(TINY, dtype="bfloat16", seed=1, scale=0.3), model)
+    return model, write_gguf(model, model.with_suffix(".gguf"), kind=Kind.BF16)
+
+
+@pytest.mark.full
+def test_a_gguf_file_takes_adapters_and_weights_as_its_source_does(
+    in_two_files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """To the bit: two adapters and none in one batch, then new weights for the queries of a layer."""
+    source = load_checkpoint(in_two_files[0])
+    loras = adapters(tmp_path, source, 2)
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    tensors = {name: np.asarray(source.weights["layers.0.qkv"], np.float32)[:48] for name in names}
+    tensors[names[0]] = np.asarray(source.weights["layers.0.qkv"], np.float32)[:96]
+    found = []
+    for path in in_two_files:
+        config = replace(WITH_ADAPTERS, max_loras=2, prefill_lanes=(2,), self_check=False)
+        with XlaBatchEngine.from_pretrained(path, config) as engine:
+            results = []
+            for _ in range(2):
+                for number, lora in enumerate((None, *loras)):
+                    engine.submit(PROMPTS[3], PARAMS, request_id=str(number), lora_request=lora)
+                results.append(ended(engine))
+                engine.update_weights(tensors)
+            found.append(results)
+    assert found[0] == found[1]
+    assert len({each for results in found[0] for each in results.values()}) == 6
+
+
+ARCHITECTURES = {"qwen2": "qwen2", "gemma2": "gemma2", "phi3_short": "phi3", "cohere": "command-r"}
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_adapters_of_a_gguf_file_lie_as_those_of_its_source(name: str, tmp_path: Path) -> None:
+    """Also where a family stores queries, keys and values in one tensor, or turns a part of each head."""
+    path = write_gguf(GOLDEN / "families" / name, tmp_path / "m.gguf", arch=ARCHITECTURES[name])
+    stored, source = (load_checkpoint(each, dtype="float32") for each in (path, GOLDEN / "families" / name))
+    modules = (*MODULES, "qkv_proj", "gate_up_proj")
+    adapter = write_adapter(tmp_path / "adapter", source, modules=modules)
+    form = LoraForm(1, 8, np.dtype(np.float32), packed=False)
+    one, other = (read_adapter(adapter, each.sources, each.config, form) for each in (stored, source))
+    assert one.fingerprint == other.fingerprint
+    for leaf, array in other.leaves.items():
+        np.testing.assert_array_equal(one.leaves[leaf], array, err_msg=leaf)
+    tensors = tensors_of(source)
+    given, same = (given_weights(each, tensors)[0] for each in (stored, source))
+    for leaf in source.weights:
+        np.testing.assert_array_equal(given[leaf], same[leaf], err_msg=leaf)
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Random tensors by the names of the checkpoint's, twice where they stand in several places."""
+    draw = np.random.default_rng(3)
+    shapes = {part.name: part.shape for parts in checkpoint.sources.values() for part in parts}
+    return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 def test_engines_without_room_for_adapters_say_so(tiny: XlaBatchEngine, loras: list[LoRARequest]) -> None:

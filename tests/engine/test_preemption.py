@@ -12,6 +12,7 @@ from tests.support.device import num_parked
 from tests.support.models import TINY_ENGINE
 from tests.support.requests import PARAMS, PROMPTS, answers, submit_all
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.turn import answer_turn
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
@@ -70,10 +71,10 @@ def test_a_slot_lost_while_a_step_is_read_changes_no_bit(tiny: XlaBatchEngine, l
             tiny.submit(prompt, params, request_id="it")
             for _ in range(turns):
                 tiny.step()
-            step = tiny.begin_turn()
+            wait = next(turn := tiny.turn(), None)
             assert tiny.preempt("it", how=way), (way, turns)
-            if step is not None:
-                tiny.end_turn(step, tiny.runner.wait(step))
+            if wait is not None:
+                answer_turn(turn, wait.call())
             assert answers(tiny.drain()) == expected, (way, turns)
 
 
@@ -85,7 +86,7 @@ def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) 
     assert not report.divergences and report.preempted > 10, "\n".join(report.lines())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_by_the_attention_that_stale_values_harm(make_engine: MakeEngine) -> None:
     """Cold, cached, preempted: the same bits also where slots have to be cleared behind what is written back."""
     config = replace(

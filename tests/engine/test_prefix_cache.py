@@ -12,6 +12,7 @@ import pytest
 from tests.support.device import read_cache
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.observability.observer import Observer
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
@@ -29,7 +30,7 @@ def by_xla() -> Iterator[XlaBatchEngine]:
         yield engine
 
 
-@pytest.fixture(params=["tiny", "by_xla"])
+@pytest.fixture(params=["tiny", pytest.param("by_xla", marks=pytest.mark.full)])
 def engine(request: pytest.FixtureRequest) -> XlaBatchEngine:
     found = request.getfixturevalue(request.param)
     assert isinstance(found, XlaBatchEngine)
@@ -110,6 +111,7 @@ def test_the_operations_in_cpp_are_exact_for_any_cut(embedded: XlaBatchEngine) -
     assert bits(again) == bits(found) == bits(expected)
 
 
+@pytest.mark.full
 def test_generated_tokens_are_not_reused_where_a_probe_is_all_there_is(
     make_engine: Callable[..., XlaBatchEngine],
 ) -> None:
@@ -156,7 +158,7 @@ def test_in_place_nothing_moves(engine: XlaBatchEngine, monkeypatch: pytest.Monk
     """A hit in a free slot runs in that slot; a hit in a busy one is copied, and its bytes stay."""
     engine.reset_prefix_cache()
     reuses = []
-    engine.on_step = lambda plan, events: reuses.extend(plan.reuses if events is None else ())
+    engine.observers.add(observer := Observer(started=lambda plan: reuses.extend(plan.reuses)))
     run(engine, [STEM])
     run(engine, [STEM])
     ((place, source),) = {(reuse.slot.index, reuse.source) for reuse in reuses}
@@ -167,7 +169,7 @@ def test_in_place_nothing_moves(engine: XlaBatchEngine, monkeypatch: pytest.Monk
         engine.step()
     held = [np.array(keys[source]) for keys, _ in read_cache(engine.runner)]
     run(engine, [[*STEM, 2]], replace(SAMPLED, max_tokens=1))
-    engine.on_step = None
+    engine.observers.remove(observer)
     assert [(reuse.source, reuse.slot.index != source) for reuse in reuses] == [
         (source, False),
         (source, True),

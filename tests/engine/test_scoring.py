@@ -13,9 +13,8 @@ from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine import LLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
-from xla_engine.outputs import RequestOutput
+from xla_engine.outputs import RequestOutput, Score
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scoring import Score
 
 DRAW = random.Random(3)
 STEM = [DRAW.randrange(TINY.vocab_size) for _ in range(120)]
@@ -23,7 +22,10 @@ ENDS = [[DRAW.randrange(TINY.vocab_size) for _ in range(DRAW.randint(1, 40))] fo
 WHOLE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2, logprobs=1)
 
 
-@pytest.fixture(scope="module", params=["slots", "blocks", "xla"])
+@pytest.fixture(
+    scope="module",
+    params=["slots", *(pytest.param(each, marks=pytest.mark.full) for each in ("blocks", "xla"))],
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
     config = {
         "slots": TINY_ENGINE,

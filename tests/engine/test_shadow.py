@@ -14,11 +14,13 @@ import xla_engine.graphs.steps.decode as decode_module
 import xla_engine.graphs.steps.verify as verify_module
 from tests.engine.test_speculation import known, run, seen
 from tests.graphs.test_hybrid import MODEL as HYBRID
+from tests.support.faults import sampling_by
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.drafting.recorded import Recorded
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.sampling_params import SamplingParams
 
 SHADOWED = replace(TINY_ENGINE, prefill_lanes=(2,), shadow_rate=1.0)
@@ -28,9 +30,12 @@ SPECULATING = {"method": "suffix", "num_speculative_tokens": 3}
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(SHADOWED, marks=pytest.mark.slow),
-        pytest.param(replace(SHADOWED, block_size=32, num_blocks=40), marks=pytest.mark.slow),
-        replace(SHADOWED, block_size=32, num_blocks=40, speculative_config=SPECULATING),
+        pytest.param(SHADOWED, marks=pytest.mark.release),
+        pytest.param(replace(SHADOWED, block_size=32, num_blocks=40), marks=pytest.mark.release),
+        pytest.param(
+            replace(SHADOWED, block_size=32, num_blocks=40, speculative_config=SPECULATING),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["slots", "blocks", "speculation in blocks"],
 )
@@ -61,13 +66,12 @@ def reasons_of(outputs: Any) -> dict[str, int]:
 
 def _keyed_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise depends on the row."""
-    plain = decode_module.sample
 
     def sample(logits: Any, rows: Any, position: Any, *rest: Any, **named: Any) -> Any:
         seed = rows.seed.at[:, 1].add(jnp.arange(len(rows.seed), dtype=rows.seed.dtype))
-        return plain(logits, replace(rows, seed=seed), position, *rest, **named)
+        return sampling.sample(logits, replace(rows, seed=seed), position, *rest, **named)
 
-    monkeypatch.setattr(decode_module, "sample", sample)
+    monkeypatch.setattr(decode_module, "sample_rows", sampling_by(sample))
 
 
 def _accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +103,8 @@ def _forgets_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     ("plant", "model", "options"),
     [
         (_keyed_by_slot, TINY, None),
-        pytest.param(_accepts_too_much, TINY, SPECULATING, marks=pytest.mark.slow),
-        pytest.param(_forgets_the_window, HYBRID, SPECULATING, marks=pytest.mark.slow),
+        pytest.param(_accepts_too_much, TINY, SPECULATING, marks=pytest.mark.release),
+        pytest.param(_forgets_the_window, HYBRID, SPECULATING, marks=pytest.mark.release),
     ],
 )
 def test_it_finds_planted_faults(
@@ -179,6 +183,6 @@ def test_a_rate_is_a_share() -> None:
 
 
 def test_without_it_nothing_changes(tiny: XlaBatchEngine) -> None:
-    assert tiny._shadow is None
+    assert tiny.state.shadow is None
     assert tiny.config.device_rows == tiny.config.num_slots
     assert "shadow_rate" not in tiny.config.options()

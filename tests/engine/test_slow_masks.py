@@ -156,7 +156,7 @@ def test_what_may_happen_to_a_row_while_its_mask_is_made(
             now = 6.0
             assert way == "deadline" or embedded.abort("slow")
             (output,) = (each for each in embedded.step() if each.finished)
-            assert output.outputs[0].finish_reason == way and not embedded.masks.making
+            assert output.outputs[0].finish_reason == way and not embedded.state.masks.making
             embedded.submit("x = ", GATED[0], request_id="slow")  # its id is free
         elif way == "fault":
             real, failed = embedded.runner.wait, []
@@ -238,7 +238,7 @@ def test_an_event_loop_sleeps_until_a_mask_is_there(
     embedded: XlaBatchEngine, masks: Masks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = alone(embedded, GATED[0], "slow")
-    masks.slow, turns, real = (lambda: time.sleep(0.03)), 0, embedded.begin_turn
+    masks.slow, turns, real = (lambda: time.sleep(0.03)), 0, embedded.turn
 
     def counted() -> Any:
         nonlocal turns
@@ -249,9 +249,6 @@ def test_an_event_loop_sleeps_until_a_mask_is_there(
         llm = AsyncLLM.from_engine(embedded)
         return [output async for output in llm.generate("x = ", GATED[0], request_id="slow")][-1]
 
-    monkeypatch.setattr(embedded, "begin_turn", counted)
-    try:
-        assert comparable(asyncio.run(read())) == expected
-    finally:
-        embedded.on_ready = None
+    monkeypatch.setattr(embedded, "turn", counted)
+    assert comparable(asyncio.run(read())) == expected
     assert turns < 6 * GATED[0].max_tokens

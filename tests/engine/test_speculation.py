@@ -1,4 +1,4 @@
-"""Speculation changes no bit: whatever drafters say, at any width and lag, among all else that an engine does."""
+"""Speculation changes no bit: whatever proposers say, at any width and lag, among all else that an engine does."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import pytest
 
 import xla_engine.graphs.steps.verify as verify_module
 from tests.conftest import TINY_ENGINE, tiny_checkpoint
+from tests.support.faults import sampling_by
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.drafter import Drafter, Proposal
+from xla_engine.drafting.proposer import Proposal, Proposer
 from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.drafting.width import StepCosts, WidthChooser
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
@@ -32,7 +34,9 @@ SPECULATING = replace(
 )
 
 
-@pytest.fixture(scope="module", params=[None, 40], ids=["slots", "blocks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(None, marks=pytest.mark.full), 40], ids=["slots", "blocks"]
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
     config = replace(SPECULATING, num_blocks=request.param)
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
@@ -78,17 +82,17 @@ def known(outputs: Mapping[str, RequestOutput]) -> dict[str, Sequence[int]]:
         return ()
 
 
-def drafters(outputs: Mapping[str, Sequence[int]]) -> dict[str, Drafter]:
+def proposers(outputs: Mapping[str, Sequence[int]]) -> dict[str, Proposer]:
     return {
         "oracle": Recorded(outputs),
         "liar": Recorded(outputs, right=0.0),
         "corrupted": Recorded(outputs, right=0.7),
-        "suffix": SuffixDrafter(),
+        "suffix": SuffixProposer(),
     }
 
 
 @pytest.mark.parametrize("who", ["oracle", "liar", "corrupted", "suffix"])
-def test_no_drafter_changes_a_bit(tiny: XlaBatchEngine, engine: XlaBatchEngine, who: str) -> None:
+def test_no_proposer_changes_a_bit(tiny: XlaBatchEngine, engine: XlaBatchEngine, who: str) -> None:
     """Temperatures, penalties, biases, masks, stops, log-probabilities, all lags, and slots that are taken away."""
     for lag, preempts in ((0, False), (1, False), (1, True), (2, True)):
         cases = [
@@ -97,7 +101,7 @@ def test_no_drafter_changes_a_bit(tiny: XlaBatchEngine, engine: XlaBatchEngine, 
         ]
         plain = run(tiny, cases, 1)
         engine.lag = lag
-        engine.draft_with(drafters(known(plain))[who])
+        engine.draft_with(proposers(known(plain))[who])
         before = engine.stats()
         assert seen(run(engine, cases, 2, preempts=preempts)) == seen(plain)
         after = engine.stats()
@@ -131,7 +135,7 @@ def test_sequences_of_one_request_speculate_by_themselves(
     case = Case(request_id="a", prompt_token_ids=(5, 6, 7), params=params)
     plain = run(tiny, [case], 0)
     engine.lag = 1
-    engine.draft_with(SuffixDrafter())
+    engine.draft_with(SuffixProposer())
     assert seen(run(engine, [case], 0)) == seen(plain)
 
 
@@ -141,7 +145,7 @@ def test_a_replay_is_drafted_by_what_it_had(tiny: XlaBatchEngine, engine: XlaBat
     case = Case(request_id="a", prompt_token_ids=(5, 6, 7), params=params)
     plain = run(tiny, [case], 0)
     engine.lag = 1
-    engine.draft_with(SuffixDrafter(shares=False))
+    engine.draft_with(SuffixProposer(shares=False))
     engine.submit(case.prompt_token_ids, case.params, request_id="a")
     for _ in range(30):
         engine.step()
@@ -152,15 +156,15 @@ def test_a_replay_is_drafted_by_what_it_had(tiny: XlaBatchEngine, engine: XlaBat
     assert engine.stats().accepted_tokens - accepted > 10
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_auto_runs_as_any_width_does(tiny: XlaBatchEngine) -> None:
     config = replace(SPECULATING, speculative_config={"method": "ngram"})
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
-        assert engine._speculator is not None and engine._speculator._chooser is not None
+        assert engine.state.speculator is not None and engine.state.speculator._chooser is not None
         cases = draw_cases(tiny, 24, seed=5, every_field=True)
         plain = run(tiny, cases, 1)
         for seed in range(3):
-            engine.draft_with(drafters(known(plain))[["oracle", "corrupted", "suffix"][seed]])
+            engine.draft_with(proposers(known(plain))[["oracle", "corrupted", "suffix"][seed]])
             assert seen(run(engine, cases, seed, preempts=True)) == seen(plain)
 
 
@@ -182,7 +186,7 @@ def test_what_is_not_there_is_refused(options: Any, why: str) -> None:
         EngineConfig(speculative_config=options)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_where_bits_would_differ_it_is_refused() -> None:
     config = replace(SPECULATING, isa="none", prefill_lanes=(2,))
     with pytest.raises(ConfigError, match="not the same code"):
@@ -201,6 +205,7 @@ def test_speculation_is_no_part_of_a_result() -> None:
     assert SPECULATING.options() == replace(SPECULATING, speculative_config=None).options()
 
 
+@pytest.mark.full
 def test_a_grammar_s_forced_text_comes_in_few_steps() -> None:
     """The keys of a schema, each in a step or two; the bits are those of one token a step."""
     pytest.importorskip("llguidance")
@@ -241,10 +246,17 @@ def test_without_speculation_programs_and_tables_are_what_they_were(
     assert not any(name.startswith("verify") for name in plain)
     assert sum(name.startswith("verify") for name in more) == 3
     assert tiny.runner._state.tables.draft_masks is None
-    assert tiny._speculator is None
+    assert tiny.state.speculator is None
 
 
-@pytest.mark.parametrize("fault", ["keeps one too many", "writes too far", "one noise a step"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "writes too far",
+        pytest.param("keeps one too many", marks=pytest.mark.full),
+        pytest.param("one noise a step", marks=pytest.mark.full),
+    ],
+)
 def test_wrong_rules_are_found(tiny: XlaBatchEngine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong draft that is kept, keys in the wrong place, noise keyed by the step: the comparison sees each."""
     if fault == "keeps one too many":
@@ -258,12 +270,11 @@ def test_wrong_rules_are_found(tiny: XlaBatchEngine, fault: str, monkeypatch: py
 
         monkeypatch.setattr(verify_module, "through_layers", shifted)
     else:
-        plain = verify_module.sample
 
         def sample(logits: jax.Array, rows: Any, position: jax.Array, *rest: Any, **named: Any) -> Any:
-            return plain(logits, rows, position - position % WIDTH, *rest, **named)
+            return sampling.sample(logits, rows, position - position % WIDTH, *rest, **named)
 
-        monkeypatch.setattr(verify_module, "sample", sample)
+        monkeypatch.setattr(verify_module, "sample_rows", sampling_by(sample))
     config = replace(SPECULATING, compile_cache=False, max_num_seqs=4, prefill_lanes=(2,))
     try:
         speculating = XlaBatchEngine(tiny_checkpoint(), None, config)
@@ -326,7 +337,7 @@ def test_a_row_that_makes_its_verify_steps_fail_ends_alone(
     assert others == {name: outputs for name, outputs in alone.items() if name != "case-2"}
 
 
-class Silent(SuffixDrafter):
+class Silent(SuffixProposer):
     """Knows nothing, and keeps what it was asked and told."""
 
     def __init__(self) -> None:
@@ -356,28 +367,28 @@ def _free(count: int) -> list[Case]:
 def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
     engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look asks for some of the rows and takes no tokens, so that no text is made early; a drafter hears everything
+    """A look asks for some of the rows and takes no tokens, so that no text is made early; a proposer hears everything
     in the end."""
     takes: list[str] = []
     take = LiveSequence.take
     monkeypatch.setattr(LiveSequence, "take", lambda self: takes.append(self.request_id) or take(self))
-    monkeypatch.setattr(engine._speculator, "_chooser", chooser := WidthChooser(CHEAP))
+    monkeypatch.setattr(engine.state.speculator, "_chooser", chooser := WidthChooser(CHEAP))
     monkeypatch.setattr("xla_engine.engine.speculation.SAMPLE", 3)
     engine.lag = 1
     counts = []
     for looks in (True, False):
         if not looks:
             chooser._wait = 1 << 20
-        engine.draft_with(drafter := Silent())
+        engine.draft_with(proposer := Silent())
         takes.clear()
         before = engine.stats()
         found = run(engine, _free(6), 0)
         after = engine.stats()
         assert after.drafted_tokens == before.drafted_tokens
-        assert drafter.told == {name: list(tokens) for name, tokens in known(found).items()}
+        assert proposer.told == {name: list(tokens) for name, tokens in known(found).items()}
         counts.append(len(takes))
-        assert len(drafter.asked) <= 3 * (after.steps - before.steps) / 7
-        assert bool(drafter.asked) is looks
+        assert len(proposer.asked) <= 3 * (after.steps - before.steps) / 7
+        assert bool(proposer.asked) is looks
     assert counts[0] == counts[1]
 
 
@@ -392,7 +403,7 @@ class OfText(Recorded):
 def test_looks_learn_whether_guesses_come_true_before_a_step_is_spent(
     tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch, right: float
 ) -> None:
-    monkeypatch.setattr(engine._speculator, "_chooser", chooser := WidthChooser(CHEAP))
+    monkeypatch.setattr(engine.state.speculator, "_chooser", chooser := WidthChooser(CHEAP))
     engine.lag = 1
     plain = run(tiny, _free(6), 0)
     engine.draft_with(OfText(known(plain), right))
@@ -411,7 +422,7 @@ def test_looks_learn_whether_guesses_come_true_before_a_step_is_spent(
 def test_drafts_that_are_always_wrong_are_few(
     tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._speculator, "_chooser", WidthChooser(CHEAP))
+    monkeypatch.setattr(engine.state.speculator, "_chooser", WidthChooser(CHEAP))
     engine.lag = 1
     plain = run(tiny, _free(6), 0)
     engine.draft_with(Recorded(known(plain), right=0.0))

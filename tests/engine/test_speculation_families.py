@@ -17,9 +17,9 @@ from tests.graphs.test_hybrid import MODEL as HYBRID
 from tests.support.device import edit_cache
 from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.drafter import Drafter
+from xla_engine.drafting.proposer import Proposer
 from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.graphs.config import FULL, SLIDING
@@ -59,7 +59,10 @@ def cases_of(engine: XlaBatchEngine, seed: int) -> list[Case]:
 
 @pytest.mark.parametrize(
     "name",
-    ["hybrid", *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS if each != "hybrid")],
+    [
+        pytest.param("hybrid", marks=pytest.mark.full),
+        *(pytest.param(each, marks=pytest.mark.release) for each in MODELS if each != "hybrid"),
+    ],
 )
 def test_no_family_s_bits_change(name: str) -> None:
     """Right, wrong, half right and looked-up drafts, all lags, slots that are taken away."""
@@ -80,17 +83,19 @@ def test_no_family_s_bits_change(name: str) -> None:
                 )
             expected = run(plain, cases, 1)
             outputs = known(expected)
-            drafters: list[Drafter] = [Recorded(outputs), Recorded(outputs, 0.0), Recorded(outputs, 0.6)]
+            proposers: list[Proposer] = [Recorded(outputs), Recorded(outputs, 0.0), Recorded(outputs, 0.6)]
             other.lag = lag
-            for drafter in (*drafters, SuffixDrafter()):
-                other.draft_with(drafter)
+            for proposer in (*proposers, SuffixProposer()):
+                other.draft_with(proposer)
                 assert seen(run(other, cases, 2, preempts=preempts)) == seen(expected)
         assert 0 < other.stats().accepted_tokens < other.stats().drafted_tokens
         assert other.stats().compiles_after_warmup == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hybrid", "experts", "ring"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["hybrid", *(pytest.param(each, marks=pytest.mark.release) for each in ("experts", "ring"))]
+)
 def test_what_wrong_drafts_wrote_is_never_read(name: str) -> None:
     """Behind every row's length lies rubbish before each step: keys, values, tokens."""
     plain, other = engines(name)
@@ -145,8 +150,17 @@ def _forgets_the_memory(commit: Callable[..., Any], state: Any, pending: Any, **
     return commit(state, pending, **at)._replace(memory=state.memory)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [_forgets_to_roll_back, _forgets_the_window, _forgets_the_memory])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _forgets_to_roll_back,
+        *(
+            pytest.param(each, marks=pytest.mark.release)
+            for each in (_forgets_the_window, _forgets_the_memory)
+        ),
+    ],
+)
 def test_recurrent_state_that_is_wrong_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = verify_module.delta_commit
     monkeypatch.setattr(verify_module, "delta_commit", lambda *given, **named: fault(commit, *given, **named))

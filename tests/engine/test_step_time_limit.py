@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_faults import SLOTS, HangingDevice, bits, ends
-from tests.support.models import TINY_ENGINE
+from tests.support.models import BOTH_LANES, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError
@@ -60,17 +60,23 @@ def test_deadlines_fire_while_a_step_runs_and_the_heartbeat_grows(
     assert engine.stats().last_step_age_s == 0.0
 
 
-def test_no_thread_waits_where_a_step_has_no_time_limit(tiny: XlaBatchEngine) -> None:
-    tiny.submit([1, 2], SamplingParams(max_tokens=3))
-    tiny.drain()
-    assert not tiny._waiter._started
+def test_no_thread_waits_where_neither_step_nor_request_has_a_time_limit(
+    make_engine: Callable[..., XlaBatchEngine],
+) -> None:
+    engine = make_engine()
+    engine.submit([1, 2], SamplingParams(max_tokens=3))
+    engine.drain()
+    assert not engine.state.waiter._started
+    engine.submit([1, 2], SamplingParams(max_tokens=3), deadline_s=60)
+    engine.drain()
+    assert engine.state.waiter._started
 
 
 def test_a_time_limit_changes_no_identity_and_no_bit(
     make_engine: Callable[..., XlaBatchEngine], tiny: XlaBatchEngine
 ) -> None:
     assert "step_timeout_s" not in TINY_ENGINE.options()
-    limited = make_engine(replace(TINY_ENGINE, step_timeout_s=60.0))
+    limited = make_engine(replace(BOTH_LANES, step_timeout_s=60.0))
     assert limited.identity().digest() == tiny.identity().digest()
     for engine in (limited, tiny):
         engine.submit([1, 2], SamplingParams(max_tokens=12, logprobs=0), request_id="same")
@@ -101,7 +107,7 @@ def test_a_step_that_hangs_before_it_runs_ends_every_request_too(
 
     monkeypatch.setattr(engine.runner, "start", start)
     monkeypatch.setattr(engine, "clock", lambda: now[0])
-    monkeypatch.setattr(engine._waiter, "sleep", sleep)
+    monkeypatch.setattr(engine.state.waiter, "sleep", sleep)
     try:
         for number in range(3):
             engine.submit(

@@ -96,6 +96,6 @@ def test_an_engine_that_fails_tells_every_thread(
             jobs = [pool.submit(complete, llm, thread) for thread in range(4)]
             for job in jobs:
                 assert job.exception() is None or isinstance(job.exception(), EngineClosedError)
-    tiny._closed = None
+    tiny.state.closed = None
     tiny.runner.rebuild()
     assert complete(llm, 0)

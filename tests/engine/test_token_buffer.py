@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Seen
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.requests.token_buffer import FLUSH_STEPS, TokenBuffer
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
@@ -45,6 +48,9 @@ class Spelling:
 
     def decode(self, ids: list[int], **_: object) -> str:
         return "".join(map(self.push, ids))
+
+    def token_string(self, token_id: int) -> str:
+        return self.decode([token_id])
 
 
 def live(
@@ -211,3 +217,35 @@ def test_text_that_cannot_be_made_is_the_error_unless_there_was_one(
     buffer.append(0, Decoded(tokens=[Spelling.BROKEN, NO_TOKEN]), 0.0)
     assert request.finish(reason, 1.0, told) is FinishReason.ERROR
     assert request.output().error == stands
+
+
+@pytest.mark.parametrize("only_ended", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_news_add_up_to_the_output(embedded: XlaBatchEngine, n: int, only_ended: bool) -> None:
+    """Whenever a reader looks, each token and character is news once; sequences that still run can be left out."""
+    params = SamplingParams(
+        n=n, max_tokens=40, seed=4, logprobs=2, prompt_logprobs=1, stop=["ret"], temperature=1
+    )
+    embedded.submit("def add(a, b):", params, request_id="whole")
+    (whole,) = embedded.drain()
+    seen: AllSeen = defaultdict(Seen)
+    collector = OutputCollector(every_token=not only_ended)
+    embedded.submit("def add(a, b):", params, request_id="parts", collector=collector)
+    draw, told = random.Random(n), []
+    while not told or not told[-1].finished:
+        embedded.advance()
+        if draw.random() < 0.4:
+            told += [request.news(seen, only_ended=only_ended) for request in collector.take()]
+    for expected in whole.outputs:
+        parts = [each for output in told for each in output.outputs if each.index == expected.index]
+        assert len(parts) == 1 or not only_ended
+        assert [each.finish_reason for each in parts[:-1]] == [None] * (len(parts) - 1)
+        assert "".join(each.text for each in parts) == expected.text
+        for name in ("token_ids", "logprobs", "top_logprobs"):
+            assert tuple(chain.from_iterable(getattr(each, name) for each in parts)) == getattr(
+                expected, name
+            )
+        last = parts[-1]
+        assert (last.finish_reason, last.stop_reason) == (expected.finish_reason, expected.stop_reason)
+    assert told[-1].prompt_logprobs is not None and tuple(told[-1].prompt_logprobs) == whole.prompt_logprobs
+    assert told[-1].metrics is not None and told[-1].metrics.finished_time is not None

@@ -13,6 +13,7 @@ from tests.support.requests import comparable
 from xla_engine import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.observability.observer import Observer
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text import trials
@@ -58,13 +59,13 @@ def test_other_rows_go_on_while_a_constraint_is_tried(embedded: XlaBatchEngine, 
     embedded.submit("x = ", constrained(301), request_id="waits", on_refused=never)
     assert gate.entered.wait(60), "it is tried in another thread"
     (view,) = [view for view in embedded.snapshot().waiting if view.request_id == "waits"]
-    assert view.decision is not None and "being tried" in view.decision.reason
+    assert view.decision is not None and "being compiled" in view.decision.reason
     assert embedded.num_waiting == 2 and embedded.has_unfinished
     ended: list[RequestOutput] = []
     while not ended:
         ended = [output for output in embedded.step() if output.finished]
     assert [output.request_id for output in ended] == ["plain"], "its neighbour ran from beginning to end"
-    assert embedded.step() == [] and embedded.awaits_beside and embedded.num_waiting == 1
+    assert embedded.step() == [] and embedded.state.awaits_background and embedded.num_waiting == 1
     gate.opened.set()
     (beside,) = embedded.drain()
     embedded.submit("x = ", constrained(301), request_id="waits")
@@ -97,8 +98,8 @@ def test_a_request_that_waits_for_its_constraint_can_be_taken_back(
     embedded: XlaBatchEngine, gate: Gate, n: int
 ) -> None:
     ended: list[str] = []
-    embedded.on_end = lambda name, reason: ended.append(f"{name} {reason}")
-    try:
+    observer = Observer(ended=lambda name, reason: ended.append(f"{name} {reason}"))
+    with embedded.observers.having(observer):
         params = SamplingParams(n=n, max_tokens=4, structured_outputs={"regex": f"b{{1,{310 + n}}}"})  # type: ignore[arg-type]
         embedded.submit("x", params, request_id="gone", on_refused=never)
         assert embedded.abort("gone") and not embedded.abort("gone")
@@ -107,8 +108,6 @@ def test_a_request_that_waits_for_its_constraint_can_be_taken_back(
         assert len(ended) == n and not embedded.has_unfinished
         gate.opened.set()
         assert embedded.step() == []
-    finally:
-        embedded.on_end = None
 
 
 def test_its_deadlines_count_while_it_waits(

@@ -46,7 +46,7 @@ def generated(engine: XlaBatchEngine) -> bytes:
     return bits(engine.drain()[0].outputs[0])
 
 
-@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.release)])
 def test_the_bits_are_those_of_an_engine_started_from_the_new_checkpoint(quantization: str | None) -> None:
     config = replace(CONFIG, quantization=quantization)
     with XlaBatchEngine(other_checkpoint(), None, config) as fresh:
@@ -98,5 +98,5 @@ def assert_refused_while_requests_run(engine: XlaBatchEngine, expected: bytes) -
 
 
 def test_a_model_without_names_is_refused(tiny: XlaBatchEngine) -> None:
-    with pytest.raises(CheckpointError, match="not from a Hugging Face directory"):
+    with pytest.raises(CheckpointError, match="not from files"):
         tiny.update_weights({Q: np.zeros((96, 48), np.float32)})

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from tests.support.record_edits import altered, put
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
@@ -157,7 +158,9 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(80, 300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_damaged_record_is_read_or_refused(honest: Record, data: st.DataObject) -> None:
     """Any value in any place: a record or a RecordError, never another exception."""

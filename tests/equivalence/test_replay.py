@@ -44,7 +44,7 @@ def test_an_honest_record_replays(tiny: XlaBatchEngine, lag: int) -> None:
     assert report.ok, "\n".join(report.lines())
     assert report.steps == len(record.steps)
     assert report.tokens == sum(len(trace.token_ids) for trace in record.batched.values())
-    assert tiny.lag == tiny.config.lag and tiny.on_step is None
+    assert tiny.lag == tiny.config.lag and not tiny.observers
     assert replay(tiny, from_json(to_json(record).encode())).ok
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.models import TINY_ENGINE, tiny_checkpoint
 from tests.support.simulation import COST
 from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.record_file import from_json, to_json
@@ -27,7 +27,7 @@ from xla_engine.timeline.model import of_record, of_step_log
 from xla_engine.timeline.trace_events import trace_events
 from xla_engine.timeline.write import page_data
 
-LAGS = [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+LAGS = [pytest.param(0, marks=pytest.mark.release), 1, pytest.param(2, marks=pytest.mark.release)]
 CONFIG = replace(
     TINY_ENGINE,
     prefill_lanes=(2,),
@@ -37,7 +37,9 @@ CONFIG = replace(
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(None, marks=pytest.mark.slow), 24], ids=["slots", "blocks"]
+    scope="module",
+    params=[pytest.param(None, marks=pytest.mark.release), pytest.param(24, marks=pytest.mark.full)],
+    ids=["slots", "blocks"],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
     config = replace(CONFIG, block_size=32, num_blocks=request.param)
@@ -53,7 +55,7 @@ def logged(engine: XlaBatchEngine, path: Path, seed: int) -> StepLog:
         replace(case, params=replace(case.params, n=1))
         for case in draw_cases(engine, 16, seed=seed, max_new_tokens=40, every_field=True)
     ]
-    engine.draft_with(SuffixDrafter())
+    engine.draft_with(SuffixProposer())
     with logging_steps(engine, path):
         for at, case in enumerate(cases):
             engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
@@ -66,6 +68,7 @@ def logged(engine: XlaBatchEngine, path: Path, seed: int) -> StepLog:
 
 
 @pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.full
 def test_the_simulated_schedule_is_the_real_one(engine: XlaBatchEngine, lag: int, tmp_path: Path) -> None:
     engine.lag = lag
     log = logged(engine, tmp_path / "steps.jsonl", seed=lag)
@@ -119,7 +122,7 @@ def test_a_record_is_replayed_step_for_step(engine: XlaBatchEngine, lag: int) ->
     assert record.speculative_config == {"method": "suffix", "num_speculative_tokens": 3}
     assert engine_config(record).speculation == engine.config.speculation
     check_drafts_lie_in_their_segments(of_record(record))
-    engine.draft_with(SuffixDrafter())
+    engine.draft_with(SuffixProposer())
     accepted = engine.stats().accepted_tokens
     report = replay(engine, record)
     assert report.ok, report.lines()
@@ -128,7 +131,7 @@ def test_a_record_is_replayed_step_for_step(engine: XlaBatchEngine, lag: int) ->
     assert engine.speculator is not None and engine.speculator.script is None
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_chosen_widths_are_replayed_and_simulated(tmp_path: Path) -> None:
     """Widths that were chosen by measured costs come again, whatever this run would choose."""
     config = replace(CONFIG, speculative_config={"method": "suffix"})

@@ -192,8 +192,15 @@ void CheckAttention(int64_t head_dim, int64_t count, int64_t rows) {
   }
 }
 
+RowFields Row(float temperature, int32_t top_k, float top_p, float min_p, uint32_t high, uint32_t low, int32_t position) {
+  RowFields row = {};
+  row.temperature = temperature, row.top_k = top_k, row.top_p = top_p, row.min_p = min_p;
+  row.seed[0] = high, row.seed[1] = low, row.position = position;
+  return row;
+}
+
 // What may be drawn, what is drawn and its log-probability, against a sort and sums in double precision.
-void CheckSampling(int64_t count, SamplingParams params) {
+void CheckSampling(int64_t count, RowFields params) {
   auto logits = Drawn<float>(count);
   for (float& logit : logits) logit = std::round(logit * 64) / 16;  // some alike
   std::vector<int32_t> order(count);
@@ -282,7 +289,7 @@ void HashHeads(Hash& hash, int64_t head_dim) {
   }
 }
 
-void HashSampling(Hash& hash, int64_t count, SamplingParams params) {
+void HashSampling(Hash& hash, int64_t count, RowFields params) {
   auto logits = Fixed<float>(count);
   for (float& logit : logits) logit *= 9.0f;
   const Peak peak = PeakOf(logits.data(), count);
@@ -315,7 +322,7 @@ void PrintBits() {
   Hash sampler;
   for (int64_t count : {5, 300, 4097})
     for (int32_t top_k : {0, 40})
-      for (float top_p : {1.0f, 0.9f}) HashSampling(sampler, count, {0.75f, top_k, top_p, 0.001f, {7, 11}, 0});
+      for (float top_p : {1.0f, 0.9f}) HashSampling(sampler, count, Row(0.75f, top_k, top_p, 0.001f, 7, 11, 0));
   products.Print("products");
   rest.Print("rest");
   sampler.Print("sampler");
@@ -399,7 +406,7 @@ int main(int count, char** words) {
   for (int64_t size : {1, 15, 64, 199, 5000})
     for (int32_t top_k : {0, 1, 40, 3000})
       for (float top_p : {1.0f, 0.999f, 0.5f})
-        for (float min_p : {0.0f, 0.02f}) CheckSampling(size, {1.5f, top_k, top_p, min_p, {1, 2}, 3});
+        for (float min_p : {0.0f, 0.02f}) CheckSampling(size, Row(1.5f, top_k, top_p, min_p, 1, 2, 3));
   if (!failures) std::printf("ok\n");
   return failures != 0;
 }

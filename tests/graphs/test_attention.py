@@ -23,6 +23,7 @@ from tests.support.attention_cases import (
     assert_as_numpy,
     bits,
     each_backend,
+    interpreted,
 )
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
@@ -38,14 +39,18 @@ from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
 from xla_engine.graphs.model.decoder import ModelSpec
 
 
-@pytest.mark.parametrize(("heads", "dtype"), SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [pytest.param(*shape, marks=[pytest.mark.full] * (place > 1)) for place, shape in enumerate(SHAPES)],
+    ids=str,
+)
 @each_backend
 def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, int], dtype: Any) -> None:
     """Any number of heads and groups, head sizes that are no power of two, first and last positions."""
     assert_as_numpy(Case(heads, dtype), backend)
 
 
-# What is slow to compile or interpret, and shown by the others.
+# What is slow to compile or interpret: all but one case in the full tests, and what that shows too before a release.
 SLOW = {("xla", 0), ("xla", 2), *[("gpu", index) for index in (0, 2, 3) if INTERPRET]}
 
 
@@ -56,7 +61,8 @@ SLOW = {("xla", 0), ("xla", 2), *[("gpu", index) for index in (0, 2, 3) if INTER
             backend,
             *case,
             id=f"{backend.name}-{case}",
-            marks=[pytest.mark.slow] * ((backend.name, index) in SLOW),
+            marks=[pytest.mark.release] * ((backend.name, index) in SLOW)
+            + [pytest.mark.full] * (interpreted(backend) or backend.name == "xla"),
         )
         for index, case in enumerate(FEATURES)
         for backend in BACKENDS
@@ -206,6 +212,7 @@ def test_a_cache_survives_the_way_over_the_host(backend: Attention) -> None:
     assert jax.tree.map(bits, to_host(spec, stored)) == jax.tree.map(bits, full)
 
 
+@pytest.mark.full
 def test_an_engine_on_gpu_kernels_keeps_the_law(make_engine: Callable[..., XlaBatchEngine]) -> None:
     config = replace(TINY_ENGINE, attention_backend="gpu", prefill_lanes=(2,), max_num_seqs=4)
     engine = make_engine(config)

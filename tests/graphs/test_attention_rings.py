@@ -77,8 +77,9 @@ def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("auto", "bfloat16"), pytest.param("xla", "float32", marks=pytest.mark.slow)]
+    ("name", "dtype"), [("auto", "bfloat16"), pytest.param("xla", "float32", marks=pytest.mark.release)]
 )
+@pytest.mark.full
 def test_an_engine_with_rings_keeps_the_law(
     make_engine: Callable[..., XlaBatchEngine], name: str, dtype: str
 ) -> None:

@@ -28,8 +28,8 @@ from xla_engine.graphs.row_state.rows import (
     make_rows,
     make_tables,
     pack_rows,
-    unpack_samples,
 )
+from xla_engine.graphs.sampling.sampled import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.runner.backends import choose_attention
@@ -53,7 +53,8 @@ class Device:
 
     def __init__(self, backend: Attention, num_blocks: int | None = None) -> None:
         spec = ModelSpec(MODEL, jnp.dtype(jnp.bfloat16), backend)
-        self.weights = spec.flatten(tiny_checkpoint(model=MODEL).weights)
+        weights = tiny_checkpoint(model=MODEL).weights
+        self.weights = [weights[name] for name in spec.leaves]
         self.rope = rope_tables(MODEL, LENGTH)
         self.cache = make_cache(spec, ROWS, BLOCK if num_blocks else LENGTH, num_blocks=num_blocks)
         if num_blocks:  # stale
@@ -81,7 +82,7 @@ class Device:
         lanes = make_lanes(chunks, {len(chunks) - 1: SETTINGS}, 2, CHUNK)
         call = self._prefill(self.weights, self.rope, self.cache, self.rows, lanes, self.tables)
         self.cache, self.rows, packed, *_ = call
-        return [bits[len(chunks) - 1].tobytes() for bits in unpack_samples(np.asarray(packed))]
+        return [bits[len(chunks) - 1].tobytes() for bits in unpack_samples(np.asarray(packed)).values()]
 
     def lend(self, slot: int, blocks: list[int], start: int = 0) -> None:
         """Put blocks into a slot's table from its `start`-th entry on, as the next calls do."""
@@ -102,7 +103,7 @@ class Device:
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param(each, id=name, marks=[pytest.mark.slow] * (name == "xla" and len(BACKENDS) > 1))
+        pytest.param(each, id=name, marks=[pytest.mark.release] * (name == "xla" and len(BACKENDS) > 1))
         for name, each in BACKENDS.items()
     ],
 )

@@ -87,16 +87,17 @@ def test_the_number_of_rows_changes_no_bit_of_the_gated_mlp() -> None:
         np.testing.assert_array_equal(by(count).view(np.int32), expected.view(np.int32))
 
 
-def test_parameters_are_named_once_and_flatten_checks_them() -> None:
+def test_parameters_are_named_once_and_names_are_checked() -> None:
     shapes = parameter_shapes(TINY)
     assert shapes["layers.1.gate_up"] == (2 * TINY.intermediate_size, TINY.hidden_size)
     assert shapes["head"] == (TINY.vocab_size, TINY.hidden_size)
     weights = dict(tiny_checkpoint().weights)
-    spec = ModelSpec(TINY, jnp.dtype(jnp.bfloat16))
-    assert [leaf.shape for leaf in spec.flatten(weights)] == list(shapes.values())
+    leaves = ModelSpec(TINY, jnp.dtype(jnp.bfloat16)).leaves
+    leaves.check_names(weights)
+    assert [weights[name].shape for name in leaves] == list(shapes.values())
     del weights["layers.0.qkv"]
     with pytest.raises(KeyError, match=r"layers\.0\.qkv"):
-        spec.flatten(weights)
+        leaves.check_names(weights)
 
 
 def test_engine_agrees_with_the_cacheless_forward_pass(make_engine: Callable[..., XlaBatchEngine]) -> None:

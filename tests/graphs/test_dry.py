@@ -21,7 +21,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_DRY_BREAKERS
-from xla_engine.graphs.row_state.rows import Repetition, make_sampling_rows
+from xla_engine.graphs.row_state.sampling_fields import Repetition, make_sampling_rows
 from xla_engine.graphs.sampling.dry import LONGEST, dry_penalties
 from xla_engine.runner.compile_cache import compiles_of_this_thread
 from xla_engine.sampling_params import SamplingParams
@@ -80,11 +80,11 @@ def test_penalties_are_those_of_plain_python(rows: list[Any], stale: int) -> Non
         broken[at, : len(breakers)] = sorted(breakers)
     _, multiplier, base, allowed, _ = zip(*rows, strict=True)
     record = Repetition(
-        multiplier=jnp.asarray(multiplier, jnp.float32),
-        base=jnp.asarray(base, jnp.float32),
-        allowed_length=jnp.asarray(allowed, jnp.int32),
-        breakers=jnp.asarray(broken),
-        last_n=jnp.full(ROWS, -1, jnp.int32),
+        dry_multiplier=jnp.asarray(multiplier, jnp.float32),
+        dry_base=jnp.asarray(base, jnp.float32),
+        dry_allowed_length=jnp.asarray(allowed, jnp.int32),
+        dry_breakers=jnp.asarray(broken),
+        penalty_last_n=jnp.full(ROWS, -1, jnp.int32),
     )
     length = jnp.asarray([len(own) for own, *_ in rows], jnp.int32)
     found = np.asarray(device_penalties(jnp.asarray(tokens), length, record, VOCABULARY))
@@ -127,7 +127,9 @@ def alone(engine: XlaBatchEngine) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("num_blocks", [None, 24], ids=["slots", "blocks"])
+@pytest.mark.parametrize(
+    "num_blocks", [pytest.param(None, marks=pytest.mark.full), 24], ids=["slots", "blocks"]
+)
 def test_bits_are_those_of_alone_whatever_happens_to_the_row(
     make_engine: Callable[..., XlaBatchEngine], num_blocks: int | None
 ) -> None:

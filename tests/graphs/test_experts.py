@@ -75,14 +75,15 @@ def by_numpy(experts: Experts, x: np.ndarray, routed: Route) -> np.ndarray:
 
 
 ON_GPU = functools.partial(gpu_experts, interpret=jax.default_backend() != "gpu")
-INTERPRETED = [pytest.param(f"gpu {dtype}", marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.full) for name in ("blocked float32", "gpu float32", "gpu bfloat16")
+]
 
 
 @pytest.fixture(
     params=[
-        "blocked float32",
         "blocked bfloat16",
-        *INTERPRETED,
+        *SLOW,
         *(f"native {each.name}" for each in available()),
     ]
 )
@@ -121,7 +122,7 @@ def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, An
     assert run(form, experts, x, crowd)[60].tobytes() == whole[60].tobytes()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.full), jnp.bfloat16])
 def test_gathered_features_are_multiplied_as_those_of_one_device(dtype: Any) -> None:
     """The products between which devices gather are those of `blocked_experts` without it, bit for bit."""
     experts, x, routed = weights(dtype, biased=True), rows(37), routes(37)
@@ -151,6 +152,7 @@ def test_a_row_without_experts_is_its_residual(form_and_dtype: tuple[Form, Any])
     assert run(form, experts, x, unrouted).tobytes() == x.tobytes()
 
 
+@pytest.mark.full
 def test_kernels_for_a_gpu_give_a_row_its_own_sum() -> None:
     """Against NumPy; among other rows in another place, more of its expert than a block holds; and without experts."""
     experts, x, routed = weights(jnp.bfloat16, biased=True, limit=0.5), rows(24), routes(24)

@@ -34,7 +34,7 @@ MODEL = replace(  # whole tiles throughout, so that every C++ operation serves w
     ),
     mlp_only_layers=(1,),
 )
-CONFIG = EngineConfig(max_num_seqs=8, max_model_len=200, prefill_lanes=(2, 8), chunk_size=16)
+CONFIG = EngineConfig(max_num_seqs=8, max_model_len=200, prefill_lanes=(2,), chunk_size=16)
 
 
 @pytest.fixture(scope="module")

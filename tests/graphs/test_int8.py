@@ -63,7 +63,7 @@ WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=
 
 
 @pytest.mark.parametrize(
-    ("backend", "model"), [pytest.param("xla", TINY, marks=pytest.mark.slow), ("auto", WIDE)]
+    ("backend", "model"), [pytest.param("xla", TINY, marks=pytest.mark.full), ("auto", WIDE)]
 )
 def test_law_1_holds_in_eight_bits(
     make_engine: Callable[..., XlaBatchEngine], backend: str, model: ModelConfig

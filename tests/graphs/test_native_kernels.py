@@ -24,7 +24,7 @@ ARM = ("aarch64", "arm64")
 
 
 COMPILED = (*FLAGS, "-static")
-# Hashes of what kernels make of fixed numbers, on every machine (findings/042).
+# Hashes of what kernels make of fixed numbers, on every machine (findings/same_bits.md).
 PRODUCTS = "products 547fd87448d2ca9d"
 REST = ["rest 62cca53733acb908", "sampler abe267bd3842398d"]
 
@@ -57,7 +57,7 @@ VARIANTS = [  # with and without what a processor may have beside the set: dot p
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("isa", "extras"), VARIANTS)
 def test_kernels_are_sums_in_any_instruction_set(
     isa: InstructionSet, extras: tuple[str, ...], tmp_path: Path

@@ -19,7 +19,8 @@ from xla_engine.graphs.linear.products import feature_major
 from xla_engine.graphs.ops import reductions as vocabulary
 from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.ops.top_k import largest_by_rank
-from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows
+from xla_engine.graphs.row_state.rows import NO_CHOICE
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampling_rows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling import truncation as thresholds
 from xla_engine.graphs.sampling.logits import ByRow
@@ -47,7 +48,7 @@ def random_logits(vocabulary: int, seed: int, spread: float = 3.0) -> np.ndarray
     return (np.random.default_rng(seed).standard_normal((vocabulary, ROWS)) * spread).astype(np.float32)
 
 
-@pytest.fixture(params=ISAS, ids=str)
+@pytest.fixture(scope="module", params=ISAS, ids=str)
 def sample(request: pytest.FixtureRequest) -> Sample:
     """The sampler in JAX, and in C++ for each instruction set of this machine."""
     return jax.jit(functools.partial(sampling.sample, native=registered(request.param)))
@@ -55,7 +56,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 
 def test_one_column_gets_the_bits_it_has_among_eight(sample: Sample) -> None:
     """Draws of every kind, and the sums they rest on: programs of few rows rest on it."""
-    logits = random_logits(1024, 9)
+    logits = random_logits(512, 9)
     given = rows(top_p=[1, 0.9] * 4, min_p=[0, 0, 0.1, 0] * 2, top_k=[0, 0, 0, 7] * 2, num_logprobs=3)
     position = jnp.arange(ROWS, dtype=jnp.int32)
     every = sample(logits, given, position)
@@ -113,8 +114,9 @@ def test_bisection_and_candidates_agree() -> None:
     state = rows(top_k=[0, 1, 7, 64, 128, 0, 20, 3], top_p=[0.9, 1, 0.5, 0.9, 1, 0.2, 0.99, 0.7], min_p=0.0)
     peak = jnp.asarray(logits.max(axis=0))
     wanted = jnp.where(state.top_k > 0, state.top_k, 4096)
-    fast = thresholds.threshold(jnp.asarray(logits), peak, state.temperature, state, jnp.ones(ROWS, bool))
-    slow = thresholds.bisect(jnp.asarray(logits), peak, state.temperature, wanted, state.top_p, state.min_p)
+    given = jnp.asarray(logits), peak, state.temperature
+    fast = jax.jit(thresholds.threshold)(*given, state, jnp.ones(ROWS, bool))
+    slow = jax.jit(thresholds.bisect)(*given, wanted, state.top_p, state.min_p)
     np.testing.assert_array_equal(np.asarray(fast), np.asarray(slow))
 
 
@@ -243,7 +245,7 @@ def test_greedy_rows_do_not_notice_sampled_peers(sample: Sample) -> None:
 @given(st.integers(0, 2**31), st.sampled_from([1, 63, 64, 65, 130, 5000]))
 def test_cumulative_sums(seed: int, count: int) -> None:
     values = np.random.default_rng(seed).random((count, 3)).astype(np.float32)
-    ours = np.asarray(vocabulary.cumulative(jnp.asarray(values)))
+    ours = np.asarray(jax.jit(vocabulary.cumulative)(jnp.asarray(values)))
     np.testing.assert_allclose(ours, np.cumsum(values.astype(np.float64), axis=0), rtol=1e-4)
 
 
@@ -259,19 +261,25 @@ def test_a_token_without_weight_is_never_drawn(seed: int, uniform: float, count:
     weight = np.zeros((count, 2), np.float32)
     for column in range(2):
         weight[draw.choice(count, positive, replace=False), column] = draw.random(positive) * 1e-3 + 1e-6
-    token = np.asarray(sampling._invert(jnp.asarray(weight), jnp.full(2, uniform, jnp.float32)))
+    token = np.asarray(jax.jit(sampling._invert)(jnp.asarray(weight), np.full(2, uniform, np.float32)))
     assert all(weight[token[column], column] > 0 for column in range(2))
 
 
-def test_a_row_draws_the_same_among_more_rows() -> None:
+@pytest.mark.parametrize(
+    ("size", "count", "widths"), [(8000, 16, (8,)), pytest.param(32000, 64, (8, 32), marks=pytest.mark.full)]
+)
+def test_a_row_draws_the_same_among_more_rows(size: int, count: int, widths: tuple[int, ...]) -> None:
     """Level B of the draw: cumulative sums and the search for a wide nucleus do not depend on the number of rows."""
-    logits = np.random.default_rng(4).standard_normal((32000, 64)).astype(np.float32)
-    fields = {"top_p": np.tile(np.float32([1, 0.9, 0.999, 0.5]), 16), "top_k": np.tile([0, 0, 500, 0], 16)}
+    logits = np.random.default_rng(4).standard_normal((size, count)).astype(np.float32)
+    fields = {
+        "top_p": np.tile(np.float32([1, 0.9, 0.999, 0.5]), count // 4),
+        "top_k": np.tile([0, 0, 500, 0], count // 4),
+    }
 
     def draw(columns: slice) -> np.ndarray:
-        state = make_sampling_rows(64)
+        state = make_sampling_rows(count)
         state.temperature[:], state.top_p[:], state.top_k[:] = 1.0, fields["top_p"], fields["top_k"]
-        state.seed[:, 1] = np.arange(64)
+        state.seed[:, 1] = np.arange(count)
         mine = jax.tree.map(lambda leaf: jnp.asarray(leaf[columns]), state)
         peak = logits[:, columns].max(axis=0)
         least = jax.jit(thresholds.threshold)(
@@ -281,9 +289,9 @@ def test_a_row_draws_the_same_among_more_rows() -> None:
         drawn = jax.jit(sampling._invert)(jnp.asarray(weight), sampling._uniform(mine.seed, mine.top_k))
         return np.stack([np.asarray(least), np.asarray(drawn)])
 
-    whole = draw(slice(0, 64))
-    for width in (8, 32):
-        for at in range(0, 64, width):
+    whole = draw(slice(0, count))
+    for width in widths:
+        for at in range(0, count, width):
             np.testing.assert_array_equal(draw(slice(at, at + width)), whole[:, at : at + width])
 
 
@@ -331,7 +339,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return jax.jit(lambda *arguments: sampling.sample(*arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_gpu_takes_the_same_tokens(monkeypatch: pytest.MonkeyPatch, sample: Sample) -> None:
     """Without sorts and loops: narrow and wide nuclei, top-k within and beyond the candidates, ties."""
     logits = np.concatenate([random_logits(4000, 1), np.round(random_logits(1000, 2))])

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from tests.support.instruction_sets import ISAS, registered
-from xla_engine.graphs.row_state.rows import NO_CHOICE, SamplingRows, make_sampling_rows, make_tables
+from xla_engine.graphs.row_state.rows import NO_CHOICE, make_tables
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampling_rows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 
 
 @pytest.mark.parametrize("isa", ISAS[1:])
-@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("processed", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("vocabulary", "width"), [(10, 1), (4097, 48)])
 def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabulary: int, width: int) -> None:
     """Tokens, ranks and the most likely tokens; log-probabilities to rounding."""
@@ -55,10 +56,13 @@ def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabul
 
 
 @pytest.mark.parametrize("isa", ISAS[1:])
-def test_greedy_tokens_in_cpp_at_every_width(isa: str) -> None:
+@pytest.mark.parametrize(
+    "widths", [(1, 6, 48), pytest.param((2, 4, 8, 16, 272), marks=pytest.mark.full)], ids=["some", "all"]
+)
+def test_greedy_tokens_in_cpp_at_every_width(isa: str, widths: tuple[int, ...]) -> None:
     """Columns side by side in vectors, several entries of few columns, widths that fill none; ties, no numbers."""
     choose = jax.jit(functools.partial(sampling.sample, native=registered(isa)))
-    for width in (1, 2, 4, 6, 8, 16, 48, 272):
+    for width in widths:
         for size in (5, 511, 1100, 8200):
             logits = np.round(np.random.default_rng(size).standard_normal((size, width)) * 2).astype(
                 np.float32
@@ -92,11 +96,11 @@ def adjusted_rows(
     state.num_logprobs[:] = draw.choice([-1, 0, 20], width)
     if form["dry"]:
         repetition = state.repetition
-        repetition.multiplier[:] = draw.choice([0, 0.8, 3], width)
-        repetition.base[:] = draw.choice([1, 1.75, 40], width)
-        repetition.allowed_length[:] = draw.integers(1, 5, width)
-        repetition.breakers[:, :2] = draw.integers(0, 9, (width, 2))
-        repetition.last_n[:] = draw.choice([-1, 0, 7, 200], width)
+        repetition.dry_multiplier[:] = draw.choice([0, 0.8, 3], width)
+        repetition.dry_base[:] = draw.choice([1, 1.75, 40], width)
+        repetition.dry_allowed_length[:] = draw.integers(1, 5, width)
+        repetition.dry_breakers[:, :2] = draw.integers(0, 9, (width, 2))
+        repetition.penalty_last_n[:] = draw.choice([-1, 0, 7, 200], width)
     tables: Any = make_tables(SLOTS, VOCABULARY, drafts=DRAFTS if form["drafts"] else 0)
     for ids in tables.bias_ids:
         ids[:5] = draw.choice(VOCABULARY, 5, replace=False)
@@ -127,7 +131,12 @@ def adjusted_rows(
 
 
 @pytest.mark.parametrize("isa", ISAS[1:])
-@pytest.mark.parametrize("form", [(), ("dry", "blocks"), ("drafts", "blocks"), ("dry", "drafts")], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [(), ("dry", "blocks"), ("dry", "drafts"), ("drafts", "blocks"), ("dry", "blocks", "drafts")],
+    ids=str,
+)
+@pytest.mark.full
 def test_what_shifts_logits_is_the_same_in_cpp_and_in_jax(isa: str, form: tuple[str, ...]) -> None:
     """Bias, penalties in a window, DRY, stop ids and masks that forbid, of slots and of blocks, behind drafts."""
     in_jax, in_cpp = (

@@ -61,7 +61,7 @@ def test_parts_of_every_weight_make_the_whole(
     spec = ModelSpec(checkpoint.config, np.dtype("float32"), devices=devices)
     expected = parameter_shapes(_with_local_sizes(spec.sharding))
     for leaf, shape in parameter_shapes(checkpoint.config).items():
-        cut = spec.sharding.cut(leaf)
+        cut = spec.leaves[leaf].cut
         if cut is None:
             last = leaf.rsplit(".", 1)[-1]
             assert last.endswith(("norm", "router", "router_bias", "shared_gate", "scale")) or (
@@ -74,7 +74,7 @@ def test_parts_of_every_weight_make_the_whole(
         if not leaf.endswith(
             (".output", ".down", "down_bias", "output_bias", "shared_down", "embed", "head")
         ):
-            assert spec.local_shape(leaf) == expected[leaf]
+            assert spec.leaves[leaf].on_devices().shape == expected[leaf]
 
 
 def test_where_a_device_would_have_few_features_it_has_all() -> None:
@@ -82,12 +82,12 @@ def test_where_a_device_would_have_few_features_it_has_all() -> None:
     experts = RoutedExperts(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=40)
     model = replace(WIDE, intermediate_size=500, vocab_size=1600, experts=experts, mlp_only_layers=(1,))
     spec = ModelSpec(model, np.dtype("float32"), devices=4)
-    cut = {name.split(".", 2)[-1] for name in spec.names if spec.sharding.cut(name) is not None}
+    cut = {name.split(".", 2)[-1] for name, leaf in spec.leaves.items() if leaf.cut is not None}
     assert cut == {"embed", "head", "qkv", "output", "down", "experts.gate_up", "experts.down"}
-    assert spec.local_shape("layers.1.gate_up") == (1000, 768)
-    assert spec.local_shape("layers.0.experts.gate_up") == (3, 20, 768)
+    assert spec.leaves["layers.1.gate_up"].on_devices().shape == (1000, 768)
+    assert spec.leaves["layers.0.experts.gate_up"].on_devices().shape == (3, 20, 768)
     narrow = ModelSpec(replace(model, head_dim=32, hidden_size=760), np.dtype("float32"), devices=4)
-    cut = {name.split(".", 2)[-1] for name in narrow.names if narrow.sharding.cut(name) is not None}
+    cut = {name.split(".", 2)[-1] for name, leaf in narrow.leaves.items() if leaf.cut is not None}
     assert cut == {"embed", "head", "experts.gate_up"}  # of 128 features of q, k and v, and 190 of the others
     assert narrow.local.num_attention_heads == 2 and narrow.local.num_key_value_heads == 1
 
@@ -101,7 +101,7 @@ def test_recurrent_layers_are_cut_as_one(value_dim: int, is_native: bool) -> Non
     products = NativeProducts("avx512") if is_native else None
     spec = ModelSpec(model, np.dtype(jnp.bfloat16), products=products, devices=4)
     assert spec.local.delta is not None
-    cut = {name.split(".")[-1] for name in spec.names if ".delta." in name and spec.sharding.cut(name)}
+    cut = {name.split(".")[-1] for name, leaf in spec.leaves.items() if ".delta." in name and leaf.cut}
     if value_dim == 48 and is_native:
         assert cut == {"projected", "convolution", "decay", "step_bias", "output"}
         assert spec.local.delta.value_heads == 2

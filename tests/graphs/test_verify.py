@@ -17,15 +17,9 @@ from tests.conftest import TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.graphs.row_state.rows import (
-    NOT_KEPT,
-    Pool,
-    Rows,
-    make_rows,
-    make_sampling_rows,
-    make_tables,
-    unpack_samples,
-)
+from xla_engine.graphs.row_state.rows import NOT_KEPT, Pool, Rows, make_rows, make_tables
+from xla_engine.graphs.row_state.sampling_fields import make_sampling_rows
+from xla_engine.graphs.sampling.sampled import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 from xla_engine.graphs.steps.verify import Drafts, looked_up, verify_step
@@ -43,10 +37,10 @@ class Device:
         config = EngineConfig()
         self.spec = make_spec(config, TINY, jnp.dtype("bfloat16"))
         checkpoint = tiny_checkpoint()
-        stored = {}
-        for name in self.spec.sources:
-            stored.update(self.spec.stored(name, checkpoint.weights[name]))
-        weights = [jnp.asarray(stored[name]) for name in self.spec.names]
+        leaves, stored = self.spec.leaves, {}
+        for name in leaves.sources:
+            stored.update(leaves.stored(name, checkpoint.weights[name]))
+        weights = [jnp.asarray(stored[name]) for name in leaves]
         rope = jnp.asarray(rope_tables(TINY, POSITIONS))
         pool = None
         if block_size is not None:
@@ -84,7 +78,7 @@ class Device:
             sampling=sampling,
         )
         cache, rows, packed, *_ = self.prefill(cache, rows, lanes, self.tables)
-        return cache, rows, unpack_samples(np.asarray(packed))[0]
+        return cache, rows, unpack_samples(np.asarray(packed))["token"]
 
 
 @functools.cache
@@ -180,7 +174,7 @@ def test_verify_emits_what_decode_emits(seed: int, block_size: int | None) -> No
     assert found == plain
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_right_drafts_are_all_accepted() -> None:
     """Each full step brings `WIDTH` tokens; wrong drafts bring one."""
     draw, here = np.random.default_rng(1), device()

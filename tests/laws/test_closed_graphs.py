@@ -14,7 +14,7 @@ import pytest
 
 import xla_engine.runner.runner as runner_module
 from tests.support.device import program_text
-from tests.support.models import TINY, TINY_ENGINE
+from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -124,7 +124,7 @@ def test_a_steady_step_moves_numbers_of_order_b(
     forbidden = {tiny.max_model_len, tiny.checkpoint.config.vocab_size}
     assert not any(forbidden & set(shape) for _, shape in admission)
     lane = TINY_ENGINE.chunk_size + 32  # the prompt's own tokens, and what a row is told
-    assert max(math.prod(shape) for _, shape in admission) <= lane * TINY_ENGINE.prefill_lanes[-1]
+    assert max(math.prod(shape) for _, shape in admission) <= lane * BOTH_LANES.prefill_lanes[-1]
 
 
 def test_implicit_transfers_never_happen(tiny: XlaBatchEngine) -> None:

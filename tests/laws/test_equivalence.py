@@ -16,16 +16,19 @@ from tests.support.faults import (
     attend_everything_writes,
     attend_one_key_too_far,
     noise_keyed_by_slot,
+    sampling_by,
     top_k_of_the_batch,
 )
-from tests.support.models import TINY, TINY_ENGINE
+from tests.support.models import BOTH_LANES, TINY
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
+from xla_engine.observability.observer import Observer
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import Plan
 
 
 def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
@@ -61,15 +64,15 @@ def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchE
     ("attention", "dtype"),
     [
         ("auto", "bfloat16"),
-        ("xla", "bfloat16"),
-        ("auto", "float32"),
-        pytest.param("xla", "float32", marks=pytest.mark.slow),
+        pytest.param("xla", "bfloat16", marks=pytest.mark.full),
+        pytest.param("auto", "float32", marks=pytest.mark.full),
+        pytest.param("xla", "float32", marks=pytest.mark.full),
     ],
 )
 def test_tiny_model_alone_equals_batched(
     make_engine: Callable[..., XlaBatchEngine], dtype: str, attention: str
 ) -> None:
-    config = replace(TINY_ENGINE, attention_backend=attention)
+    config = replace(BOTH_LANES, attention_backend=attention)
     if (attention, dtype) == ("xla", "bfloat16"):
         config = replace(config, prefill_lanes=(8,))  # the others see to the number of lanes
     engine = make_engine(config, dtype=dtype)
@@ -78,7 +81,7 @@ def test_tiny_model_alone_equals_batched(
     assert report.ok, "\n".join(report.lines())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaBatchEngine]) -> None:
     """Level B on CPU in bfloat16: batch width, lane counts, key buckets and chunk size change no bit.
 
@@ -87,7 +90,7 @@ def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaB
     if jax.default_backend() != "cpu":
         pytest.skip("level B is promised on CPU only")
     model = replace(TINY, vocab_size=256, head_dim=32)
-    config = replace(TINY_ENGINE, max_num_seqs=16)
+    config = replace(BOTH_LANES, max_num_seqs=16)
     base = make_engine(config, model=model)
     other_sizes = replace(config, max_num_seqs=8, prefill_lanes=(4,), chunk_size=32, key_buckets=(512,))
     others = [
@@ -161,7 +164,11 @@ def test_an_inactive_slot_survives_a_thousand_steps(tiny: XlaBatchEngine) -> Non
         return {slot: [bits(k[slot]) + bits(v[slot]) for k, v in layers] for slot in free}
 
     run_alone(tiny, draw_cases(tiny, 1, seed=6)[0])
-    tiny.on_step = lambda plan, _: named.update(part.slot.index for part in (*plan.chunks, *plan.decode))
+
+    def see(plan: Plan) -> None:
+        named.update(part.slot.index for part in (*plan.chunks, *plan.decode))
+
+    tiny.observers.add(observer := Observer(started=see))
     for _ in range(16):  # 16 x 64 steps of one live row
         named.clear()
         before = others()
@@ -175,7 +182,7 @@ def test_an_inactive_slot_survives_a_thousand_steps(tiny: XlaBatchEngine) -> Non
         middle = others()
         tiny.drain()
         assert len(named) == 1 and middle == others()
-    tiny.on_step = None
+    tiny.observers.remove(observer)
 
 
 def bits(array: np.ndarray) -> bytes:
@@ -186,9 +193,14 @@ def bits(array: np.ndarray) -> bytes:
     ("target", "fault"),
     [
         ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_one_key_too_far),
-        ("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot),
-        ("xla_engine.graphs.steps.decode.sample", top_k_of_the_batch),
-        ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_everything_writes),
+        ("xla_engine.graphs.steps.decode.sample_rows", sampling_by(noise_keyed_by_slot)),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                ("xla_engine.graphs.steps.decode.sample_rows", sampling_by(top_k_of_the_batch)),
+                ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_everything_writes),
+            )
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -204,7 +216,7 @@ def test_a_planted_fault_is_caught(
 def test_credit_to_the_wrong_epoch_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    """A token buffer that forgets when a tenancy began gives a dead tenancy's tokens to the slot's next request."""
+    """A token buffer that forgets when an occupancy began gives a dead one's tokens to the slot's next request."""
     engine = make_engine(FAULTY)
     peers = engine.max_num_seqs - 1  # so that the slot is the same
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -20,7 +20,7 @@ import pytest
 from tests.support.device import poison_free_slots
 from tests.support.fake_loop import Loop
 from tests.support.fake_runner import PlanError
-from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot
+from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot, sampling_by
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -30,7 +30,7 @@ from xla_engine.equivalence.verify import verify
 from xla_engine.errors import EngineClosedError
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.row_state.lanes import Extents
-from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.steps import decode, prefill
 from xla_engine.scheduler import Chunk, Request, SchedulerConfig
@@ -74,10 +74,12 @@ def rotates_one_further_after_a_chunk(
     return prefill.prefill_chunk(spec, key_length, head_rows, weights, late, *state, **named)
 
 
+@pytest.mark.full
 def test_an_honest_engine_is_close_to_the_reference(make_engine: MakeEngine) -> None:
     assert gap_to_reference(make_engine(UNCHECKED, dtype="float32")) < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
@@ -102,6 +104,7 @@ def writes_one_further_after_a_chunk(self: Any, layer: Any, qkv: Any, call: Any,
     return attend_prefill(self, layer, qkv, call, lanes._replace(start=start))
 
 
+@pytest.mark.full
 def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
@@ -128,11 +131,12 @@ def noise_keyed_by_step(logits: Any, rows: SamplingRows, position: Any, *rest: A
     return sampling.sample(logits, rows, jnp.broadcast_to(rows.top_k[-1], position.shape), *rest, **named)
 
 
+@pytest.mark.full
 def test_noise_keyed_by_the_step_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     monkeypatch.setattr("xla_engine.runner.programs.decode_step", decode_counts_steps)
-    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", noise_keyed_by_step)
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample_rows", sampling_by(noise_keyed_by_step))
     report = verify(make_engine(replace(UNCHECKED, max_num_seqs=4)), requests=40, schedules=1, seed=12)
     assert report.differing_tokens > 0
 
@@ -145,7 +149,7 @@ def in_sixteen_parts(weights: jax.Array) -> jax.Array:
     return jnp.pad(total, ((0, blocks - 1), *((0, 0),) * 4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_start_up(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
@@ -183,6 +187,7 @@ def cut_shorter_under_load(
     return cut
 
 
+@pytest.mark.full
 def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:

@@ -160,7 +160,7 @@ def draw_requests(draw: random.Random, count: int, alike: bool) -> Iterator[Requ
             prompt_token_ids=tuple(stem[: draw.choice((0, 20, 60)) if own else 19 if alike else 5] + own),
             max_tokens=draw.choice((1, 2, 3, 9, 16, 40)) if own else 16,
             stop_token_ids=frozenset(draw.sample(range(1, VOCABULARY), draw.choice((0, 0, 6)))),
-            host_gated=draw.random() < 0.1,
+            constrained=draw.random() < 0.1,
             cache_salt=draw.choice(("",) * 6 + ("tenant",)),
             max_cached_tokens=draw.choice((None,) * 18 + (0, 5)),
             priority=draw.choice((-1, 0, 0, 0, 2)),

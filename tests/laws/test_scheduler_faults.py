@@ -29,7 +29,7 @@ def epochs_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slots, "release", stuck)
 
 
-def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
+def credit_ignores_the_occupancy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a token went to the request that has the id now."""
     commit = Scheduler.commit
 
@@ -37,7 +37,7 @@ def credit_ignores_the_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
         def today(part):  # type: ignore[no-untyped-def]
             state = self._states.get(part.request_id)
             change = part._replace if isinstance(part, Chunk) else partial(replace, part)
-            return change(slot=state.tenancy) if state and state.tenancy else part
+            return change(slot=state.occupancy) if state and state.occupancy else part
 
         plan = replace(plan, chunks=tuple(map(today, plan.chunks)), decode=tuple(map(today, plan.decode)))
         return commit(self, plan, result)
@@ -133,7 +133,7 @@ def samples_of_the_dead_are_credited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     epochs_never_move,
-    credit_ignores_the_tenancy,
+    credit_ignores_the_occupancy,
     credit_goes_to_the_slot,
     busy_slot_is_given_away,
     slot_is_handed_over_a_step_early,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from xla_engine.environment import embedded_model_directory
+from xla_engine.errors import ConfigError, XlaEngineError
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
@@ -65,6 +66,60 @@ def test_every_batch_size_gives_the_same_digits(make: Callable[..., Any]) -> Non
     assert all("\n\n" not in text for text in texts) and texts[0]
 
 
+@pytest.mark.full
+def test_several_engines_give_the_digits_of_one(make: Callable[..., Any]) -> None:
+    """And everything else that the harness asks of a model, with lm-eval's way to name a batch size."""
+    one, two = (
+        make(max_model_len=100, **options)
+        for options in ({}, {"data_parallel_size": 2, "batch_size": "auto:4", "max_batch_size": 8})
+    )
+    assert two._llm.engine.max_num_seqs == 16 and one._llm.engine.max_num_seqs == 16
+    assert answers(two) == answers(one)
+    asked: dict[str, Callable[[Any], Any]] = {
+        "eot_token_id": lambda model: model.eot_token_id,
+        "prefix_token_id": lambda model: model.prefix_token_id,
+        "max_length": lambda model: model.max_length,
+        "max_gen_toks": lambda model: model.max_gen_toks,
+        "tokenizer_name": lambda model: model.tokenizer_name,
+        "chat_template": lambda model: model.chat_template(True),
+        "apply_chat_template": lambda model: refused(
+            lambda: model.apply_chat_template([{"role": "user", "content": "x"}])
+        ),
+        "tok_encode": lambda model: model.tok_encode("import os"),
+    }
+    in_answers = {"loglikelihood_rolling", "generate_until"}
+    assert {name for name in vars(type(one)) if not name.startswith("_")} == {*asked, *in_answers}
+    for name, ask in asked.items():
+        assert ask(two) == ask(one), name
+
+
+def refused(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except XlaEngineError as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "slots"),
+    [
+        *((("auto", None), None), (("auto:4", None), None), (("auto", 8), 8), (("auto:2", 64), 16)),
+        *(((7, None), 7), (("7", 3), 7)),
+    ],
+    ids=str,
+)
+def test_batch_sizes_as_the_harness_names_them(given: tuple[Any, Any], slots: int | None) -> None:
+    from xla_engine.lm_eval import _slots
+
+    assert _slots(*given) == slots
+
+
+@pytest.mark.parametrize("size", ["auto:x", "many", "0", "-4", "4:4", "", "1.5", 0], ids=repr)
+def test_other_batch_sizes_are_refused_before_a_model_is_loaded(make: Callable[..., Any], size: Any) -> None:
+    with pytest.raises(ConfigError, match="give a number of at least 1, auto, or auto:N"):
+        make(batch_size=size, pretrained="no such model")
+
+
 def test_long_contexts_lose_their_beginning(make: Callable[..., Any]) -> None:
     model = make(batch_size=8, max_model_len=64)
     long, tail = "import sys;" * 60, " os"
@@ -81,7 +136,7 @@ def test_chats_go_through_the_models_template(make: Callable[..., Any]) -> None:
     assert model.chat_template(True) and model.chat_template(False) is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_runs_a_task_of_ones_own(tmp_path: Path) -> None:
     task = (TASKS / "python_choices.yaml").read_text().replace("${DATA}", str(TASKS / "python_choices.jsonl"))
     (tmp_path / "python_choices.yaml").write_text(task)

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests.support.checkpoints import CONFIG, LLAMA3, tensors_of, write_file, write_shards
+from tests.support.profiles import examples
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=examples(40, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 JSON_VALUES = st.recursive(
     st.none()

@@ -15,7 +15,7 @@ from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.model_loader.eagle3 import load_eagle3
-from xla_engine.runner.drafting.make import guesser_of
+from xla_engine.runner.drafting.make import device_proposer_of
 
 SEVEN = replace(TINY, num_hidden_layers=7)
 SEEN = 3 * TINY.hidden_size
@@ -185,4 +185,4 @@ def test_options(tmp_path: Path) -> None:
     assert found is not None and type(found).of(found.given()) == found
     several = replace(TINY_ENGINE, speculative_config=options, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="'eagle3' runs on one device; use tensor_parallel_size 1"):
-        guesser_of(several, MODEL, None, None)
+        device_proposer_of(several, MODEL, None, None)

@@ -22,9 +22,11 @@ from xla_engine.sampling_params import SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-# Every form that a layer can have is in one of these; the others are `slow`.
-QUICK = (
-    *("llama_yarn", "smollm3", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_vision"),
+QUICK = ("llama_yarn", "gemma2")
+# Every form that a layer can have is in one of these; the others are for releases.
+IN_CI = (
+    *QUICK,
+    *("smollm3", "ministral", "qwen2", "qwen3", "gemma3_vision"),
     *("phi3_long", "olmo2", "granite", "cohere2", "gpt_oss_mxfp4", "qwen3_next"),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at
@@ -36,7 +38,12 @@ CONFIG = EngineConfig(
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+    params=[
+        pytest.param(
+            name, marks=() if name in QUICK else pytest.mark.full if name in IN_CI else pytest.mark.release
+        )
+        for name in CASES
+    ]
 )
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -99,9 +106,9 @@ def rounding_noise(checkpoint: Checkpoint, prompt: list[int], logits: np.ndarray
     return most
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("attention", ["native", "xla"])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", IN_CI)
 def test_every_backend_keeps_the_law_in_bfloat16(name: str, attention: str) -> None:
     """Level A under random schedules, behind the start-up check."""
     config = replace(CONFIG, attention_backend=attention, prefill_lanes=(2, 8), self_check=True)
@@ -111,7 +118,7 @@ def test_every_backend_keeps_the_law_in_bfloat16(name: str, attention: str) -> N
         assert report.compiles_after_warmup == 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_pure_jax_attention_gives_the_tokens_of_transformers(name: str) -> None:
     golden = np.load(GOLDEN / name / "golden.npz")
     config = replace(CONFIG, attention_backend="xla")
@@ -123,7 +130,7 @@ def test_pure_jax_attention_gives_the_tokens_of_transformers(name: str) -> None:
             assert list(output.outputs[0].token_ids) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_command_line_runs_it(name: str, tmp_path: Path) -> None:
     """`run` in a process of its own, prompts as token ids: the stop ids of the files end a text."""
     golden = np.load(GOLDEN / name / "golden.npz")

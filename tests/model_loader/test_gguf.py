@@ -9,22 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests.support.gguf_checks import GOLDEN, embedded_tokenizer
-from tests.support.gguf_files import Kind, write_gguf
+from tests.support.gguf_files import Kind, random_blocks, write_gguf
 from tests.support.models import TINY
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
+from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.gguf.reader import GgufReader, quantised_kinds
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.weights import read_rows
 from xla_engine.sampling_params import SamplingParams
@@ -41,6 +46,15 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def large_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with three key/value heads whose rows can be quantised by 256."""
+    model = replace(TINY, hidden_size=256, intermediate_size=256, num_attention_heads=6, head_dim=128)
+    directory = tmp_path_factory.mktemp("large_blocks") / "model"
+    write_checkpoint(model, random_weights(model, dtype="bfloat16", scale=0.3), directory)
+    return directory
+
+
 @pytest.mark.parametrize("name", ["gqa_tied", "untied_odd_heads"])
 def test_a_float32_file_has_the_bits_of_its_source(name: str, tmp_path: Path) -> None:
     stored = load_checkpoint(write_gguf(GOLDEN / name, tmp_path / "m.gguf"))
@@ -51,13 +65,74 @@ def test_a_float32_file_has_the_bits_of_its_source(name: str, tmp_path: Path) ->
         np.testing.assert_array_equal(stored.weights[leaf], source.weights[leaf])
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
-def test_rows_are_those_of_the_whole_leaf(blocks: Path, tmp_path: Path, kind: Kind) -> None:
-    """As several devices read them, each its own part."""
-    weights = load_checkpoint(write_gguf(blocks, tmp_path / "m.gguf", kind=kind)).weights
-    for leaf, whole in weights.items():
-        part = read_rows(weights, leaf, np.array([2, -1, 0]))
-        np.testing.assert_array_equal(part, np.stack([whole[2], np.zeros_like(whole[0]), whole[0]]))
+KINDS = [Kind[name] for name in ("F32", "F16", "BF16", *quantised_kinds(gguf))]
+
+
+def test_the_usual_kinds_are_read() -> None:
+    """Those that files on the hub have."""
+    usual = (
+        "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS IQ3_S IQ3_XXS IQ2_S IQ2_XS IQ2_XXS"
+    )
+    assert set(usual.split()) <= {kind.name for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@settings(max_examples=15)
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=2),
+    width=st.integers(1, 3),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    places=st.lists(st.integers(0, 10_000), max_size=8),
+)
+def test_rows_are_cut_as_from_the_whole_tensor(
+    kind: Kind,
+    shape: list[int],
+    width: int,
+    cut: tuple[float, float],
+    places: list[int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Of vectors, matrices and stacks: no rows at all, some, rows twice; what a vector's cut takes of a block."""
+    whole_shape = (*shape, width * gguf.GGML_QUANT_SIZES[kind][0])
+    stored = random_blocks(whole_shape, kind, seed=width)
+    path = tmp_path_factory.getbasetemp() / f"{kind.name}.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tensor("t", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = GgufReader(path).weights({})
+    whole = files.read("t")
+    assert whole.shape == whole_shape
+    expected = gguf.quants.dequantize(stored.reshape(-1, stored.shape[-1]), kind).reshape(whole_shape)
+    np.testing.assert_array_equal(whole.astype(np.float32), expected)
+    np.testing.assert_array_equal(np.concatenate(list(files.blocks("t"))), whole)
+    begin, end = sorted(round(part * len(whole)) for part in cut)
+    for rows in (np.arange(begin, end), np.array(places, np.int64) % len(whole)):
+        found = files.rows("t", rows)
+        assert found.dtype == whole.dtype and found.shape == (len(rows), *whole_shape[1:])
+        np.testing.assert_array_equal(found, whole[rows])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_device_reads_its_part_of_each_leaf(large_blocks: Path, tmp_path: Path, kind: Kind) -> None:
+    """Of three key/value heads four devices have one each, or none."""
+    checkpoint = load_checkpoint(write_gguf(large_blocks, tmp_path / "m.gguf", kind=kind))
+    spec = ModelSpec(checkpoint.config, jnp.dtype(jnp.bfloat16), devices=4)
+    empty = 0
+    for leaf in checkpoint.weights:
+        whole = checkpoint.weights[leaf].reshape(-1, *spec.leaves[leaf].shape[1:][-1:])
+        cut = spec.leaves[leaf].cut
+        indices = [np.array([2, -1, 0]), np.array([-1, -1]), np.array([], np.int64)]
+        if cut is not None:
+            indices += [cut.flat_rows(place, spec.leaves[leaf].shape) for place in range(4)]
+        for index in indices:
+            expected = whole[index]
+            expected[index < 0] = 0
+            np.testing.assert_array_equal(read_rows(checkpoint.weights, leaf, index), expected, err_msg=leaf)
+        empty += sum(bool((index[len(index) // 2 :] < 0).all()) for index in indices[3:])
+    assert empty
 
 
 @pytest.mark.parametrize(

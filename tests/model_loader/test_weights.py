@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import jax
@@ -19,9 +20,9 @@ import xla_engine.model_loader.tensor_files as tensor_files
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.bench.models import write_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.errors import CheckpointWarning
+from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
-from xla_engine.model_loader.weights import all_finite
+from xla_engine.model_loader.weights import LARGEST, is_below, read_rows
 from xla_engine.utils.startup import StartupStep
 
 
@@ -50,28 +51,52 @@ def test_an_access_reads_anew_and_jax_takes_the_array_as_it_is(model: Path) -> N
     assert jax.device_put(one, device).unsafe_buffer_pointer() == one.ctypes.data
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf, 3e38, -3.4e38, 1e29, -1e28])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_values_that_are_no_numbers_are_told_by_tensor(model: Path, value: float, dtype: str) -> None:
+def test_values_without_results_are_refused_by_tensor(model: Path, value: float, dtype: str) -> None:
+    """By whoever reads: all of a leaf, or a device its rows. 3.4e38 is finite in float32 and not in bfloat16."""
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name].copy()
+    tensors[name] = tensors[name].astype(np.float32)
     tensors[name][5, 7] = value
     save_file(tensors, model / "model.safetensors")
     weights = load_checkpoint(model, dtype=dtype).weights
-    with pytest.warns(CheckpointWarning, match=rf"model\.safetensors: tensor {name} holds NaN or infinite"):
-        assert not np.isfinite(weights["layers.1.gate_up"].astype(np.float32)).all()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert all(weights[leaf].size for leaf in weights if leaf != "layers.1.gate_up")
+    assert all(weights[leaf].size for leaf in weights if leaf != "layers.1.gate_up")
+    bad = TINY.intermediate_size + 5
+    if abs(value) < LARGEST:
+        assert weights["layers.1.gate_up"][bad, 7] != 0
+        return
+    reason = f"values as large as {abs(value):.2g}" if np.isfinite(value) else "NaN or infinite values"
+    for read in (
+        lambda: weights["layers.1.gate_up"],
+        lambda: read_rows(weights, "layers.1.gate_up", np.array([bad, 0])),
+    ):
+        with pytest.raises(
+            CheckpointError, match=re.escape(f"safetensors: tensor {name} holds {reason}") + ".*again"
+        ):
+            read()
+    assert np.isfinite(
+        read_rows(weights, "layers.1.gate_up", np.array([bad - 1, bad + 1])).astype(np.float32)
+    ).all()
 
 
-@given(st.lists(st.floats(width=32), max_size=12))
-def test_finite_is_what_numpy_calls_finite(values: list[float]) -> None:
+def test_vectors_may_have_any_numbers(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = np.full(TINY.hidden_size, 3e38, np.float32)
+    save_file(tensors, model / "model.safetensors")
+    assert load_checkpoint(model).weights["final_norm"][0] == np.float32(3e38)
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight holds NaN"):
+        load_checkpoint(model).weights["final_norm"]
+
+
+@given(st.lists(st.floats(width=32), max_size=12), st.sampled_from([1.0, 2.0**-130, LARGEST, math.inf]))
+def test_below_is_what_numpy_calls_less(values: list[float], limit: float) -> None:
     for dtype in (np.float32, ml_dtypes.bfloat16):
         with np.errstate(over="ignore"):
             array = np.array(values, np.float32).astype(dtype)
-        assert all_finite(array) == bool(np.isfinite(array.astype(np.float32)).all())
+        assert is_below(array, limit) == bool((np.abs(array.astype(np.float32)) < limit).all())
 
 
 def test_progress_counts_the_bytes_of_the_weights() -> None:

@@ -118,7 +118,7 @@ def test_units_are_told_apart(tiny: XlaBatchEngine) -> None:
         stats = tiny.stats()
         seen.append(stats)
         assert stats.slots_used <= min(stats.running, stats.slots) and 0 <= stats.kv_usage <= 1
-        assert stats.running + stats.waiting == len(tiny._table)
+        assert stats.running + stats.waiting == len(tiny.state.table)
     after = tiny.stats()
     assert after.submitted - before.submitted == 4
     assert sum(after.finished.values()) - sum(before.finished.values()) == 12

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_faults import fail_at
-from xla_engine.engine import reporting
+from xla_engine.engine import loop
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ def test_a_start_tells_the_limits_in_force(
 def test_progress_is_told_every_so_many_steps(
     tiny: XlaBatchEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "LOG_STEPS", 10)
+    monkeypatch.setattr(loop, "LOG_STEPS", 10)
     before = tiny.stats().steps
     with caplog.at_level(logging.INFO, logger="xla_engine"):
         for number in range(12):

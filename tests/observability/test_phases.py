@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tests.support.engine_faults import fail_at
-from tests.support.models import TINY_ENGINE
+from tests.support.models import BOTH_LANES
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -26,23 +25,19 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.timeline import read_timeline
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-TIMED = replace(TINY_ENGINE, phase_timers=True)
+TIMED = replace(BOTH_LANES, phase_timers=True)
 
 
 class Steps:
-    """A loop of which every verb takes a known time. `run` takes one turn at a lag of 1."""
+    """A loop of which every verb takes a known time, and which tells a timer. `run` takes one turn at a lag of 1."""
 
     def __init__(self, draw: random.Random) -> None:
+        self.timer = PhaseTimer(clock=lambda: self.now)
         self.now, self.busy, self.began = 0, True, 0
         self.expected = dict.fromkeys((*PHASES, "between"), 0)
         self.by_step: dict[int, list[int]] = {}
-        self.runner = self
         self._draw = draw
         self._flight: list[int] = []
-
-    @property
-    def has_work(self) -> bool:
-        return self.busy
 
     def spend(self, phase: str, step: int | None = None) -> None:
         nanoseconds = self._draw.randrange(1000)
@@ -51,37 +46,33 @@ class Steps:
         if step is not None:
             self.by_step.setdefault(step, [0] * 5)[PHASES.index(phase)] += nanoseconds
 
-    def begin_turn(self) -> int | None:
-        step = self.began
+    def run(self) -> None:
+        timer, step = self.timer, self.began
+        timer.begin()
         self.spend("plan", step)
-        self.start(type("Plan", (), {"step": step}))
+        timer.dispatches()
+        self.spend("dispatch", step)
+        timer.dispatched(step)
         self.spend("plan", step)
         self._flight.append(step)
         self.began += 1
-        return self._flight.pop(0) if len(self._flight) > 1 else None
-
-    def start(self, plan: Any) -> None:
-        self.spend("dispatch", plan.step)
-
-    def end_turn(self, step: int) -> None:
-        self.spend("commit", step)
-        self._deliver(type("Plan", (), {"step": step}))
-
-    def _deliver(self, plan: Any) -> None:
-        self.spend("deliver", plan.step)
-
-    def run(self) -> None:
-        if (step := self.begin_turn()) is not None:
-            self.spend("wait", step)
-            self.end_turn(step)
+        read = self._flight.pop(0) if len(self._flight) > 1 else None
+        timer.planned(is_over=read is None, has_work=self.busy)
+        if read is None:
+            return
+        self.spend("wait", read)
+        timer.answered()
+        self.spend("commit", read)
+        timer.committed(read)
+        self.spend("deliver", read)
+        timer.ended(has_work=self.busy)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_moment_is_in_the_phase_that_it_belongs_to(seed: int) -> None:
     loop, told = Steps(random.Random(seed)), {}
-    timer = PhaseTimer(clock=lambda: loop.now)
+    timer = loop.timer
     timer.on_step = lambda step, spent: told.update({step: list(spent)})
-    timer.watch(loop)
     for _ in range(20):
         loop.run()
         loop.spend("between")
@@ -132,7 +123,6 @@ def test_an_engine_without_timers_has_no_trace_of_them(tiny: XlaBatchEngine) -> 
     tiny.submit([1], PARAMS)
     tiny.drain()
     assert tiny.stats().phases is None and tiny.phase_timer is None
-    assert not {"begin_turn", "end_turn", "_deliver"} & vars(tiny).keys() and "start" not in vars(tiny.runner)
     assert EngineConfig().options() == EngineConfig(phase_timers=True).options()
     with pytest.raises(ConfigError, match="phase_timers"):
         EngineConfig(phase_timers=1)  # type: ignore[arg-type]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.support.device import program_code
-from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.models import BOTH_LANES, TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.pooling.params import PoolingParams
-from xla_engine.pooling.pooler import Pooler
+from xla_engine.model_loader.pooling import PoolingForm
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.sampling_params import SamplingParams
 
 DRAW = random.Random(7)
@@ -24,11 +24,11 @@ PROMPTS = [
     [*STEM[: DRAW.choice((0, 0, 20, 64))], *(DRAW.randrange(TINY.vocab_size) for _ in range(length))]
     for length in (1, 2, 15, 16, 17, 31, 33, 48, 60, 64, 90, 130, 200)
 ]
-POOLS = replace(TINY_ENGINE, runner="pooling")
+POOLS = replace(BOTH_LANES, runner="pooling")
 
 
 def make(config: EngineConfig, kind: str) -> XlaBatchEngine:
-    return XlaBatchEngine(tiny_checkpoint(), None, config, pooler=Pooler(pooling_type=kind))
+    return XlaBatchEngine(tiny_checkpoint(), None, config, pooler=PoolingForm(pooling_type=kind))
 
 
 def run(engine: XlaBatchEngine, prompts: list[list[int]], disturb: random.Random | None = None) -> list[Any]:
@@ -56,11 +56,11 @@ def alone(engine: XlaBatchEngine, prompts: list[list[int]]) -> list[Any]:
     "options",
     [
         pytest.param({}, id="slots"),
-        pytest.param({"num_blocks": 40, "block_size": 32}, id="blocks", marks=pytest.mark.slow),
+        pytest.param({"num_blocks": 40, "block_size": 32}, id="blocks", marks=pytest.mark.release),
         pytest.param(
             {"attention_backend": "xla", "linear_backend": "xla", "prefill_lanes": (1, 4)},
             id="xla",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
     ],
 )
@@ -81,8 +81,8 @@ def test_a_vector_depends_on_its_prompt_alone(kind: str, options: dict[str, Any]
         engine.scheduler.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LAST", "MEAN"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [pytest.param("LAST", marks=pytest.mark.release), "MEAN"])
 def test_another_cut_into_chunks_changes_no_bit(kind: str) -> None:
     """Level B, where the C++ products serve: sums go on over the chunks position by position."""
     found = []
@@ -144,7 +144,7 @@ def test_params_that_cannot_be(fields: dict[str, Any], message: str) -> None:
 def test_options_of_text_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="for requests that generate"):
         replace(POOLS, **options)
-    assert "runner" not in TINY_ENGINE.options()
+    assert "runner" not in BOTH_LANES.options()
 
 
 def test_sampling_params_are_no_pooling_params() -> None:
@@ -152,6 +152,6 @@ def test_sampling_params_are_no_pooling_params() -> None:
     assert PoolingParams(pooling_type="MEAN").max_cached_tokens == 0
     with pytest.raises(InvalidRequestError, match="unknown field 'temperature'"):
         PoolingParams.from_mapping({"temperature": 1})
-    with pytest.raises(InvalidRequestError, match="pools alone"):
+    with pytest.raises(InvalidRequestError, match="pooling runs on one engine"):
         PoolingParams().to_mapping()
     assert SamplingParams() != PoolingParams()

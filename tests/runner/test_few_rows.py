@@ -65,10 +65,10 @@ def ending_one_by_one(engine: XlaBatchEngine, seed: int, lag: int) -> list[Any]:
     ("config", "model"),
     [
         pytest.param(SLOTS, TINY, id="slots"),
-        pytest.param(BLOCKS, TINY, id="blocks", marks=pytest.mark.slow),
-        pytest.param(DRAFTS, TINY, id="speculation", marks=pytest.mark.slow),
-        pytest.param(replace(SLOTS, quantization="int8"), TINY, id="int8", marks=pytest.mark.slow),
-        pytest.param(SLOTS, HYBRID, id="recurrent layers and experts", marks=pytest.mark.slow),
+        pytest.param(BLOCKS, TINY, id="blocks", marks=pytest.mark.release),
+        pytest.param(DRAFTS, TINY, id="speculation", marks=pytest.mark.release),
+        pytest.param(replace(SLOTS, quantization="int8"), TINY, id="int8", marks=pytest.mark.release),
+        pytest.param(SLOTS, HYBRID, id="recurrent layers and experts", marks=pytest.mark.release),
     ],
 )
 def test_the_switch_between_programs_changes_no_bit(
@@ -104,14 +104,14 @@ def test_there_are_as_many_as_pay_off() -> None:
         assert few_rows(replace(TINY_ENGINE, max_num_seqs=slots)) == few
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_there_are_none_where_bits_may_depend_on_the_number_of_rows(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(TINY_ENGINE, attention_backend="xla"))
     assert engine.runner.few_choices == ()
     assert not [report for report in engine.inventory_report() if "rows=" in report.name]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_self_check_takes_them_away_where_they_change_bits(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
 from tests.support.models import TINY, TINY_ENGINE
@@ -15,17 +16,19 @@ from xla_engine.equivalence.across_configurations import across_configurations, 
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
+from xla_engine.runner import backends
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
 
 WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2)
 ONE_ORDER = ("avx512_bf16", "avx512", "avx2")
 HERE = [each.name for each in available()]
 LEVELS = [
-    pytest.param(isa, marks=[pytest.mark.slow] if place else []) for place, isa in enumerate([*HERE, "none"])
+    pytest.param(isa, marks=[pytest.mark.release] if place else [])
+    for place, isa in enumerate([*HERE, "none"])
 ]
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.full)])
 @pytest.mark.parametrize("isa", LEVELS)
 def test_law_1_holds_in_every_instruction_set(
     make_engine: Callable[..., XlaBatchEngine], isa: str, quantization: str | None
@@ -42,8 +45,8 @@ def test_law_1_holds_in_every_instruction_set(
     assert report.compiles_after_warmup == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.release)])
 @pytest.mark.parametrize("isa", HERE)
 def test_configurations_change_no_bit_in_any_instruction_set(
     make_engine: Callable[..., XlaBatchEngine], isa: str, quantization: str | None
@@ -58,12 +61,12 @@ def test_configurations_change_no_bit_in_any_instruction_set(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.release)])
 def test_instruction_sets_that_sum_in_one_order_give_the_same_bits(
     make_engine: Callable[..., XlaBatchEngine], quantization: str | None
 ) -> None:
-    """On one machine at least: XLA's part is compiled for the processor (findings/042)."""
+    """On one machine at least: XLA's part is compiled for the processor (findings/same_bits.md)."""
     results = []
     for isa in (isa for isa in HERE if isa in ONE_ORDER):
         engine = make_engine(replace(TINY_ENGINE, isa=isa, quantization=quantization), model=WIDE)
@@ -88,13 +91,35 @@ def test_an_instruction_set_of_other_machines_is_refused(make_engine: Callable[.
         make_engine(replace(TINY_ENGINE, isa=foreign))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_environment_chooses_where_the_option_does_not(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
     monkeypatch.setenv("XLA_ENGINE_ISA", "none")
     assert make_engine(replace(TINY_ENGINE, self_check=False)).runner.isa is None
     assert make_engine(replace(TINY_ENGINE, isa=HERE[0], self_check=False)).runner.isa == HERE[0]
+
+
+def test_vectors_serve_models_whose_widths_are_not_whole_tiles(
+    monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
+) -> None:
+    """On a machine with matrix tiles, which this one need not be: its best instruction set that can serve does."""
+    tiles = next(each for each in INSTRUCTION_SETS if each.name == "amx")
+    vectors = next(each for each in available() if each.name != "amx")
+    monkeypatch.setattr(backends, "available", lambda: (tiles, vectors))
+    monkeypatch.delenv("XLA_ENGINE_ISA", raising=False)
+    engine = make_engine(replace(TINY_ENGINE, self_check=False))
+    assert engine.runner.has_one_row_code and engine.runner.isa == vectors.name
+    config = EngineConfig()
+    for model, stored, isa in (
+        (TINY, jnp.bfloat16, vectors.name),
+        (WIDE, jnp.bfloat16, "auto"),
+        (WIDE, jnp.int8, "auto"),
+        (replace(WIDE, intermediate_size=224), jnp.int8, vectors.name),
+        (TINY, jnp.float32, "auto"),
+    ):
+        assert backends.isa_of_model(config, model, jnp.dtype(stored)) == isa
+    assert backends.isa_of_model(replace(config, isa="amx"), TINY, jnp.dtype(jnp.bfloat16)) == "amx"
 
 
 def test_what_was_written_before_instruction_sets_had_names_stays_valid() -> None:

@@ -43,6 +43,7 @@ def test_the_same_start_reads_what_the_first_one_saw(runs: list[SelfCheck | None
     assert f"compared on {second.day}" in second.promise and "compared on" not in first.promise
 
 
+@pytest.mark.full
 def test_whatever_may_change_a_bit_is_checked(
     runs: list[SelfCheck | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.faults import attend_decode, attend_prefill, top_k_of_the_batch
-from tests.support.models import TINY, TINY_ENGINE
+from tests.support.faults import attend_decode, attend_prefill, sampling_by, top_k_of_the_batch
+from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.graphs.row_state.lanes import Extents
-from xla_engine.graphs.row_state.rows import SamplingRows
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
@@ -58,7 +58,8 @@ def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
         assert run_alone(checked, case) == run_alone(unchecked, case)
 
 
-@pytest.mark.parametrize("context_length", [2, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.full
+@pytest.mark.parametrize("context_length", [2, pytest.param(9, marks=pytest.mark.release)])
 def test_a_context_too_short_for_two_chunks_is_checked_as_well(
     make_engine: MakeEngine, context_length: int
 ) -> None:
@@ -108,16 +109,17 @@ def slot_changes_logits(logits: Any, rows: SamplingRows, *rest: Any, **named: An
             "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill",
             bucket_changes_prefill,
             "bucket_invariant",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill",
             lane_count_changes_prefill,
             "lane_invariant",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
     ],
 )
+@pytest.mark.full
 def test_the_largest_graphs_take_over_where_sizes_change_bits(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -128,7 +130,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
 ) -> None:
     """The right flag falls, it is said once, and the law holds again; without the check it does not."""
     monkeypatch.setattr(target, fault)
-    engine = make_engine(replace(TINY_ENGINE, attention_backend="xla"))
+    engine = make_engine(replace(BOTH_LANES, attention_backend="xla"))
     check = first_check(engine)
     flags = {name: getattr(check, name) for name in ("row_invariant", "lane_invariant", "bucket_invariant")}
     assert flags == {name: name != flag for name in flags}
@@ -150,7 +152,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
 def test_rows_that_differ_are_beyond_help_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make_engine: MakeEngine, fault: Any
 ) -> None:
-    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", fault)
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample_rows", sampling_by(fault))
     engine = make_engine(replace(TINY_ENGINE, prefill_lanes=(2,)))
     check = first_check(engine)
     assert not check.row_invariant and check.lane_invariant and check.bucket_invariant
@@ -167,7 +169,7 @@ def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, call: Any, 
     return layer, jnp.where(is_long & (call.key_length == 512), out * 1.001, out)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_bucket_is_probed_with_keys_that_need_it(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from xla_engine.runner.native_library.instruction_sets import available
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CHECK = ROOT / ".ci" / "installed.py"
 
@@ -39,7 +39,12 @@ def run(words: Sequence[str | Path], *, path: str, cwd: Path, cxx: str = "") -> 
 def checkout(folder: Path) -> Path:
     """What is built from, without what earlier builds left."""
     for name in ("xla_engine", "graphs", "scheduler"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "libraries"))
+        shutil.copytree(
+            ROOT / name,
+            folder / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", "libraries"),
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
@@ -102,3 +107,48 @@ def test_an_editable_install_compiles_nothing(tmp_path: Path) -> None:
     said = run([sys.executable, "-c", code, tmp_path], path=os.environ["PATH"], cwd=source)
     assert "jax" not in said.split("]")[0]
     assert "none-any.whl" in said and not list(source.rglob("*.so"))
+
+
+USER = """from xla_engine import LLM, SamplingParams
+
+with LLM() as llm:
+    outputs = llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=8))
+    text: str = outputs[0].outputs[0].text
+    reveal_type(outputs)
+"""
+
+
+@pytest.mark.parametrize("form", ["editable", "wheel"])
+def test_type_checkers_find_the_installed_package(tmp_path: Path, form: str) -> None:
+    """A user's file is checked against the types of what is installed, by mypy and by pyright."""
+    pyright = shutil.which("pyright")
+    if pyright is None:
+        pytest.skip("needs pyright: pip install 'pyright[nodejs]'")
+    source = checkout(tmp_path / "source")
+    install = (
+        ["--editable", source]
+        if form == "editable"
+        else [built(source, tmp_path / "dist", "--wheel", path=os.environ["PATH"], cxx="no-such-compiler")]
+    )
+    clean = tmp_path / "clean"
+    run([sys.executable, "-m", "venv", clean], path=os.environ["PATH"], cwd=tmp_path)
+    python = clean / "bin" / "python"
+    run([python, "-m", "pip", "install", "--no-deps", *install], path=os.environ["PATH"], cwd=tmp_path)
+    user = tmp_path / "user"
+    user.mkdir()
+    (user / "script.py").write_text(USER)
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        python,
+        "--strict",
+        "--ignore-missing-imports",
+    ]
+    assert 'Revealed type is "list[xla_engine.outputs.RequestOutput]"' in run(
+        [*mypy, "script.py"], path=os.environ["PATH"], cwd=user
+    )
+    assert 'Type of "outputs" is "list[RequestOutput]"' in run(
+        [pyright, "--pythonpath", python, "script.py"], path=os.environ["PATH"], cwd=user
+    )

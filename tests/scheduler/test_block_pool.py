@@ -143,7 +143,7 @@ def test_no_page_is_lost_shared_unawares_or_found_stale() -> None:
     check_all(range(1500))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_ten_thousand_sequences_of_pages() -> None:
     check_all(range(10_000, 20_000))
 

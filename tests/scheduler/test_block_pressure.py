@@ -159,9 +159,9 @@ def test_a_request_that_began_again_for_want_of_pages_waits_until_it_has_what_it
     assert driven.preempted == {"replay": 1}
 
 
-def test_rows_in_host_gated_grow_as_well() -> None:
+def test_rows_in_constrained_grow_as_well() -> None:
     driven = loop(2, 12)
-    driven.submit(request("a", lasting(4, 20, 1), max_tokens=20, host_gated=True))
+    driven.submit(request("a", lasting(4, 20, 1), max_tokens=20, constrained=True))
     driven.submit(request("b", lasting(4, 20, 5), max_tokens=20))
     driven.drain(lag=2)
     assert driven.preempted.total() == 0

@@ -71,7 +71,7 @@ def test_pieces_add_up_to_the_longer_request(
             prompt_token_ids=prompt,
             max_tokens=data.draw(st.integers(1, 6)),
             stop_token_ids=stops,
-            host_gated=gated,
+            constrained=gated,
         )
         loop.submit(request)
     for _ in range(data.draw(st.integers(5, 40))):

@@ -49,7 +49,13 @@ def draw_config(draw: random.Random, name: str) -> SchedulerConfig:
 
 @pytest.mark.parametrize("name", policy.POLICIES)
 @pytest.mark.parametrize(
-    "seeds", [range(200), pytest.param(range(200, 2200), marks=pytest.mark.slow)], ids=["some", "many"]
+    "seeds",
+    [
+        range(40),
+        pytest.param(range(40, 200), marks=pytest.mark.full),
+        pytest.param(range(200, 2200), marks=pytest.mark.release),
+    ],
+    ids=["few", "some", "many"],
 )
 def test_every_request_gets_what_it_gets_alone_under_each_policy(name: str, seeds: range) -> None:
     """Seeded storms of arrivals, aborts and deadlines, at a lag of 0 to 2."""
@@ -66,7 +72,7 @@ def test_every_request_gets_what_it_gets_alone_under_each_policy(name: str, seed
                     prompt_token_ids=(stem[: draw.choice((0, 4, 12))] + tail) or (1,),
                     max_tokens=draw.randint(1, 12),
                     stop_token_ids=frozenset(draw.sample(range(VOCABULARY), draw.choice((0, 0, 1)))),
-                    host_gated=draw.random() < 0.2,
+                    constrained=draw.random() < 0.2,
                     priority=draw.choice((-1, 0, 2)),
                     deadline=draw.choice((None, None, loop.now + draw.randint(1, 9))),
                 )

@@ -304,7 +304,7 @@ def test_stale_slot_cannot_be_released() -> None:
         slots.release(first)  # while the slot is free
     second = slots.acquire()
     with pytest.raises(StaleSlotError, match="it is in epoch 1"):
-        slots.release(first)  # while another tenancy holds it
+        slots.release(first)  # while another occupancy holds it
     assert slots.holds(second) and not slots.holds(first)
     slots.check()
 

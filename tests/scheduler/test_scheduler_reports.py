@@ -88,7 +88,7 @@ def test_check_finds_a_broken_invariant() -> None:
         del engine._states["a"]
 
     def share_slot(engine: Scheduler) -> None:
-        engine._states["b"].tenancy = engine._states["a"].tenancy
+        engine._states["b"].occupancy = engine._states["a"].occupancy
 
     def skip_prompt(engine: Scheduler) -> None:
         engine._states["a"].prefilled -= 1

@@ -57,7 +57,7 @@ def requests(name: str) -> st.SearchStrategy[Request]:
         request_id=st.just(name),
         prompt_token_ids=st.lists(token_ids, min_size=1, max_size=12).map(tuple),
         max_tokens=st.integers(1, 16),
-        host_gated=st.sampled_from([False, False, True]),
+        constrained=st.sampled_from([False, False, True]),
         stop_token_ids=st.frozensets(token_ids, max_size=1),
         priority=st.sampled_from([0, 0, -1, 2]),
     )

@@ -27,9 +27,9 @@ ENGINE = EngineConfig(max_num_seqs=8, max_model_len=512)
 class Running:
     """A server in a thread: its service, its address, and its event loop."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, **options: Any) -> None:
         self.service = service
-        self.server = Server(service, host="127.0.0.1", port=0, log_config=None)
+        self.server = Server(service, host="127.0.0.1", port=0, log_config=None, **options)
         self._thread = threading.Thread(target=self._serve, name="server")
         self._thread.start()
         while not self.server.started:

@@ -61,7 +61,7 @@ def address(
         assert process.wait(60) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tls_asks_for_what_it_was_told(address: tuple[str, bool], certificate: tuple[Path, Path]) -> None:
     url, asks_clients = address
     certfile, keyfile = map(str, certificate)

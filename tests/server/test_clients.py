@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running
+from xla_engine.observability.observer import Observer
 from xla_engine.server.app import make_app
 from xla_engine.server.generation import Generation
 from xla_engine.server.service import Service
@@ -50,7 +51,7 @@ def test_hanging_up_frees_the_slot_within_two_steps(server: Running, stream: boo
         clients = [Client({**LONG, "stream": stream}) for _ in range(50)]
         tasks = [asyncio.create_task(endpoint(c.scope, c.receive, c.send)) for c in clients]
         turned = asyncio.Event()
-        before_us, service.engine.on_step = service.engine.on_step, lambda *_: turned.set()
+        service.engine.observers.add(observer := Observer(started=lambda _: turned.set()))
         try:
             while service.engine.num_running < service.engine.max_num_seqs:
                 turned.clear()
@@ -65,7 +66,7 @@ def test_hanging_up_frees_the_slot_within_two_steps(server: Running, stream: boo
             assert all(slot.request is None for slot in service.engine.snapshot().slots)
             return [steps]
         finally:
-            service.engine.on_step = before_us
+            service.engine.observers.remove(observer)
 
     (steps,) = server.run(main())
     assert steps <= 2

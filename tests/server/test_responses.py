@@ -79,11 +79,11 @@ def test_memory_is_bounded_and_shows_nobody_anothers_responses() -> None:
     memory = Memory(tenant_bytes=1000, total_bytes=1500)
     for number in range(40):
         memory.keep("a" if number % 4 else "b", {"id": f"r{number}"}, ["x" * 100])
-        assert memory.find("b" if number % 4 else "a", f"r{number}") is None
-    kept = [number for number in range(40) if memory.find("a" if number % 4 else "b", f"r{number}")]
+        assert memory.items("b" if number % 4 else "a", f"r{number}") is None
+    kept = [number for number in range(40) if memory.items("a" if number % 4 else "b", f"r{number}")]
     assert kept[-1] == 39 and 10 <= len(kept) <= 12 and {number % 4 == 0 for number in kept} == {True, False}
     memory.keep("c", {"id": "large"}, ["x" * 2000])  # does not fit, and moves nobody out
-    assert memory.find("c", "large") is None and memory.find("a", "r39") is not None
+    assert memory.items("c", "large") is None and memory.items("a", "r39") is not None
 
 
 def test_items_become_messages() -> None:

@@ -100,7 +100,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 def as_trace(rows: list[Row]) -> Iterator[Arrival]:
     time = 0.0
-    for index, (gap, prompt, new, more, deadline, host_gated, priority) in enumerate(rows):
+    for index, (gap, prompt, new, more, deadline, constrained, priority) in enumerate(rows):
         time += gap
         yield Arrival(
             name=str(index),
@@ -109,7 +109,7 @@ def as_trace(rows: list[Row]) -> Iterator[Arrival]:
             new_tokens=new,
             max_tokens=new + more,
             deadline=deadline,
-            host_gated=host_gated,
+            constrained=constrained,
             priority=priority,
         )
 
@@ -130,7 +130,7 @@ def simulate(
     simulation.plans = None if skip else []
     report = simulation.run(trace)
     simulation._scheduler.check()
-    kept = (simulation._live, simulation._base, simulation._in_flight)
+    kept = (simulation._live, simulation._base, simulation._pipeline.in_flight)
     assert not any(kept) and not simulation._irregular, f"left behind: {kept}"
     return report
 

@@ -50,7 +50,8 @@ def run_many(life: int, **options: Any) -> SoakReport:
     )
 
 
-@pytest.mark.parametrize("life", [pytest.param(SLOTS, marks=pytest.mark.slow), BLOCKS])
+@pytest.mark.parametrize("life", [pytest.param(SLOTS, marks=pytest.mark.release), BLOCKS])
+@pytest.mark.full
 def test_all_holds_and_all_happens(life: int) -> None:
     report = run(life)
     assert report.ok, report.lines()
@@ -59,7 +60,8 @@ def test_all_holds_and_all_happens(life: int) -> None:
     assert {"stop", "length", "abort"} <= set(tally.ends) and tally.preemptions > 0 and tally.refused > 0
 
 
-@pytest.mark.parametrize("life", [BLOCKS, pytest.param(THROUGH_ASYNC_LLM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("life", [BLOCKS, pytest.param(THROUGH_ASYNC_LLM, marks=pytest.mark.release)])
+@pytest.mark.full
 def test_many_requests_of_a_tiny_model_are_compared_in_the_same_share(life: int) -> None:
     said: list[int] = []
     report = run_many(life, on_life=lambda so_far: said.append(so_far.tally.requests))
@@ -82,7 +84,7 @@ def test_the_tiny_model_is_the_same_each_time_and_has_the_others_vocabulary() ->
     assert all(np.array_equal(tiny.weights[name], again.weights[name]) for name in again.weights)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_blocks_of_a_few_slots_speculate_as_well() -> None:
     """The start-up check, without which nothing speculates, does not fit into as many blocks as preempt the most."""
     files = embedded_model_directory()
@@ -94,13 +96,13 @@ def test_blocks_of_a_few_slots_speculate_as_well() -> None:
     assert list(report.kinds) == ["blocks, speculation"] and report.tally.drafted_tokens > 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_seed_says_what_happens() -> None:
     tally, again = run(SLOTS).tally, run(SLOTS)
     assert (again.tally.ends, again.tally.steps) == (tally.ends, tally.steps)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_command_says_what_it_did_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = invoke(
         *("soak", "--lives", "2", "--seed", "1", "--max-num-seqs", "4", "--max-model-len", "128"),
@@ -108,10 +110,14 @@ def test_the_command_says_what_it_did_and_how_to_see_it_again(monkeypatch: pytes
     )
     assert found.exit_code == 0, found.output
     assert "2 engines" in found.stderr and " 0 problems" in found.stderr
-    assert "all held" in found.stdout and "seed                       1" in found.stdout
+    assert "HTTP, honest clients        64 answers compared in 4 rounds" in found.stdout
+    assert "no problem found, but not measured: memory, memory of the server" in found.stdout
+    assert "all held" not in found.stdout and "seed                       1" in found.stdout
     assert "steps long, hung" in found.stdout and "error" in found.stdout
     _slots_are_kept(monkeypatch)
-    found = invoke("soak", "--lives", "2", "--seed", "1", "--max-num-seqs", "4", "--max-model-len", "128")
+    found = invoke(
+        *("soak", "--lives", "2", "--seed", "1", "--max-num-seqs", "4", "--max-model-len", "128", "--no-http")
+    )
     assert found.exit_code == 1 and "NOT all held" in found.stdout
     assert (
         "to see it again, with the same options: xla-engine soak --seed 1 --first-life 0 --lives 1"
@@ -208,7 +214,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("life", "plant", "said"), PLANTED, ids=[plant.__name__[1:] for _, plant, _ in PLANTED]
 )
@@ -220,7 +226,7 @@ def test_what_is_planted_is_found(
     assert any(re.search(said, problem) for problem in problems), problems
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plant",
     [_a_token_is_changed, _a_logprob_is_changed],
@@ -233,7 +239,7 @@ def test_what_is_planted_is_found_with_the_tiny_model(
     assert any("not as alone" in problem for problem in run_many(SLOTS).tally.problems)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_thread_that_is_left_waiting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a life that ends with a step that hangs."""
     devices: list[FaultyDevice] = []
@@ -248,7 +254,8 @@ def test_a_thread_that_is_left_waiting_is_found(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_slot_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _slots_are_kept(monkeypatch)
-    assert any("slots" in problem for problem in run(SLOTS, rounds=1).tally.problems)
+    problems = run(SLOTS, rounds=2).tally.problems  # a recovery takes all slots back
+    assert any("slots" in problem for problem in problems), problems
 
 
 def test_memory_that_grows_is_not_let_pass() -> None:

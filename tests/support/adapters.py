@@ -44,16 +44,20 @@ def write_adapter(
     rank: int = 8,
     alpha: float = 16,
     modules: Sequence[str] = MODULES,
+    scales: tuple[float, float] = (0.2, 0.2),
     tensors: Mapping[str, np.ndarray] | None = None,
     **fields: Any,
 ) -> Path:
-    """A random adapter; `tensors` come on top, `fields` are those of its configuration."""
+    """A random adapter. scales: of A and B. `tensors` come on top, `fields` are those of its configuration."""
     draw = np.random.default_rng(seed)
     found: dict[str, np.ndarray] = {}
     for module, (rows, columns) in modules_of(checkpoint, modules).items():
         name = f"base_model.model.{module}.lora_"
-        found[f"{name}A.weight"] = draw.standard_normal((rank, columns), np.float32) * np.float32(0.2)
-        found[f"{name}B.weight"] = draw.standard_normal((rows, rank), np.float32) * np.float32(0.2)
+        for which, shape, scale in zip("AB", ((rank, columns), (rows, rank)), scales, strict=True):
+            values = draw.standard_normal(shape, np.float32)
+            if scale > 1e30:
+                values = np.sign(values)  # a larger one would be infinite
+            found[f"{name}{which}.weight"] = values * np.float32(scale)
     path.mkdir(parents=True)
     save_file({**found, **dict(tensors or {})}, path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(modules)}

@@ -47,7 +47,7 @@ def draw_request(draw: random.Random, name: str, sampled: list[tuple[int, ...]])
         prompt_token_ids=(stem + tail) or (1,),
         max_tokens=draw.randint(1, 8),
         stop_token_ids=frozenset(draw.sample(range(VOCABULARY), draw.choice((0, 0, 1)))),
-        host_gated=draw.random() < 0.2,
+        constrained=draw.random() < 0.2,
         cache_salt=draw.choice(("", "", "", "tenant")),
         max_cached_tokens=draw.choice((None,) * 8 + (0, draw.randrange(64))),
         priority=draw.choice((0, 0, 0, -2, 1, 10)),

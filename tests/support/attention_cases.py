@@ -29,7 +29,16 @@ if isinstance(native := choose_attention("auto"), NativeAttention):
 
 POSITIONS = 512
 
-each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+def interpreted(backend: Attention) -> bool:
+    """A kernel for a GPU that a CPU runs instruction by instruction: too slow for a default run."""
+    return backend.name == "gpu" and INTERPRET
+
+
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.full] * interpreted(each)) for each in BACKENDS],
+)
 
 
 class Case:

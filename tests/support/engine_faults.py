@@ -86,7 +86,7 @@ class HangingDevice:
         self._real = engine.runner.wait
         monkeypatch.setattr(engine.runner, "wait", self.wait)
         monkeypatch.setattr(engine, "clock", lambda: self.now)
-        monkeypatch.setattr(engine._waiter, "sleep", self.sleep)
+        monkeypatch.setattr(engine.state.waiter, "sleep", self.sleep)
 
     def wait(self, step: Any) -> StepResult:
         self._left -= 1

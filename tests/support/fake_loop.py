@@ -168,7 +168,7 @@ class Loop:
         stuck = not plan.chunks and any(request.status is Status.PREFILLING for request in prompts)
         require(not stuck, f"prompts in slots, but none advances: {plan}")
         self.plans.append(plan)
-        self._check_host_gated(plan)
+        self._check_constrained(plan)
         if not plan.is_empty:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
@@ -177,7 +177,7 @@ class Loop:
         """Whether a request that waits gets no slot: tokens of it are unread, or it needs a mask that is not there."""
         if view.credited < view.planned:
             return True
-        gated = self.live[view.request_id].request.host_gated and view.request_id in self.held
+        gated = self.live[view.request_id].request.constrained and view.request_id in self.held
         return gated and view.status is Status.WAITING and view.credited > 0
 
     def _next_plan(self) -> Plan:
@@ -204,8 +204,8 @@ class Loop:
             last = max(self.live[view.request_id].place for view in held)
             require(last < self.queue[waiting[0].request_id], f"{waiting[0]} waits for one behind it")
 
-    def _check_host_gated(self, plan: Plan) -> None:
-        """A host-gated row decodes when no sample of its tenancy is in flight, and only then."""
+    def _check_constrained(self, plan: Plan) -> None:
+        """A constrained row decodes when no sample of its occupancy is in flight, and only then."""
         in_flight = {
             part.slot for old, _ in self.in_flight for part in (*old.first_rows, *old.decode, *old.verify)
         }
@@ -213,11 +213,11 @@ class Loop:
         asked = {
             row.slot
             for row in (*plan.decode, *plan.verify)
-            if self.runner.requests[row.request_id].host_gated
+            if self.runner.requests[row.request_id].constrained
         }
         require(not asked & in_flight, f"{asked & in_flight} decode before their last token was read")
         decoding = {row.request_id for row in (*plan.decode, *plan.verify)}
-        gated = {name for name in self.held & self.live.keys() if self.live[name].request.host_gated}
+        gated = {name for name in self.held & self.live.keys() if self.live[name].request.constrained}
         require(
             plan.held == gated and not decoding & gated, f"{decoding & gated} decode without a mask: {plan}"
         )
@@ -227,7 +227,7 @@ class Loop:
                 continue
             if row.slot in leaving or row.request_id in self.held:
                 continue
-            if self.runner.requests[row.request_id].host_gated and row.slot not in in_flight:
+            if self.runner.requests[row.request_id].constrained and row.slot not in in_flight:
                 require(row.slot in asked, f"{row} could decode, but does not")
 
     def commit(self) -> Events:

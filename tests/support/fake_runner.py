@@ -90,7 +90,7 @@ class DeviceRow:
     token: int | None = None  # sampled, not written yet
     remaining: int = 0  # tokens it may still sample; 0 is inactive
     stop_ids: frozenset[int] = frozenset()
-    over: bool = True  # nothing more will be asked of this tenancy
+    over: bool = True  # nothing more will be asked of this occupancy
     guessed: bool = False  # it may have got further than the scheduler knows
 
     def take(self, sampled: Sample) -> Sample:
@@ -186,11 +186,11 @@ class FakeRunner:
                 self.blocks[table[position // size]][position % size] = row.kv[position]
 
     def _take_over(self, slot: Slot, request_id: str) -> DeviceRow:
-        """A blank row for a new tenancy."""
+        """A blank row for a new occupancy."""
         row = self.rows[slot.index]
         require(row.over, f"{slot} of {request_id} would overwrite {row}")
         newer = row.slot is None or slot.epoch > row.slot.epoch
-        require(newer, f"{slot} has the epoch of an earlier tenancy {row.slot}")
+        require(newer, f"{slot} has the epoch of an earlier occupancy {row.slot}")
         self.rows[slot.index] = DeviceRow(slot=slot, request_id=request_id, over=False)
         return self.rows[slot.index]
 
@@ -319,6 +319,6 @@ class FakeRunner:
         if plan.joins > plan.step:  # rows that have just got their first token begin in the next step
             asked += [chunk.slot for chunk in plan.first_rows]
         for row in self.rows:
-            free = row.request_id is not None and not self.requests[row.request_id].host_gated
+            free = row.request_id is not None and not self.requests[row.request_id].constrained
             stalls = free and row.token is not None and not row.over and row.slot not in asked
             require(not stalls, f"a live row was left out of step {plan.step}: {row}")

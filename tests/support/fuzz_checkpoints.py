@@ -16,7 +16,6 @@ import shutil
 import struct
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,13 +24,13 @@ from typing import Any
 
 from tests.support.gguf_files import Kind, rewrite_gguf, write_gguf
 from xla_engine.config import EngineConfig
+from xla_engine.engine.inspection import inspect_model
 from xla_engine.environment import embedded_model_directory
-from xla_engine.errors import CheckpointWarning, XlaEngineError
-from xla_engine.inspection import inspect_model
+from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.config_json import _CEILINGS, _PLAIN
+from xla_engine.model_loader.describe import sampling_defaults
 from xla_engine.model_loader.families import FAMILIES
-from xla_engine.model_loader.generation_config import sampling_defaults
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.rope_scaling import _COMMON, _KNOWN
 from xla_engine.text.tokenizer import Tokenizer
@@ -305,11 +304,9 @@ def load(model: Path, *, inspecting: bool = True) -> tuple[str, str | None]:
         files = open_model(next(iter(sorted(model.glob("*.gguf"))), model))
         if inspecting:
             inspect_model(files, EngineConfig())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CheckpointWarning)  # weights may be spoiled into NaN
-            checkpoint = load_checkpoint(files)
-            if sum(leaf.size for leaf in _small(checkpoint)) < 0:
-                return "impossible", "sizes below zero"
+        checkpoint = load_checkpoint(files)
+        if sum(leaf.size for leaf in _small(checkpoint)) < 0:
+            return "impossible", "sizes below zero"
         Tokenizer.of_model(files)
         files.chat_template()
         sampling_defaults(files)

@@ -29,7 +29,8 @@ def write_gguf(
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `path` from the directory `model`: matrices in `kind`, vectors in float32."""
+    """Write `path` from the directory `model`: matrices in `kind`, vectors in float32. Matrices in a kind that the
+    library reads and does not write are random."""
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
     keys = config.get("num_key_value_heads") or heads
@@ -113,12 +114,29 @@ def write_gguf(
         elif kind == Kind.F16:
             writer.add_tensor(target, values.astype(np.float16))
         else:
-            writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(target, _quantised(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int = 0) -> np.ndarray:
+    """The bytes `[..., blocks * size]` of a quantised tensor of this shape: any bytes that mean finite numbers."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    count = math.prod(shape) // block
+    data = np.random.default_rng(seed).integers(0, 256, (count, size), np.uint8)
+    with np.errstate(all="ignore"):
+        data[~np.isfinite(gguf.quants.dequantize(data, kind)).all(1)] = 0
+    return data.reshape(*shape[:-1], shape[-1] // block * size)
+
+
+def _quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:  # the library only reads it
+        return random_blocks(values.shape, kind, values.size)
 
 
 def rewrite_gguf(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, random_checkpoint
@@ -17,8 +19,9 @@ TINY = ModelConfig(
     max_position_embeddings=512,
 )
 TINY_ENGINE = EngineConfig(
-    max_num_seqs=8, max_model_len=300, prefill_lanes=(2, 8), chunk_size=16, key_buckets=(48,), block_size=16
+    max_num_seqs=8, max_model_len=300, prefill_lanes=(2,), chunk_size=16, key_buckets=(48,), block_size=16
 )
+BOTH_LANES = replace(TINY_ENGINE, prefill_lanes=(2, 8))  # what changes with the width of a prefill call shows
 
 
 def tiny_checkpoint(

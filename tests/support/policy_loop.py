@@ -19,7 +19,7 @@ class PolicyLoop(Loop):
         for request_id in plan.replays:
             self.live[request_id].samples.clear()  # they come again
         self.plans.append(plan)
-        self._check_host_gated(plan)
+        self._check_constrained(plan)
         if not plan.is_empty:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan

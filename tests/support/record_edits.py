@@ -12,6 +12,7 @@ from xla_engine.equivalence.record import Record
 from xla_engine.equivalence.record_file import from_json, to_json
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import draw_schedule, run_alone, run_schedule
+from xla_engine.observability.observer import Observer
 from xla_engine.scheduler import Events, Plan
 
 Alter = Callable[[dict[str, Any]], None]
@@ -35,12 +36,11 @@ def step_of(engine: XlaBatchEngine, record: Record, request_id: str, position: i
     first = engine.snapshot().counters.steps_planned
     seen: list[tuple[str, int]] = []
 
-    def watch(plan: Plan, events: Events | None) -> None:
-        seen.extend((event.request_id, plan.step - first) for event in events or ())
+    def watch(plan: Plan, events: Events) -> None:
+        seen.extend((event.request_id, plan.step - first) for event in events)
 
-    engine.on_step = watch
-    run_schedule(engine, record.schedule)
-    engine.on_step = None
+    with engine.observers.having(Observer(read=watch)):
+        run_schedule(engine, record.schedule)
     return [step for name, step in seen if name == request_id][position]
 
 

@@ -20,7 +20,7 @@ def some_request(rng: random.Random, request_id: str) -> Request:
         request_id=request_id,
         prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))),
         max_tokens=rng.randint(1, 8),
-        host_gated=rng.random() < 0.3,
+        constrained=rng.random() < 0.3,
         stop_token_ids=frozenset({rng.randrange(VOCABULARY)}),
         priority=rng.choice([0, 0, 0, 1, -1]),
     )

@@ -114,7 +114,7 @@ def run(
         [sys.executable, "-m", module, json.dumps(jobs), *map(str, sizes)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
         env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"},
     )
@@ -126,7 +126,8 @@ def run(
 def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     """What one engine gives for requests of every kind that arrive while others run.
 
-    model: a golden family, or one of `MODELS` and `WIDE_MODELS`. dtype. engine: options. tokens: of each request.
+    model: a golden family, the path of a model, or one of `MODELS` and `WIDE_MODELS`. dtype. engine: options.
+    tokens: of each request.
     preempts: requests lose their slots in every fourth of the first 60 turns. verifies: so many requests of `verify`,
     before. least: features of one of XLA's products that a device has at least, in place of what the engine asks for.
     """
@@ -143,7 +144,7 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     if (model := (MODELS | WIDE_MODELS).get(job["model"])) is not None:
         checkpoint = tiny_checkpoint(dtype, model=model)
     else:
-        checkpoint = load_checkpoint(GOLDEN / job["model"], dtype=dtype)
+        checkpoint = load_checkpoint(GOLDEN / job["model"], dtype=dtype)  # an absolute path is taken as it is
     config = EngineConfig(**OPTIONS | job.get("engine", {}), tensor_parallel_size=size)
     generator = np.random.default_rng(5)
     beginning = generator.integers(1, 198, 48).tolist()

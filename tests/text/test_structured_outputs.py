@@ -226,7 +226,7 @@ def test_without_llguidance_the_request_is_refused_with_the_remedy(
 def test_masks_follow_the_tokens() -> None:
     """The mask alone, by hand: words of one and of two tokens, a reset, and bits in their places."""
     mask = TokenMask(70, bad_words=[(3,), (5, 64)], allowed=[3, 5, 64, 69])
-    assert mask.host_gated and mask.words.shape == (3,)
+    assert mask.constrained and mask.words.shape == (3,)
 
     def allowed() -> list[int]:
         return np.nonzero(np.unpackbits(mask.words.view(np.uint8), bitorder="little"))[0].tolist()
@@ -239,5 +239,5 @@ def test_masks_follow_the_tokens() -> None:
     mask.push(5)
     mask.reset()
     assert allowed() == [5, 64, 69]
-    assert not TokenMask(70, allowed=[1]).host_gated
+    assert not TokenMask(70, allowed=[1]).constrained
     assert pack_bits([0, 31, 32], 33).tolist() == [0x80000001, 1]

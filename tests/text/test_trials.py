@@ -63,6 +63,7 @@ def test_a_constraint_that_kills_or_holds_is_refused(
     assert comparable(beside) == comparable(alone)
 
 
+@pytest.mark.full
 def test_a_run_lives_through_such_lines_and_so_does_its_resume(tmp_path: Path) -> None:
     """Law 4 from the command line: one error record, no death, and `--resume` finds nothing left to do."""
     texts = [{"regex": "[ab]{1,5}"}, {"json": {"const": -(2**63)}}, {"choice": ["yes"]}]
@@ -94,7 +95,7 @@ def test_a_run_lives_through_such_lines_and_so_does_its_resume(tmp_path: Path) -
         ({"const": 2**64}, "64 bits"),
         ({"enum": [1, [-(10**400)]]}, "64 bits"),
         ('{"a":' * 200 + "1" + "}" * 200, "nested deeper than 100"),
-        ("[" * 100_000, "no schema"),
+        ("[" * 100_000, "not a schema"),
     ],
 )
 def test_depth_and_integers_are_bounded_before_any_trial(

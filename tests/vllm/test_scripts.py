@@ -133,6 +133,7 @@ def test_engine_args_tell_options_that_were_not_given() -> None:
         _ = args.no_such_thing
 
 
+@pytest.mark.full
 def test_requests_wait_for_room_for_their_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One adapter fits; each request has the tokens that it has in an engine with room for both."""
     params = SamplingParams(

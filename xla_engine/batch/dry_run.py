@@ -12,10 +12,8 @@ from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from xla_engine.engine.requests.validation import RequestValidator
-from xla_engine.model_loader.config_json import read_config, read_special_tokens
+from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
-from xla_engine.pooling.model import for_runner, load_pooler
-from xla_engine.pooling.pooler import Pooler
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -54,23 +52,24 @@ class DryRun:
     """Checks lines against one model and configuration. Raises CheckpointError and ConfigError."""
 
     def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
-        files, config = for_runner(open_model(model_name), config)
-        model = read_config(files)
+        files = open_model(model_name)
+        tokenizer = Tokenizer.of_model(files)
+        described = describe(files, config, None if tokenizer is None else tokenizer.plain_ids)
+        config, model = described.options, described.config
         if config.max_model_len is None and model.max_position_embeddings > DEFAULT_MAX_MODEL_LEN:
             from xla_engine.runner import backends, sizing  # a device is asked for its memory
 
             dtype = "float32" if config.dtype == "float32" else "bfloat16"
             config = sizing.resolve_length(config, model, dtype, backends.serving_device())
-        self._template = files.chat_template()
-        tokenizer = Tokenizer.of_model(files)
+        self._template = described.chat_template
         self._validator = RequestValidator(
             vocab_size=model.vocab_size,
-            eos_token_ids=read_special_tokens(files, model).eos_token_ids,
+            eos_token_ids=described.special_tokens.eos_token_ids,
             max_model_len=config.context_length(model.max_position_embeddings),
             tokenizer=tokenizer,
             takes_turns=config.scheduling_policy == "round_robin",
             has_dry=config.enable_dry,
-            pooler=(load_pooler(files, tokenizer, config) or Pooler()) if config.pools else None,
+            pooler=described.pooling,
             hidden_size=model.hidden_size,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
 from xla_engine.text.parsers.chats import TEMPLATE_FIELDS
+from xla_engine.utils.json_line import kind
 
 # OpenAI bodies spell out defaults: an unsupported field may be there with the value that asks for nothing.
 NEUTRAL: Mapping[str, Any] = {
@@ -49,6 +50,11 @@ LABELS = frozenset(
         "user",
     }
 )
+_TEXT_LABELS = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+MAX_LABEL = 512  # characters of one of these, and of a value of metadata, as at OpenAI
+MAX_METADATA = 16  # pairs
+MAX_METADATA_KEY = 64  # characters
+_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
 SUBMIT_FIELDS = ("priority", "quantum", "deadline_s", "queue_timeout_s", "cache_salt")
 BESIDE_BODY = ("custom_id", "id", "method", "url", "body")
 LINE_FIELDS = frozenset(
@@ -88,6 +94,36 @@ def without_neutral(sampling: Mapping[str, Any], *, nulls: bool) -> dict[str, An
         for name, value in sampling.items()
         if name not in LABELS and not asks_for_nothing(name, value)
     }
+
+
+def check_labels(body: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError unless labels have OpenAI's types and sizes: answers and lists repeat some of them."""
+    metadata = body.get("metadata")
+    if metadata is not None:
+        if not isinstance(metadata, dict):
+            raise InvalidRequestError(f"metadata must be an object, not {kind(metadata)}")
+        if len(metadata) > MAX_METADATA:
+            raise InvalidRequestError(
+                f"metadata has {len(metadata)} pairs; at most {MAX_METADATA} are allowed"
+            )
+        for name, value in metadata.items():
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"metadata holds {kind(value)}; its values must be strings")
+            if len(name) > MAX_METADATA_KEY or len(value) > MAX_LABEL:
+                raise InvalidRequestError(
+                    f"metadata may have names of {MAX_METADATA_KEY} characters and values of {MAX_LABEL}; shorten it"
+                )
+    for label in _TEXT_LABELS:
+        value = body.get(label)
+        if not isinstance(value, str | None):
+            raise InvalidRequestError(f"{label} must be a string, not {kind(value)}")
+        if len(value or "") > MAX_LABEL:
+            raise InvalidRequestError(f"{label} has more than {MAX_LABEL} characters; shorten it")
+    for label in ("parallel_tool_calls", "store"):
+        if not isinstance(value := body.get(label), bool | None):
+            raise InvalidRequestError(f"{label} must be true or false, not {kind(value)}")
+    if (tier := body.get("service_tier")) is not None and tier not in _SERVICE_TIERS:
+        raise InvalidRequestError(f"service_tier must be one of {', '.join(_SERVICE_TIERS)}")
 
 
 def take_cap(body: dict[str, Any]) -> None:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
-from xla_engine.outputs import RequestOutput
-from xla_engine.pooling.llm import pair_messages, ranked
-from xla_engine.pooling.params import PoolingParams
-from xla_engine.prompts import TextPair
+from xla_engine.outputs import RequestOutput, ranked
+from xla_engine.pooling_params import PoolingParams
+from xla_engine.prompts import TextPair, pair_messages
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import kind
 from xla_engine.utils.shown import shown

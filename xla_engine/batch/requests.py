@@ -27,7 +27,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_engine.batch.envelope import COMPLETIONS_URL, custom_id_in, envelope, take_model
-from xla_engine.batch.fields import LINE_FIELDS, SUBMIT_FIELDS, take_cap, take_echo, without_neutral
+from xla_engine.batch.fields import (
+    LINE_FIELDS,
+    SUBMIT_FIELDS,
+    check_labels,
+    take_cap,
+    take_echo,
+    without_neutral,
+)
 from xla_engine.batch.pooling import POOLING_URLS, PoolingRequest, messages_of, take_pooling
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.prompts import TextPair
@@ -189,6 +196,7 @@ def parse_record(
 
 def _pooling(record: Mapping[str, Any], line: int, custom_id: str, template: str | None) -> LineRequest:
     url, body = envelope(record)
+    check_labels(body)
     model = take_model(body)
     parts = take_pooling(url, body)
     prompts: tuple[Prompt, ...] = parts.prompts
@@ -233,6 +241,7 @@ def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
 
 def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
     url, body = envelope(record)
+    check_labels(body)
     model = take_model(body)
     take_cap(body)
     if url == COMPLETIONS_URL:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -135,41 +134,65 @@ def result_body(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> dict[str, Any]:
     """The completion or chat completion itself, as JSON values; `name` is its id. Else as `result_line`."""
-    completions = [completion for output in outputs for completion in output.outputs]
-    per_prompt = len(outputs[0].outputs)
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    completion_tokens = sum(len(completion.token_ids) for completion in completions)
     if request.pooling is not None:
         return pooling_body(request.pooling, outputs, name, request.model or header.model, header.created)
-    body: dict[str, Any] = {
+    body = result_head(request, outputs, name, header)
+    body["choices"] = list(result_choices(request, outputs, name, header))
+    per_prompt = len(outputs[0].outputs)
+    for number, output in enumerate(outputs):
+        if shows_prompt_logprobs(request, output):
+            place = body if request.is_chat else body["choices"][number * per_prompt]  # as vLLM has them
+            place["prompt_logprobs"] = prompt_logprobs(output, slice(None))
+    if header.hashes and header.system_fingerprint is not None:
+        completions = [completion for output in outputs for completion in output.outputs]
+        body["xla_engine"] = _hashes(header.system_fingerprint, completions)
+    return body
+
+
+def result_head(
+    request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
+) -> dict[str, Any]:
+    """A completion or chat completion with an empty list of choices."""
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    completion_tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    return {
         "id": name,
         "object": "chat.completion" if request.is_chat else "text_completion",
         "created": header.created,
         "model": request.model or header.model,
         "system_fingerprint": header.system_fingerprint,
-        "choices": [
-            {"index": number // per_prompt * per_prompt + completion.index}
-            | _choice(request, outputs[number // per_prompt], completion, header.tokenizer)
-            for number, completion in enumerate(completions)
-        ],
+        "choices": [],
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
-    if request.reading is not None:
-        parser = partial(request.reading.parser, thinking=begins_thinking(outputs[0], header.tokenizer))
-        for choice in body["choices"]:
-            if (reader := parser()) is not None:
-                part_message(choice, reader, f"{name}/{choice['index']}")
+
+
+def result_choices(
+    request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
+) -> Iterator[dict[str, Any]]:
+    """The choices of all prompts in order, each made when it is asked for."""
+    tokenizer, reading = header.tokenizer, request.reading
+    thinking = reading is not None and begins_thinking(outputs[0], tokenizer)
     for number, output in enumerate(outputs):
-        if output.prompt_logprobs is not None and not (request.echo and request.params.logprobs is not None):
-            place = body if request.is_chat else body["choices"][number * per_prompt]  # as vLLM has them
-            place["prompt_logprobs"] = _prompt_logprobs(output)
-    if header.hashes and header.system_fingerprint is not None:
-        body["xla_engine"] = _hashes(header.system_fingerprint, completions)
-    return body
+        head = None
+        if request.echo:
+            output = replace(output, prompt=prompt_text(output, tokenizer))
+            if request.params.logprobs is not None:
+                head = prompt_block(output, request.params, tokenizer)
+        for completion in output.outputs:
+            index = number * len(output.outputs) + completion.index
+            choice = {"index": index} | _choice(request, output, completion, head, tokenizer)
+            if reading is not None and (parser := reading.parser(thinking=thinking)) is not None:
+                part_message(choice, parser, f"{name}/{index}")
+            yield choice
+
+
+def shows_prompt_logprobs(request: LineRequest, output: RequestOutput) -> bool:
+    """Whether the answer has `prompt_logprobs` in vLLM's form; with `echo` they stand among the choice's own."""
+    return output.prompt_logprobs is not None and not (request.echo and request.params.logprobs is not None)
 
 
 def error_line(error: LineError, name: str) -> bytes:
@@ -181,24 +204,51 @@ def error_line(error: LineError, name: str) -> bytes:
 
 
 def _choice(
-    request: LineRequest, output: RequestOutput, completion: CompletionOutput, tokenizer: TokenText | None
+    request: LineRequest,
+    output: RequestOutput,
+    completion: CompletionOutput,
+    head: dict[str, Any] | None,
+    tokenizer: TokenText | None,
 ) -> dict[str, Any]:
-    """One choice without its index; `stop_reason` is vLLM's."""
+    """One choice without its index; `stop_reason` is vLLM's. head: the block of a prompt that is repeated."""
     content: dict[str, Any]
     if request.is_chat:
         content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
         block = chat_logprobs(completion, request.params, tokenizer)
     else:
-        content = {"text": (prompt_text(output, tokenizer) if request.echo else "") + completion.text}
-        block = text_logprobs(completion, request.params, tokenizer)
-        if block is not None and request.echo:
-            block = with_prompt(block, output, request.params, tokenizer)
+        prompt = (output.prompt or "") if request.echo else ""
+        content = {"text": prompt + completion.text}
+        offsets = Offsets(request.params, tokenizer, begin=len(prompt))
+        block = text_logprobs(completion, request.params, tokenizer, offsets)
+        if block is not None and head is not None:
+            block = {key: None if new is None else head[key] + new for key, new in block.items()}
     end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     return {**content, **end, "logprobs": block}
 
 
+class Offsets:
+    """Characters of text before each token of a stream; a token that only begins a character stands where that will.
+
+    begin: that of the first token.
+    """
+
+    def __init__(self, params: SamplingParams, tokenizer: TokenText | None, *, begin: int = 0) -> None:
+        self._text = None if tokenizer is None else tokenizer.incremental(params.skip_special_tokens)
+        self._length = begin
+
+    def take(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Those of the tokens that come next; None without a tokenizer."""
+        if self._text is None:
+            return None
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._length)
+            self._length += len(self._text.push(token_id))
+        return offsets
+
+
 def text_logprobs(
-    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
+    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None, offsets: Offsets
 ) -> dict[str, Any] | None:
     """The completions API's block of parallel lists, and `token_ids` beside them.
 
@@ -213,32 +263,35 @@ def text_logprobs(
         "tokens": [_token_text(token_id, tokenizer) for token_id in completion.token_ids],
         "token_logprobs": [_finite(value) for value in completion.logprobs],
         "top_logprobs": top,
-        "text_offset": _offsets(completion.token_ids, params, tokenizer),
+        "text_offset": offsets.take(completion.token_ids),
         "token_ids": list(completion.token_ids),
     }
 
 
-def with_prompt(
-    block: dict[str, Any], output: RequestOutput, params: SamplingParams, tokenizer: TokenText | None
+def prompt_block(
+    output: RequestOutput,
+    params: SamplingParams,
+    tokenizer: TokenText | None,
+    part: slice = slice(None),
+    offsets: Offsets | None = None,
 ) -> dict[str, Any]:
-    """The block with the prompt's tokens in front; null for the first one, which nothing predicts."""
-    ids = output.prompt_token_ids
-    scores = output.prompt_logprobs or (None,) * len(ids)
-    start = len(prompt_text(output, tokenizer))
-    offsets = _offsets(ids, params, tokenizer)
-    values = [
-        None if found is None else _finite(found[token_id].logprob)
-        for token_id, found in zip(ids, scores, strict=True)
-    ]
+    """`text_logprobs` of the prompt's tokens; null for the first one, which nothing predicts.
+
+    part: positions of some. offsets: where those before have left it.
+    """
+    ids = output.prompt_token_ids[part]
+    scores = (output.prompt_logprobs or (None,) * len(output.prompt_token_ids))[part]
     return {
-        "tokens": [_token_text(token_id, tokenizer) for token_id in ids] + block["tokens"],
-        "token_logprobs": values + block["token_logprobs"],
-        "top_logprobs": None
-        if block["top_logprobs"] is None
-        else [None if found is None else _top_texts(found, tokenizer) for found in scores]
-        + block["top_logprobs"],
-        "text_offset": None if offsets is None else offsets + [start + each for each in block["text_offset"]],
-        "token_ids": [*ids, *block["token_ids"]],
+        "tokens": [_token_text(token_id, tokenizer) for token_id in ids],
+        "token_logprobs": [
+            None if found is None else _finite(found[token_id].logprob)
+            for token_id, found in zip(ids, scores, strict=True)
+        ],
+        "top_logprobs": [None if found is None else _top_texts(found, tokenizer) for found in scores]
+        if params.logprobs
+        else None,
+        "text_offset": (offsets or Offsets(params, tokenizer)).take(ids),
+        "token_ids": list(ids),
     }
 
 
@@ -271,10 +324,11 @@ def chat_logprobs(
     return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
 
 
-def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """vLLM's form: by id, and null for the first token."""
+def prompt_logprobs(output: RequestOutput, part: slice) -> list[dict[str, Any] | None]:
+    """Those of some positions in vLLM's form: by id, and null for the first token."""
     return [
-        None if found is None else dict(map(_named, found.items())) for found in output.prompt_logprobs or ()
+        None if found is None else dict(map(_named, found.items()))
+        for found in (output.prompt_logprobs or ())[part]
     ]
 
 
@@ -307,19 +361,6 @@ def _token_text(token_id: int, tokenizer: TokenText | None) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _offsets(
-    token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenText | None
-) -> list[int] | None:
-    """Characters of text before each token; a token that only begins a character stands where that will."""
-    if tokenizer is None:
-        return None
-    text, length, offsets = tokenizer.incremental(params.skip_special_tokens), 0, []
-    for token_id in token_ids:
-        offsets.append(length)
-        length += len(text.push(token_id))
-    return offsets
 
 
 def _finite(value: float) -> float | None:

@@ -29,7 +29,7 @@ from xla_engine.batch.results import (
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
-from xla_engine.engine.protocol import Engine
+from xla_engine.engine.protocol import LineEngine
 from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
 
@@ -70,7 +70,7 @@ class BatchRun:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LineEngine,
         lines: Iterable[Line],
         sink: Writer,
         *,

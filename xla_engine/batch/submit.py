@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from xla_engine.batch.requests import LineRequest, Prompt
-from xla_engine.engine.protocol import Engine
+from xla_engine.engine.protocol import LineEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import Chat
 
 
 def submit_prompt(
-    engine: Engine,
+    engine: LineEngine,
     request: LineRequest,
     prompt: Prompt,
     request_id: str,
@@ -25,7 +25,7 @@ def submit_prompt(
     """Queue one prompt of a line. Raises whatever keeps the engine from taking it, or says it to `on_refused` in a
     later turn.
 
-    params: in place of the line's. collector: as in `Engine.submit`.
+    params: in place of the line's. collector: as in `LineEngine.submit`.
     """
     adapter = engine.adapter_named(request.model)
     options: Mapping[str, Any] = request.options

@@ -14,6 +14,7 @@ from xla_engine.bench.limits import core_count
 from xla_engine.bench.measure import Options, measure
 from xla_engine.bench.models import SHAPES, find_model
 from xla_engine.bench.peers import PEERS, PeerFailed, parse_peers
+from xla_engine.bench.record import write
 from xla_engine.bench.workloads import WORKLOADS
 from xla_engine.environment import cache_directory
 from xla_engine.errors import XlaEngineError
@@ -93,13 +94,22 @@ def parser() -> argparse.ArgumentParser:
     option("--cache", "For written models.  [default: the user's cache directory]", "DIRECTORY", type=Path)
     option("--output", "Also write the JSON line here.", "FILE", type=Path)
     option("--plot", "Draw decode tokens per second against slots (extra `plot`).", "FILE", type=Path)
+    option(
+        "--record",
+        "Also write the card into this kind of machine's page in DIRECTORY, findings/benchmarks by default.",
+        "DIRECTORY",
+        type=Path,
+        nargs="?",
+        const=Path("findings/benchmarks"),
+    )
     options.add_argument("-h", "--help", action="help", help="Show this message and exit.")
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run with command line words (None: the process's own); the exit status."""
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(words)
     cache = options.cache or cache_directory() / "bench"
     try:
         directory = find_model(options.model, cache)
@@ -136,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(line)
     if options.output is not None:
         options.output.write_text(line + "\n")
+    if options.record is not None:
+        print(f"recorded in {write(record, words, options.record)}", file=sys.stderr)
     if options.plot is not None:
         from xla_engine.bench.plot import plot
 

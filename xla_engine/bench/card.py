@@ -44,7 +44,8 @@ _OWN = {
     "while requests wait": "occupancy_queued",
     "stale row-steps": "stale_share",
 }
-_SHARES = ("gb_s_share", "gflop_s_share", "occupancy", "occupancy_queued", "stale_share")
+_OF_LIMITS = ("gb_s_share", "gflop_s_share")
+_SHARES = (*_OF_LIMITS, "occupancy", "occupancy_queued", "stale_share")
 
 
 def card(record: dict[str, Any]) -> str:
@@ -85,11 +86,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 
 def _table(workload: str, entries: list[dict[str, Any]]) -> list[str]:
+    known = _COLUMNS[workload]
     columns = {
-        heading: key
-        for heading, key in _COLUMNS[workload].items()
-        if any(key in entry["figures"] for entry in entries)
-    }
+        heading: key for heading, key in known.items() if any(key in entry["figures"] for entry in entries)
+    } or dict(list(known.items())[:1])  # every rate is void: a column that says so
     ratio_of = next((key for entry in entries for key in entry.get("ratio", ())), None)
     rows = []
     for entry in entries:
@@ -137,7 +137,7 @@ def _own_lines(entries: list[dict[str, Any]]) -> list[str]:
         if told:
             lines.append(f"{entry['engine']}: {', '.join(told)}")
     for entry in entries:
-        if entry["engine"] == BARE and "ratio" in entry:
+        if entry["engine"] == BARE and "decode_tok_s" in entry.get("ratio", {}):
             lines.append(f"{OURS}: end to end at {entry['ratio']['decode_tok_s'][0]:.1%} of its bare step")
     return lines
 
@@ -149,6 +149,11 @@ def _closing_lines(record: dict[str, Any]) -> list[str]:
         seconds = ", ".join(f"{s:g} s" for s in engine.get("compile_seconds", {}).values())
         if peaks:
             lines.append(f"{name}: peak memory {peaks}" + (f"; compiled in {seconds}" if seconds else ""))
+    if any(entry["figures"].get(key, [0])[0] > 1 for entry in record["results"] for key in _OF_LIMITS):
+        lines.append(
+            "shares above 100%: the machine was faster later than when its limits were measured, so no share of this "
+            "run can be relied on"
+        )
     for found in record["verify"]:
         lines.append(
             f"verify at B = {found['batch']}: {found['requests']} requests, {found['tokens']} tokens alone and "

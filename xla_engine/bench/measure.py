@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ def measure(options: Options) -> dict[str, Any]:
         "seed": options.seed,
         "machine": limits.describe_machine(),
         "processor": limits.processor(),
+        "load": round(os.getloadavg()[0], 1),
         "judge": None,
         "limits": {"read_gb_s": round(limits.read_bandwidth(options.threads), 2), "gflops": {}},
         "engines": {},

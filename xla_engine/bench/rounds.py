@@ -127,8 +127,11 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
     mine.figures.append(figures(workload, answer) | extra)
     if BARE in turns and side.name == OURS:
         time.sleep(_REST)
-        found = side.process.ask("bare", prompts=workload.prompts, max_tokens=workload.max_tokens)
-        turns[BARE].figures.append(found)
+        try:
+            found = side.process.ask("bare", prompts=workload.prompts, max_tokens=workload.max_tokens)
+            turns[BARE].figures.append(found)
+        except PeerFailed as error:  # such as requests too short for a step that decodes them all
+            turns[BARE].void = str(error)
 
 
 def _run_with_stops(side: Side, workload: Workload, turns: dict[str, Turns], positions: int) -> None:

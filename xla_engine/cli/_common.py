@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,7 @@ from xla_engine.utils.startup import startup_line
 
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.engine.client import EngineClient
 
 _BESIDE = ("model", "start_timeout_s", "data_parallel_size", "lora_modules")  # not fields of `EngineConfig`
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses beside 0
@@ -54,7 +55,7 @@ data_parallel_option = click.option(
     "--data-parallel-size",
     type=click.IntRange(1, 64),
     default=1,
-    help="So many engines side by side on this machine, a process each; results are the same.",
+    help="Number of engines on this machine, each in a process; results are the same.",
 )
 model_option = click.option(
     "--model",
@@ -70,24 +71,24 @@ device_options = together(
         "--memory-utilization",
         type=click.FloatRange(0, 1, min_open=True),
         default=0.9,
-        help="Take at most this share of the available memory.",
+        help="Use at most this share of the available memory.",
     ),
     click.option(
         "--max-model-len",
         type=click.IntRange(2),
-        help="Prompt plus generated tokens of a request at most.  [default: the model's, or what fits into a "
+        help="Most prompt plus generated tokens of a request.  [default: the model's, or what fits into a "
         "quarter of the memory]",
     ),
     click.option(
         "--dtype",
         type=click.Choice(["auto", "bfloat16", "float32"]),
         default="auto",
-        help="Type of weights and activations; auto is the checkpoint's.",
+        help="Dtype of weights and activations; auto is the checkpoint's.",
     ),
     click.option(
         "--quantization",
         type=click.Choice(["int8"]),
-        help="Keep the weights of a dense model in eight bits: half the memory, other tokens.",
+        help="Quantise the weights of a dense model to eight bits: half the memory, different tokens.",
     ),
     click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -97,7 +98,7 @@ device_options = together(
     click.option(
         "--preemption/--no-preemption",
         default=True,
-        help="A waiting request may take the slot of a running one that is further behind in line.",
+        help="A waiting request may take the slot of a running one that is behind it in line.",
     ),
     click.option(
         "--swap-space",
@@ -109,33 +110,33 @@ device_options = together(
     click.option(
         "--num-blocks",
         type=click.IntRange(1),
-        help="Let slots share N KV blocks of 64 tokens and take them as they grow, instead of room for "
-        "--max-model-len tokens each.",
+        help="Let slots share N KV blocks of 64 tokens and take them as they grow, instead of "
+        "reserving --max-model-len tokens each.",
     ),
     click.option(
         "--kv-cache-memory-bytes",
         metavar="N|auto",
         callback=_bytes,
-        help="As --num-blocks, with as many blocks as fit into N bytes; auto takes what the device has.",
+        help="Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
     ),
     click.option(
         "--tensor-parallel-size",
         type=click.IntRange(1),
         default=1,
         metavar="N",
-        help="Devices that share the model, each with a part of every weight.",
+        help="Number of devices that share the model, each with a part of every weight.",
     ),
     click.option(
         "--attention-backend",
         metavar="NAME",
         default="auto",
-        help="auto takes the fastest here; xla is pure JAX.",
+        help="auto is the fastest on this device; xla is pure JAX.",
     ),
     click.option(
         "--isa",
         metavar="NAME",
         default="auto",
-        help="Instruction set of the C++ operations, such as avx2; auto takes the best; none is pure JAX.",
+        help="Instruction set of the C++ kernels, such as avx2; auto is the best one; none is pure JAX.",
     ),
     click.option(
         "--enable-dry/--no-enable-dry",
@@ -146,7 +147,7 @@ device_options = together(
         "--speculative-config",
         metavar="JSON",
         callback=json_value,
-        help="Guess tokens ahead and check several in one step, which changes no result: "
+        help="Draft tokens and verify several in one step, without changing results: "
         '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" or "eagle3" with "model"; and '
         '"num_speculative_tokens".',
     ),
@@ -155,7 +156,7 @@ device_options = together(
         metavar="SHARE",
         type=click.FloatRange(0, 1),
         default=0.0,
-        help="Share of requests that run again, alone and by plain decode, to see that they get the same bits.",
+        help="Share of requests to run again, alone and by plain decode, to check that they get the same bits.",
     ),
 )
 
@@ -167,7 +168,7 @@ engine_options = together(
         metavar="N|auto",
         default="16",
         callback=_slots,
-        help="Requests decoded together; auto takes what the device has memory for.",
+        help="Requests decoded together; auto is as many as fit into memory.",
     ),
     device_options,
 )
@@ -211,7 +212,7 @@ verbose_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_log,
-    help="Log the limits in force, progress, and each step that failed.",
+    help="Log effective limits, progress, and failed steps.",
 )
 
 
@@ -240,7 +241,7 @@ scheduling_options = together(
     click.option(
         "--max-num-batched-tokens",
         type=click.IntRange(1),
-        help="Tokens computed in one step at most.  [default: all slots and the largest prefill call]",
+        help="Most tokens computed in one step.  [default: all slots and the largest prefill call]",
     ),
 )
 
@@ -252,14 +253,14 @@ time_limits = together(
         "step_timeout_s",
         type=click.FloatRange(0, min_open=True),
         metavar="SECONDS",
-        help="Give the device up when a step takes longer; every request ends with an error.  [default: wait]",
+        help="If a step takes longer, treat the device as lost and end every request with an error.  [default: wait]",
     ),
     click.option(
         "--start-timeout",
         "start_timeout_s",
         type=click.FloatRange(0, min_open=True),
         metavar="SECONDS",
-        help="Exit with status 2 when the engine is not ready after so long.  [default: wait]",
+        help="Exit with status 2 if the engine is not ready within this time.  [default: wait]",
     ),
 )
 
@@ -302,33 +303,36 @@ def startup_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[EngineClient]:
     """An engine with these options, closed at the end; `show` says what it does until it is ready."""
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.open_engine import open_engine
 
     fields = config_fields(options)
     screen, limit_s = sys.stderr if show else io.StringIO(), options.get("start_timeout_s")
-    if (engines := options.get("data_parallel_size", 1)) > 1:
-        from xla_engine.distributed.data_parallel.engine import DataParallelEngine
-
-        config = EngineConfig(**fields)
-        with _start_limit(limit_s), startup_line(screen) as progress:
-            several = DataParallelEngine(options["model"], config, engines=engines, progress=progress)
-        with several:
-            _lora.load(several, options)
-            yield cast("XlaBatchEngine", several)  # its callers use what both have
-        return
+    engines = options.get("data_parallel_size", 1)
     with _start_limit(limit_s), startup_line(screen) as progress:
-        engine = XlaBatchEngine.from_pretrained(options["model"], EngineConfig(**fields), progress=progress)
+        engine = open_engine(options["model"], EngineConfig(**fields), engines=engines, progress=progress)
     with engine:
         _lora.load(engine, options)
-        limit = engine.checkpoint.config.max_position_embeddings
-        if engine.max_model_len < limit and fields.get("max_model_len") is None:
-            click.echo(
-                f"max_model_len is {engine.max_model_len}; the model allows {limit}, which --max-model-len gives",
-                err=True,
-            )
+        if isinstance(engine, XlaBatchEngine) and fields.get("max_model_len") is None:
+            limit = engine.checkpoint.config.max_position_embeddings
+            if engine.max_model_len < limit:
+                click.echo(
+                    f"max_model_len is {engine.max_model_len}; the model allows {limit}, which --max-model-len gives",
+                    err=True,
+                )
+        yield engine
+
+
+@contextlib.contextmanager
+def load_one_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    """`load_engine` for commands without `data_parallel_option`."""
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+
+    with load_engine(options, show=show) as engine:
+        assert isinstance(engine, XlaBatchEngine)
         yield engine
 
 

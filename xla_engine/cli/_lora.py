@@ -11,8 +11,7 @@ from xla_engine.cli._help import together
 from xla_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from xla_engine.distributed.data_parallel.engine import DataParallelEngine
-    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.engine.client import EngineClient
 
 
 def _adapters(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -25,21 +24,21 @@ def _adapters(context: click.Context, option: click.Parameter, values: tuple[str
 
 # Adapters that requests choose by name, and the room for them.
 lora_options = together(
-    click.option("--enable-lora", is_flag=True, help="Requests may have LoRA adapters, each its own."),
+    click.option("--enable-lora", is_flag=True, help="Allow each request its own LoRA adapter."),
     click.option(
         "--lora-modules",
         metavar="NAME=PATH",
         multiple=True,
         callback=_adapters,
-        help="An adapter that PEFT saved, for requests whose model is NAME; repeatable. Needs --enable-lora.",
+        help="A LoRA adapter in PEFT's format, for requests whose model is NAME; repeatable. Needs --enable-lora.",
     ),
     click.option(
         "--max-loras",
         type=click.IntRange(1),
         default=1,
-        help="Adapters there is room for; at least those of --lora-modules.",
+        help="Number of adapters held at once; at least those of --lora-modules.",
     ),
-    click.option("--max-lora-rank", type=click.IntRange(1), default=16, help="Rank of an adapter at most."),
+    click.option("--max-lora-rank", type=click.IntRange(1), default=16, help="Highest rank of an adapter."),
 )
 
 
@@ -52,7 +51,7 @@ def with_room(fields: dict[str, Any], options: Mapping[str, Any]) -> dict[str, A
     return fields
 
 
-def load(engine: XlaBatchEngine | DataParallelEngine, options: Mapping[str, Any]) -> None:
+def load(engine: EngineClient, options: Mapping[str, Any]) -> None:
     """Load the adapters that the options name; they stay."""
     from xla_engine.model_loader.peft.request import LoRARequest
 

@@ -24,4 +24,4 @@ def load_record(
     record = read_record(path)
     config = asdict(engine_config(record, force=force))
     options = {"model": record.model_path if model is None else model, **config}
-    return record, stack.enter_context(_common.load_engine(options, show=True))
+    return record, stack.enter_context(_common.load_one_engine(options, show=True))

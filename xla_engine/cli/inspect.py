@@ -16,12 +16,12 @@ from xla_engine.cli import _common, _help
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 @_common.engine_options
 def inspect(model: str | None, as_json: bool, **options: Any) -> None:
-    """Tell what MODEL is and what it needs on this machine, without reading its weights.
+    """Show what MODEL is and what it needs on this machine, without reading its weights.
 
     MODEL is a Hugging Face directory, a .gguf file or an id of the hub (whose files are then downloaded); without it,
     the small model that ships with the package. The table gives the memory that an engine needs for weights, slots and
-    scratch, by max_model_len and max_num_seqs. Brackets mean more than this machine has available; the last column is
-    how many slots fit.
+    scratch, by max_model_len and max_num_seqs. Values in brackets exceed the available memory; the last
+    column is the number of slots that fit.
 
     \b
     Exit status: 0 it runs, 1 something is not supported or does not fit, 2 no such model.
@@ -33,8 +33,8 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
     """
     with _common.startup_errors():
         from xla_engine.config import EngineConfig
+        from xla_engine.engine.inspection import inspect_model, report_lines
         from xla_engine.environment import embedded_model_directory
-        from xla_engine.inspection import inspect_model, report_lines
 
         report = inspect_model(model or embedded_model_directory(), EngineConfig(**options))
     click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report_lines(report)))

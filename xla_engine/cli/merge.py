@@ -13,17 +13,17 @@ from xla_engine.distributed.shards.merge import merge as merge_shards
 @click.command(short_help="Make one file of the outputs of all shards.")
 @click.argument("shards", metavar="SHARD...", nargs=-1, required=True)
 @click.option("-o", "--output", "output_path", metavar="OUTPUT", required=True, help="The merged file.")
-@click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists.")
 @click.option(
-    "--any-engine", is_flag=True, help="Merge also what engines of different devices or options have made."
+    "--any-engine", is_flag=True, help="Merge even if the engines had different devices or options."
 )
 def merge(shards: tuple[str, ...], output_path: str, overwrite: bool, any_engine: bool) -> None:
     """Merge the outputs of `xla-engine run --shard 0/N` to `N-1/N` in the order of the input.
 
-    Each SHARD is an output with its .shard.json beside it. A shard that is missing, there twice, not finished, or of
-    another input is an error, and then nothing is written.
+    Each SHARD is an output with its .shard.json next to it. If a shard is missing, duplicate, unfinished,
+    or of another input, the command fails and writes nothing.
 
-    OUTPUT has the bytes that one run over the whole input with --ordered writes, where all got the same --created.
+    OUTPUT is byte for byte what one run over the whole input with --ordered writes, if all had the same --created.
 
     \b
     Example:

@@ -23,33 +23,38 @@ from xla_engine.text.parsers.choose import Dialect
     cls=_help.Sectioned, short_help="Complete a file of requests.", context_settings={"show_default": True}
 )
 @click.argument("input_path", metavar="INPUT", required=False)
-@click.option("--prompt", metavar="TEXT", help="Complete this text and show it; no INPUT, no OUTPUT.")
+@click.option(
+    "--prompt", metavar="TEXT", help="Complete this text and print it; takes no INPUT and no OUTPUT."
+)
 @click.option("-o", "--output", "output_path", metavar="OUTPUT", help="Results file, or -.")
 @click.option(
-    "--errors", "errors_path", metavar="FILE", help="Lines without a result go here.  [default: OUTPUT]"
+    "--errors",
+    "errors_path",
+    metavar="FILE",
+    help="Write lines without a result to this file.  [default: OUTPUT]",
 )
-@click.option("--resume", is_flag=True, help="Go on with the results that OUTPUT has.")
-@click.option("--retry-failed", is_flag=True, help="Like --resume; lines with an error run again.")
-@click.option("--overwrite", is_flag=True, help="Replace the results that OUTPUT has.")
+@click.option("--resume", is_flag=True, help="Continue from the results in OUTPUT.")
+@click.option("--retry-failed", is_flag=True, help="Like --resume, but run lines with an error again.")
+@click.option("--overwrite", is_flag=True, help="Replace the results in OUTPUT.")
 @shard_option
 @table_options
 @click.option("--dry-run", is_flag=True, help="Check every line and count tokens; run nothing.")
 @click.option(
     "--stream",
     is_flag=True,
-    help="Write events to standard output while tokens come; INPUT may hold control lines.",
+    help="Write an event to standard output for each token; INPUT may contain control lines.",
 )
 @click.option(
     "--status-file",
     "status_path",
     metavar="FILE",
-    help="Write queue, slots and counters here as JSON, every second.",
+    help="Write queue, slots and counters to this file as JSON, every second.",
 )
 @click.option(
     "--metrics-file",
     "metrics_path",
     metavar="FILE",
-    help="Write metrics here in Prometheus' text format, every second.",
+    help="Write metrics to this file in Prometheus' text format, every second.",
 )
 @click.option(
     "--step-log",
@@ -57,7 +62,7 @@ from xla_engine.text.parsers.choose import Dialect
     "step_log_path",
     cls=_help.RenamedOption,
     metavar="FILE",
-    help="Write every step with its times here, for `timeline` and `simulate`.",
+    help="Write every step with its times to this file, for `timeline` and `simulate`.",
 )
 @_common.model_options
 @_lora.lora_options
@@ -78,14 +83,14 @@ from xla_engine.text.parsers.choose import Dialect
     "--keep-finished",
     type=click.IntRange(0),
     default=0,
-    help="With --stream: so many requests can go on after their end, the latest to end.",
+    help="With --stream: keep this many finished requests, so that they can be extended.",
 )
-@click.option("--seed", type=int, default=0, help="Seed of requests without one of their own.")
+@click.option("--seed", type=int, default=0, help="Seed for requests that have none.")
 @click.option(
     "--generation-config",
     type=click.Choice(["engine", "model"]),
     default="engine",
-    help="model: lines without sampling fields take what the checkpoint recommends.",
+    help="model: lines without sampling fields use the checkpoint's recommended values.",
 )
 @click.option(
     "--chat-template",
@@ -96,28 +101,31 @@ from xla_engine.text.parsers.choose import Dialect
 @click.option(
     "--tool-parser",
     metavar="NAME",
-    help="Part calls of tools from chats' texts: hermes, llama3, mistral or harmony.  [default: leave them]",
+    help="Extract tool calls from replies: hermes, llama3, mistral or harmony.  [default: leave them in the text]",
 )
 @click.option(
     "--reasoning-parser",
     metavar="NAME",
-    help="Part reasoning from chats' texts: think or harmony.  [default: leave it]",
+    help="Extract reasoning from replies: think or harmony.  [default: leave it in the text]",
 )
 @click.option(
-    "--max-tokens", type=int, help="max_tokens of lines without one.  [default: 16; for chats all that fit]"
+    "--max-tokens", type=int, help="max_tokens for lines without one.  [default: 16; for chats all that fit]"
 )
-@click.option("--temperature", type=float, help="temperature of lines without one.  [default: 1.0]")
-@click.option("--ordered", is_flag=True, help="Write results in the order of the input, not as they finish.")
+@click.option("--temperature", type=float, help="temperature for lines without one.  [default: 1.0]")
+@click.option("--ordered", is_flag=True, help="Write results in input order, not as they finish.")
 @click.option(
-    "--max-line-bytes", type=click.IntRange(1), default=MAX_LINE_BYTES, help="A longer line is an error line."
+    "--max-line-bytes",
+    type=click.IntRange(1),
+    default=MAX_LINE_BYTES,
+    help="Longest input line; longer ones get an error.",
 )
 @click.option("--created", type=int, help='Unix time written as "created".  [default: now]')
-@click.option("--fingerprint", is_flag=True, help="Results carry hashes for `xla-engine compare`.")
+@click.option("--fingerprint", is_flag=True, help="Add hashes to results, for `xla-engine compare`.")
 @click.option(
     "--drain-timeout",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="After SIGTERM, requests that are not finished so much later are cancelled.  [default: wait for all]",
+    help="After SIGTERM, cancel requests that have not finished within this time.  [default: wait for all]",
 )
 @click.option("--no-progress", is_flag=True, help="Print only the summary.")
 def run(
@@ -162,19 +170,19 @@ def run(
     Sampling fields have vLLM's names, in OpenAI lines OpenAI's. An unknown field is an error, never ignored.
 
     OUTPUT gets one OpenAI Batch result line per request, written as it finishes; match them by custom_id
-    (line-<n> where the input had none). A line that cannot run gets "error": {"code", "message", "line"} and
-    harms no other. Results that are in OUTPUT are never replaced unless --overwrite asks for it. All that finished is
-    in it even if the run is killed (in a .gz file, all but the last 64 KiB): the same command with --resume does the
-    rest, and leaves the lines of an uninterrupted run; with --ordered, the same bytes.
+    (line-<n> if the input has none). A line that cannot run gets "error": {"code", "message", "line"};
+    other lines are not affected. Results in OUTPUT are never replaced without --overwrite. OUTPUT has all
+    finished results even if the run is killed (in a .gz file, all but the last 64 KiB): the same command
+    with --resume completes it, with the lines of an uninterrupted run and, with --ordered, the same bytes.
 
-    With --dry-run every line is checked as the engine would, and codes and a token estimate are printed. With
+    With --dry-run every line is checked as by the engine, and error codes and a token estimate are printed. With
     --stream requests are read from INPUT while others run, and each token is an event on standard output;
-    lines with an "op" between them are obeyed: {"op": "cancel", "id": ID}, and extend, list, stats, step, drain.
+    lines with an "op" control the run: {"op": "cancel", "id": ID}, and extend, list, stats, step, drain.
 
     \b
     Exit status: 0 all lines have results, 1 some failed, 2 could not start, 130 interrupted by Ctrl-C or SIGTERM.
-    The first Ctrl-C or SIGTERM lets the requests under way finish, the second stops at once, and so does
-    --drain-timeout after a SIGTERM; requests without a result get no line then.
+    The first Ctrl-C or SIGTERM lets running requests finish; the second stops at once, as does
+    --drain-timeout after a SIGTERM. Requests without a result then get no line.
 
     \b
     Examples:
@@ -191,7 +199,7 @@ def run(
     with _common.startup_errors():
         if options["generation_config"] == "model":
             from xla_engine.environment import embedded_model_directory
-            from xla_engine.model_loader.generation_config import sampling_defaults
+            from xla_engine.model_loader.describe import sampling_defaults
 
             defaults = sampling_defaults(options["model"] or embedded_model_directory()) | defaults
         SamplingParams.from_mapping(defaults)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,25 +23,50 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 @click.command(
     cls=_help.Sectioned, short_help="Serve OpenAI's HTTP protocol.", context_settings={"show_default": True}
 )
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is every one.")
-@click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=8000, help="0 takes a free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is all of them.")
+@click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=8000, help="0 picks a free port.")
 @click.option("--uds", metavar="FILE", help="Listen on this Unix socket instead.")
 @click.option("--served-model-name", "names", multiple=True, help="What clients call the model; repeatable.")
-@click.option("--api-key-file", type=Path, help="A key a line; XLA_ENGINE_API_KEY gives more.")
+@click.option(
+    "--api-key-file", type=Path, help="File with one API key per line; XLA_ENGINE_API_KEY adds more."
+)
 @click.option("--ssl-certfile", metavar="FILE", help="Serve TLS with this certificate.")
 @click.option("--ssl-keyfile", metavar="FILE", help="Its key.")
-@click.option("--ssl-ca-certs", metavar="FILE", help="Ask clients for a certificate of these.")
-@click.option("--allowed-origin", "origins", multiple=True, help="Allow browsers' requests from here (CORS).")
-@click.option("--batch-dir", type=Path, help="Keep files and batches here; without it there are none.")
+@click.option(
+    "--ssl-ca-certs", metavar="FILE", help="Require clients to have a certificate from these authorities."
+)
+@click.option(
+    "--allowed-origin", "origins", multiple=True, help="Allow browsers' requests from this origin (CORS)."
+)
+@click.option(
+    "--batch-dir", type=Path, help="Directory for files and batches; without it the server has none."
+)
+@click.option(
+    "--max-stored-bytes",
+    type=click.IntRange(1),
+    default=10 << 30,
+    help="Bytes of files and batch results in --batch-dir, per key.",
+)
 @click.option("--chat-template", "template_path", type=Path, help="A jinja2 template for chats.")
 @click.option(
     "--tool-parser", default="auto", metavar="NAME", help="Format of tool calls: auto, none, hermes, ..."
 )
 @click.option("--reasoning-parser", default="auto", metavar="NAME", help="auto, none, think or harmony.")
-@click.option("--max-tokens", type=click.IntRange(1), help="max_tokens of requests without one.")
-@click.option("--temperature", type=float, help="temperature of requests without one.")
-@click.option("--max-waiting", type=click.IntRange(0), default=1024, help="Further requests get status 429.")
-@click.option("--max-body-bytes", type=click.IntRange(1), default=32 << 20, help="Of one request.")
+@click.option("--max-tokens", type=click.IntRange(1), help="max_tokens for requests without one.")
+@click.option("--temperature", type=float, help="temperature for requests without one.")
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(0),
+    default=1024,
+    help="Longest queue; further requests get status 429.",
+)
+@click.option("--max-body-bytes", type=click.IntRange(1), default=8 << 20, help="Of one request.")
+@click.option(
+    "--max-answer-values",
+    type=click.IntRange(1),
+    default=1 << 21,
+    help="Tokens of one answer, counted with their logprobs.",
+)
 @click.option("--max-connections", type=click.IntRange(1), default=4096, help="Open at the same time.")
 @click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds for an answer.")
 @click.option("--send-timeout", type=click.FloatRange(0, min_open=True), default=60.0, help="See below.")
@@ -53,21 +79,20 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 @_common.data_parallel_option
 @_common.scheduling_options
 @_common.phase_timers_option
-@click.option(
-    "--seed", type=int, default=0, help="Randomness of batch lines that bring no seed of their own."
-)
+@click.option("--seed", type=int, default=0, help="Seed for batch lines that have none.")
 @click.option(
     "--generation-config",
     type=click.Choice(["engine", "model"]),
     default="engine",
-    help="model: requests without sampling fields take what the checkpoint recommends.",
+    help="model: requests without sampling fields use the checkpoint's recommended values.",
 )
-@click.option("--no-access-log", is_flag=True, help="Print no line for each request.")
+@click.option("--no-access-log", is_flag=True, help="Do not log requests.")
 def serve(
     names: tuple[str, ...],
     api_key_file: Path | None,
     origins: tuple[str, ...],
     batch_dir: Path | None,
+    max_stored_bytes: int,
     template_path: Path | None,
     tool_parser: str,
     reasoning_parser: str,
@@ -75,6 +100,7 @@ def serve(
     temperature: float | None,
     max_waiting: int,
     max_body_bytes: int,
+    max_answer_values: int,
     max_connections: int,
     request_timeout: float | None,
     send_timeout: float,
@@ -85,13 +111,13 @@ def serve(
 ) -> None:
     """Answer completions and chats over HTTP, streamed or whole, from one engine.
 
-    A POST gives the same bits as a line of `xla-engine run` with its body. The paths are in docs/server.md; the page
-    at / shows who is in which slot. With --batch-dir there are /v1/files and /v1/batches: their lines run when no
-    other request needs the slot, and a server that was killed goes on with them where it was.
+    A POST gets the same bits as a line of `xla-engine run` with the same body. The paths are in docs/server.md;
+    the page at / shows slots and queue. With --batch-dir there are /v1/files and /v1/batches: their lines
+    run when no other request needs the slot, and a server that was killed continues them after a restart.
 
-    A client that does not take what it is sent for --send-timeout seconds is cut off. On SIGTERM /ready says 503;
-    after --drain-grace seconds new requests get 503 too, those under way have --drain-timeout seconds to finish, and
-    batches stop at a line. A second SIGTERM ends at once.
+    A client that reads nothing for --send-timeout seconds is disconnected. On SIGTERM /ready returns 503;
+    after --drain-grace seconds new requests get 503 too, running ones have --drain-timeout seconds to
+    finish, and batches stop after a line. A second SIGTERM ends the server at once.
 
     \b
     Examples:
@@ -118,11 +144,13 @@ def serve(
             max_tokens=max_tokens,
             max_waiting=max_waiting,
             max_body_bytes=max_body_bytes,
+            max_answer_values=max_answer_values,
             request_timeout_s=request_timeout,
             send_timeout_s=send_timeout,
             drain_grace_s=drain_grace,
             drain_timeout_s=drain_timeout,
             batch_dir=batch_dir,
+            max_stored_bytes=max_stored_bytes,
             allowed_origins=origins,
             tool_parser=_one_of("--tool-parser", tool_parser, TOOL_PARSERS),
             reasoning_parser=_one_of("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
@@ -133,7 +161,7 @@ def serve(
     place = {name: options.pop(name) for name in _UVICORN}
     with _common.startup_errors():
         _check_place(place)
-    _load_and_serve(settings, options, {**place, "limit_concurrency": max_connections, "log_config": None})
+    _load_and_serve(settings, options, {**place, "max_connections": max_connections, "log_config": None})
 
 
 def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any]) -> None:
@@ -145,6 +173,8 @@ def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any
         with _common.startup_errors():
             engine = stack.enter_context(_common.load_engine(options, show=True))
             service = Service(AsyncLLM.from_engine(engine), settings)
+        gc.collect()
+        gc.freeze()  # or full collections visit modules and engine, and hold the event loop for 0.2 s
         run(service, **place)
 
 
@@ -152,7 +182,7 @@ def _sampling_defaults(
     options: dict[str, Any], temperature: float | None, template_path: Path | None
 ) -> dict[str, Any]:
     from xla_engine.environment import embedded_model_directory
-    from xla_engine.model_loader.generation_config import sampling_defaults
+    from xla_engine.model_loader.describe import sampling_defaults
     from xla_engine.sampling_params import SamplingParams
 
     found: dict[str, Any] = {}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "--cost",
     "cost_path",
     metavar="STEP_LOG|JSON",
-    help="The run that says what steps cost, or the --json of a simulation, perhaps edited.  "
+    help="The run with the step times, or the --json of a simulation, possibly edited.  "
     "[default: TRACE, if it is a step log]",
 )
 @click.option(
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="KV cache of 500MB, 8GB, ...: as many slots of the recorded max_model_len, or KV blocks, as it has room for.",
+    help="KV cache of 500MB, 8GB, ...: as many slots of the recorded max_model_len, or KV blocks, as fit.",
 )
 @click.option(
     "--blocks/--no-blocks",
@@ -54,30 +54,32 @@ if TYPE_CHECKING:
     "blocks",
     cls=_help.RenamedOption,
     default=None,
-    help="Slots borrow KV blocks of --memory, or have room of their own.  [default: as recorded]",
+    help="Slots borrow KV blocks from --memory, or have their own memory.  [default: as recorded]",
 )
 @click.option(
     "--policy",
     "policies",
     type=_help.Policy(),
     multiple=True,
-    help="Which request goes first; several times to compare. Your own by its import path.  [default: as recorded]",
+    help="Which request goes first; repeatable, to compare. Custom policies by import path.  [default: as recorded]",
 )
 @click.option("--quantum", type=click.IntRange(1), help="Steps of a turn under round_robin.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of a step.")
 @click.option(
     "--requests",
     type=click.IntRange(1),
-    help="Only the first N of TRACE.  [default: all; 10000 of a made one]",
+    help="Only the first N of TRACE.  [default: all; 10000 of a generated trace]",
 )
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals per second of a made trace.")
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Arrivals per second of a generated trace."
+)
 @click.option(
     "--speed",
     type=click.FloatRange(0, min_open=True),
     default=1.0,
-    help="Arrivals come so many times faster.",
+    help="Factor by which arrivals are sped up.",
 )
-@click.option("--seed", type=int, default=0, help="Chooses the made trace.")
+@click.option("--seed", type=int, default=0, help="Seed of a generated trace.")
 @machine_options
 @click.option("--plot", "plot_path", metavar="FILE", help="Draw the distributions of times (extra `plot`).")
 @click.option(
@@ -107,18 +109,19 @@ def simulate(
     json_path: str | None,
     **options: Any,
 ) -> None:
-    """Run TRACE through the engine's own scheduler, without a device: a step takes what a recorded run says it costs.
+    """Run TRACE through the engine's own scheduler without a device, with step times from a recorded run.
 
     TRACE is a step log of `run --step-log`; or a CSV file with a header (arrival, prompt_tokens, new_tokens; or the
-    columns of the Azure LLM inference traces; or of BurstGPT; packed if named .gz); or a made one: heavy-tailed,
-    uniform, azure-like.
+    columns of the Azure LLM inference traces; or of BurstGPT; packed if named .gz); or a generated one:
+    heavy-tailed, uniform, azure-like.
 
-    The cost model is linear in what a step holds and fitted by least squares. A step log as TRACE is first simulated
-    as it ran, and its own times stand beside the predicted ones. The file of --json holds the model, in seconds, and
-    can be the --cost of another simulation: so a machine can be described that is not at hand.
+    The cost model is linear in what a step holds and fitted by least squares. If TRACE is a step log, it is
+    first simulated as it ran, and its own times are shown with the predicted ones. The file of --json holds
+    the model, in seconds, and can be the --cost of another simulation, which may describe a machine that
+    you do not have.
 
-    With --replicas the requests go to so many machines; with --p99-first-token, --p99-between or --p99-request the
-    fewest machines are found that keep to it.
+    With --replicas N the requests go to N machines. With --p99-first-token, --p99-between or --p99-request
+    the command finds the smallest number of machines that meets the goal.
 
     \b
     Example:

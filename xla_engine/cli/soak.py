@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from xla_engine.cli import _common
+from xla_engine.utils.extras import install
 from xla_engine.utils.progress import counting
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 @click.option("--requests", type=click.IntRange(1), default=24, help="Of each round.")
 @click.option(
     "--tiny", is_flag=True, help="A model of two small layers with random weights, and the other's tokenizer."
+)
+@click.option(
+    "--http/--no-http",
+    default=True,
+    help="Serve the model over HTTP, too, to honest and hostile clients. Needs the extra server.",
 )
 @click.option("--verbose", "-v", is_flag=True, help="Say after each engine what happened so far.")
 @click.option("--seed", type=int, default=0, help="Chooses all requests, faults and times.")
@@ -47,18 +54,25 @@ def soak(
     rounds: int,
     requests: int,
     tiny: bool,
+    http: bool,
     verbose: bool,
     seed: int,
     first_life: int,
     **options: Any,
 ) -> None:
-    """Run engines under all that callers and devices do, and look for harm.
+    """Run engines under everything that callers and devices may do, and check for damage.
 
     Requests of every kind come, are aborted, preempted, run out of time or lose their readers; bad ones are
     refused. One engine of three has its requests through `AsyncLLM`. Steps fail, take long or are interrupted, with
     some requests every step fails, and some texts cannot be made. Each engine is drained, closed, hung or loses its
     device at last, and the next one begins: with slots or blocks, with speculation or without. The clock moves with
     the steps, so that a seed says what happens in each engine's life.
+
+    A server, one for the whole soak, gets clients after each engine's life: hostile ones stop anywhere, flood heads,
+    chunks and trailers, do not read, and send malformed and hostile requests and files. Honest ones beside them must
+    have the answers they had alone, to the bit, no answer may be a 5xx, nothing may be left of any client, and the
+    memory of the server must stay under 1.2 times what it was after the warm-up. With --tiny, too, it serves the model
+    itself.
 
     At the end of each round every request must have one result of a reason that fits, all slots, blocks and parked
     bytes must be back, nothing may have been compiled, and some requests run alone: the bits must be the same. At the
@@ -82,10 +96,12 @@ def soak(
         from xla_engine.model_loader.checkpoint import load_checkpoint
         from xla_engine.model_loader.model_files import open_model
         from xla_engine.soak.faults import FaultyTokenizer
+        from xla_engine.soak.http_server import HttpServer
         from xla_engine.soak.soak import soak as run
         from xla_engine.soak.tiny_model import tiny_model
 
         config = EngineConfig(**options)
+        server = stack.enter_context(HttpServer(model, options, seed)) if http and _can_serve() else None
         files = open_model(embedded_model_directory() if model is None else model)
         count = stack.enter_context(counting("rounds", sys.stderr))
         checkpoint = load_checkpoint(files, dtype=config.dtype)
@@ -99,12 +115,20 @@ def soak(
             first_life=first_life,
             rounds=rounds,
             requests=requests,
+            http=server,
             on_life=_tell if verbose else None,
             progress=count,
         )
     click.echo("\n".join(report.lines()))
     if not report.ok:
         sys.exit(_common.SOME_FAILED)
+
+
+def _can_serve() -> bool:
+    if all(find_spec(name) for name in ("httptools", "msgspec", "python_multipart", "starlette", "uvicorn")):
+        return True
+    click.echo(f"no HTTP in this soak: {install('server')}", err=True)
+    return False
 
 
 def _tell(report: SoakReport) -> None:

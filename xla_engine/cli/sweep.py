@@ -42,11 +42,11 @@ def sweep(
     json_path: str | None,
     **options: Any,
 ) -> None:
-    """Measure decode speed at several numbers of slots (widths), and say from where on more slots do not pay.
+    """Measure decode speed at several numbers of slots (widths), and report from which width more slots gain nothing.
 
-    Each width has an engine of its own that decodes as many requests as it has slots. A cliff is a width at which
-    tokens per second fall, or at which a step takes much longer than its rows explain. A width that needs more memory
-    than the device has is reported with the arithmetic.
+    Each width is measured with its own engine, which decodes as many requests as it has slots. A cliff is a
+    width at which tokens per second fall, or at which a step takes much longer than its rows explain. A
+    width that needs more memory than the device has is reported with the arithmetic.
 
     \b
     Example:

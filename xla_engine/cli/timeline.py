@@ -16,7 +16,7 @@ def timeline(path: str, output_path: str) -> None:
     """Draw which request held which slot in which step, and what it did there: prefill, decode, wait.
 
     FILE is a step log (`run --step-log`, `simulate --step-log`) or a record (`verify --record`), which has no times. A
-    .html page zooms, pans and tells about what is under the pointer, without a network; .json is a trace for
+     .html page zooms, pans and explains what is under the pointer, without a network; .json is a trace for
     chrome://tracing or ui.perfetto.dev; pictures need the extra `plot`.
 
     \b

@@ -1,11 +1,11 @@
-"""A drafter that knows the answer from an earlier run, and tells it, or lies: for checks and measurements."""
+"""A proposer that knows the answer from an earlier run, and tells it, or lies: for checks and measurements."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
 
-from xla_engine.drafting.drafter import Proposal
+from xla_engine.drafting.proposer import Proposal
 
 
 class Recorded:

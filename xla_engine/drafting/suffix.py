@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from xla_engine.drafting.drafter import Proposal
+from xla_engine.drafting.proposer import Proposal
 
 RUN = 3  # tokens by which places are found
 PLACES = 6  # latest places kept of each run
@@ -91,7 +91,7 @@ class _Group:
         text.clear()
 
 
-class SuffixDrafter:
+class SuffixProposer:
     """Looks a sequence's end up in itself and, where it `shares`, in the finished sequences of its group.
 
     max_tokens: of finished sequences that are kept; the oldest go first.

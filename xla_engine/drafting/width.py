@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from xla_engine.drafting.drafter import CERTAIN
+from xla_engine.drafting.proposer import CERTAIN
 
 GAIN = 1.05  # a wider step must promise so much more a second
 PATIENCE = 4  # steps without a gain after which rows do not speculate
-PROBE = 16  # steps at most between two looks at what drafters would propose, while rows do not speculate
+PROBE = 16  # steps at most between two looks at what proposers would propose, while rows do not speculate
 _MEMORY = 0.9  # weight of what was known, at each new observation
 # (n, acceptance to begin with) of matches below n tokens.
 _FIRST = ((1, 0.4), (5, 0.2), (9, 0.6), (CERTAIN, 0.8), (CERTAIN + 1, 0.99))

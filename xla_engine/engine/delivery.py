@@ -1,4 +1,4 @@
-"""Handing requests the tokens that a step has sampled for them."""
+"""Giving requests the tokens that a step has sampled for them, and their ends."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 
-from xla_engine.engine.requests.masks import MaskMaker
-from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.shadow import ShadowProbe
-from xla_engine.engine.speculation import Speculator
-from xla_engine.engine.waiter import StepRunner
+from xla_engine.engine.state import EngineState
 from xla_engine.scheduler import (
     NO_CHOICE,
     Chunk,
@@ -19,7 +15,6 @@ from xla_engine.scheduler import (
     Events,
     FinishReason,
     Plan,
-    Scheduler,
     StepResult,
     Swap,
     TokenEvent,
@@ -30,53 +25,43 @@ NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
 class Delivery:
-    """Gives the requests of a table their tokens and their ends; the first of the layers of an engine.
+    """Gives the requests of a table their tokens and their ends."""
 
-    on_end: called for each sequence as it ends.
-    masks: makes those of host-gated rows.
-    """
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
 
-    scheduler: Scheduler
-    runner: StepRunner
-    clock: Callable[[], float]
-    on_end: Callable[[str, FinishReason], None] | None
-    _table: RequestTable
-    masks: MaskMaker
-    _speculator: Speculator | None
-    _shadow: ShadowProbe | None
-    _heard: float
-
-    def _begin_decoding(self, plan: Plan) -> None:
+    def begin_decoding(self, plan: Plan) -> None:
         """Tell the token buffer in which slots requests decode from this step on, or the next."""
-        table, step = self._table, plan.step
+        table, step = self._state.table, plan.step
         parts: tuple[Chunk | Swap | Continuation, ...] = (*plan.first_rows, *plan.resumes, *plan.continues)
         for part in (*parts, *plan.to_decode):
             request = table[part.request_id]
-            if not request.host_gated:
+            if not request.constrained:
                 self._give(request, request.take, None)  # tokens of the slot it had before
                 # Those that may have several in a step are given them when it is read.
                 if not request.finished and plan.width == 0:
                     table.token_buffer.begin(request, part.slot.index, plan.joins)
-        for row in reversed(plan.decode):  # host_gated rows come last, and may not decode in the next step
+        for row in reversed(plan.decode):  # constrained rows come last, and may not decode in the next step
             one = table.get(row.request_id)
-            if one is None or not one.host_gated:
+            if one is None or not one.constrained:
                 break
             table.token_buffer.begin(one, row.slot.index, step, step + 1)
 
-    def _deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
+    def deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
         """Give requests their first token, and eager requests their next one; lazy requests take theirs later."""
-        now, token_buffer = self.clock(), self._table.token_buffer
-        self._heard = now
+        state = self._state
+        table, now, token_buffer = state.table, state.clock(), state.table.token_buffer
+        state.last_answer = now
         for event in events.first:
-            request = self._table[event.request_id]
+            request = table[event.request_id]
             if event.sample.token_id == NO_CHOICE:
-                self._end(event.request_id, FinishReason.ERROR, NO_NUMBERS)
+                self.end(event.request_id, FinishReason.ERROR, NO_NUMBERS)
             else:
                 self._give(request, partial(request.add, event.sample, now), event.finish_reason)
         ends = {event.request_id: event.finish_reason for event in events.ended}
         for name in [name for name, reason in ends.items() if reason is FinishReason.ERROR]:
             del ends[name]
-            self._end(name, FinishReason.ERROR, NO_NUMBERS)
+            self.end(name, FinishReason.ERROR, NO_NUMBERS)
         for name, several in groupby(events.several, key=lambda event: event.request_id):
             self._give_several(name, list(several), now)
         token_buffer.append(plan.step, result.decode, now)
@@ -85,8 +70,8 @@ class Delivery:
             if not (request.finished or request.eager):
                 token_buffer.make_lazy(request)
         for name, reason in ends.items():
-            if reason is not None and self._table.get(name) is not None:  # no stop string has ended it before
-                self._end(name, reason)
+            if reason is not None and table.get(name) is not None:  # no stop string has ended it before
+                self.end(name, reason)
         for request in token_buffer.streamed():
             request.collector.put(request.reader)
         for request in token_buffer.next_to_flush():
@@ -94,15 +79,15 @@ class Delivery:
 
     def _give_several(self, name: str, events: list[TokenEvent], now: float) -> None:
         """Give a request the tokens that it has of one step."""
-        if (request := self._table.get(name)) is None:
+        if (request := self._state.table.get(name)) is None:
             return  # the text of its first token, of the same step, could not be made
         *_, last = events
         reason, failed = last.finish_reason, last.sample.token_id == NO_CHOICE
         samples = [event.sample for event in events[: len(events) - failed]]
         if samples:
             self._give(request, partial(request.extend, samples, now), None if failed else reason)
-        if failed and self._table.get(name) is not None:
-            self._end(name, FinishReason.ERROR, NO_NUMBERS)
+        if failed and self._state.table.get(name) is not None:
+            self.end(name, FinishReason.ERROR, NO_NUMBERS)
 
     def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
         """Let a request take its tokens, and end it for `reason`, for a stop string or for a failure of its text."""
@@ -114,34 +99,63 @@ class Delivery:
             reason, error = FinishReason.ERROR, str(failure)
         if reason is not None:
             if not by_scheduler:
-                self.scheduler.finish(request.request_id, reason)
-            self._end(request.request_id, reason, error)
+                self._state.scheduler.finish(request.request_id, reason)
+            self.end(request.request_id, reason, error)
             return
-        if request.host_gated:
-            self.masks.add(request)
+        if request.constrained:
+            self._state.masks.add(request)
         if request.num_tokens > tokens and request.collector.every_token:
             request.collector.put(request.reader)
 
-    def _hold(self) -> frozenset[str]:
+    def blocked(self) -> frozenset[str]:
         """Make masks; the requests that sit out this step as theirs is not there yet. One that has none ends."""
-        held = self.masks.make()
-        for row, error in self.masks.take_failed():
-            held -= {row.request_id}
-            self.scheduler.finish(row.request_id, FinishReason.ERROR)
-            self._end(row.request_id, FinishReason.ERROR, str(error))
-        return held
+        masks = self._state.masks
+        if not masks:
+            return frozenset()
+        waits = masks.make()
+        for row, error in masks.take_failed():
+            waits -= {row.request_id}
+            self._state.scheduler.finish(row.request_id, FinishReason.ERROR)
+            self.end(row.request_id, FinishReason.ERROR, str(error))
+        return waits
 
-    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+    def expire(self) -> None:
+        """End the requests whose time is up."""
+        state, now = self._state, self._state.clock()
+        for name, reason in state.scheduler.expire(now):
+            self.end(name, reason)
+            state.note_expired()
+        for name, one in list(state.pending.items()):
+            if (late := one.expired(now)) is not None:
+                self.end_pending(name, late)
+                state.note_expired()
+
+    def end(self, name: str, reason: FinishReason, error: str | None = None) -> None:
         """Deliver the terminal result of a sequence that the scheduler has ended."""
-        ended = None if self._shadow is None else (self._table[request_id], self._table.settings[request_id])
-        if self._speculator is not None:
-            self._speculator.end(request_id)
-        reason = self._table.end(request_id, reason, self.clock(), error)
-        if self._table.kept is not None:
-            for name in self._table.kept.take_forgotten():
-                forget(self.scheduler, name)
-        if self._shadow is not None and ended is not None:
-            self._shadow.ended(*ended, reason)
-        self.runner.discard(request_id)
-        if self.on_end is not None:
-            self.on_end(request_id, reason)
+        state, table = self._state, self._state.table
+        ended = None if state.shadow is None else (table[name], table.settings[name])
+        if state.speculator is not None:
+            state.speculator.end(name)
+        reason = table.end(name, reason, state.clock(), error)
+        if table.kept is not None:
+            for forgotten in table.kept.take_forgotten():
+                forget(state.scheduler, forgotten)
+        if state.shadow is not None and ended is not None:
+            state.shadow.ended(*ended, reason)
+        state.runner.discard(name)
+        state.observers.ended(name, reason)
+        state.ready.set()
+
+    def end_pending(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """End a request whose constraint is still being compiled."""
+        state, one = self._state, self._state.pending.pop(request_id)
+        del state.table.reserved[request_id]
+        for request in one.open(mask=None):
+            state.observers.queued(request)
+            self.end(request.request_id, reason, error)
+
+    def lost_slot(self, name: str, step: int) -> None:
+        """A sequence was preempted before `step` was planned."""
+        sequence = self._state.table[name]
+        sequence.preemptions += 1
+        self._state.table.token_buffer.bound(sequence, step)

@@ -23,8 +23,7 @@ class SharedOptions(TypedDict, total=False):
     cache_salt: cached prefixes are shared among requests of one salt only, so that the time to a first token does not
         tell a tenant what others have asked.
 
-    The engine looks at the clock once a turn, and in time while a step runs under `AsyncLLM` or with
-    `step_timeout_s`.
+    A request whose time is up ends at once, also while a step runs; its slot is free when the step has been read.
     """
 
     deadline_s: float | None
@@ -57,15 +56,11 @@ def drained(timeout_s: float | None) -> str:
     return f"the engine was told to end, and the request was not finished {timeout_s} s later"
 
 
-class Engine(Protocol):
-    """Runs requests turn by turn, as `XlaBatchEngine` does, whose methods document these."""
+class LineEngine(Protocol):
+    """What a run of lines asks of an engine; `XlaBatchEngine` documents the methods."""
 
     @property
     def max_num_seqs(self) -> int: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
     @property
     def has_unfinished(self) -> bool: ...
 
@@ -85,6 +80,17 @@ class Engine(Protocol):
     ) -> str: ...
     def adapter_named(self, name: str | None) -> LoRARequest | None: ...
     def abort(self, request_id: str) -> bool: ...
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
+
+
+class Engine(LineEngine, Protocol):
+    """Runs requests turn by turn, as `XlaBatchEngine` does, whose methods document these."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+
     def extend(
         self,
         request_id: str,
@@ -95,7 +101,6 @@ class Engine(Protocol):
     ) -> None: ...
 
     def advance(self) -> None: ...
-    def step(self, *, only_finished: bool = False) -> list[RequestOutput]: ...
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]: ...
 
     def snapshot(self) -> Snapshot: ...

@@ -64,7 +64,7 @@ class ShadowProbe:
         """A sequence is over: draw whether it will run again."""
         if self._broken or self._draw.random() >= self._config.shadow_rate:
             return
-        if reason not in (FinishReason.STOP, FinishReason.LENGTH) or sequence.host_gated or settings.adapter:
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH) or sequence.constrained or settings.adapter:
             return  # an adapter may be gone by then
         output = sequence.output()
         (found,) = output.outputs

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from xla_engine.config import AUTO, EngineConfig
-from xla_engine.drafting.drafter import CERTAIN, Drafter, Nobody, Proposal
-from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.drafting.proposer import CERTAIN, Nobody, Proposal, Proposer
+from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.drafting.width import WidthChooser
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import LiveSequence
@@ -44,7 +44,7 @@ def make_speculator(
     chooser = WidthChooser(runner.step_costs()) if options.num_speculative_tokens == AUTO else None
     if options.method in ON_DEVICE:
         return Speculator(Nobody(), table, lanes, chooser, on_device=True)
-    return Speculator(SuffixDrafter(shares=options.method == "suffix"), table, lanes, chooser)
+    return Speculator(SuffixProposer(shares=options.method == "suffix"), table, lanes, chooser)
 
 
 def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
@@ -59,7 +59,7 @@ def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
 
 
 class Script(Protocol):
-    """Says what a run is to do, in place of drafters and of the choice of widths."""
+    """Says what a run is to do, in place of proposers and of the choice of widths."""
 
     def wanted(self) -> Speculation | None:
         """What the next plan may do."""
@@ -79,15 +79,15 @@ class Script(Protocol):
 
 
 class Speculator:
-    """Tells drafters what sequences have so far, and the device what they guess.
+    """Tells proposers what sequences have so far, and the device what they guess.
 
-    drafter: may be another while the engine is idle. script: what replaces it, and the choice of widths.
+    proposer: may be another while the engine is idle. script: what replaces it, and the choice of widths.
     drafted, accepted: drafts that steps have checked, and those that were right.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
+        proposer: Proposer,
         table: RequestTable,
         lanes: Mapping[int, int],
         chooser: WidthChooser | None,
@@ -95,16 +95,16 @@ class Speculator:
         on_device: bool = False,
     ) -> None:
         """lanes: rows at most of a verify step, by width. chooser: None for the one width there is. on_device: verify
-        steps guess as many tokens as they take for rows that `drafter` has nothing for."""
+        steps guess as many tokens as they take for rows that `proposer` has nothing for."""
         self.drafted = 0
         self.accepted = 0
-        self.drafter = drafter
+        self.proposer = proposer
         self.script: Script | None = None
         self._table = table
         self._lanes = lanes
         self._chooser = chooser
         self._on_device = on_device
-        self._told: dict[str, int] = {}  # tokens that the drafter knows of a sequence's output
+        self._told: dict[str, int] = {}  # tokens that the proposer knows of a sequence's output
         self._looked: dict[str, Proposal] = {}  # what comes next, by the last look that no step was spent on
         self._started: deque[dict[str, int]] = (
             deque()
@@ -112,7 +112,7 @@ class Speculator:
 
     def begin(self, request: Request) -> None:
         """A sequence was queued."""
-        self.drafter.begin(request.request_id, request.prompt_token_ids, request.group)
+        self.proposer.begin(request.request_id, request.prompt_token_ids, request.group)
         self._told[request.request_id] = 0
 
     def end(self, name: str) -> None:
@@ -122,7 +122,7 @@ class Speculator:
                 self._tell(sequence)
             del self._told[name]
             self._looked.pop(name, None)
-            self.drafter.end(name)
+            self.proposer.end(name)
 
     def restart(self) -> None:
         """Nothing is in flight any more."""
@@ -167,7 +167,7 @@ class Speculator:
         found, matches = {}, {}
         for row in plan.verify:
             sequence = self._table[row.request_id]
-            gated, script = sequence.host_gated, self.script
+            gated, script = sequence.constrained, self.script
             if script is not None:
                 start = script.start(plan, row.request_id)
                 proposal = Proposal(script.drafts(plan, row.request_id))
@@ -211,14 +211,14 @@ class Speculator:
         if sequence.mask is not None and (forced := sequence.mask.forced()):
             return Proposal(forced[:most], CERTAIN)
         self._tell(sequence)
-        return self.drafter.propose(name, most)
+        return self.proposer.propose(name, most)
 
     def _tell(self, sequence: LiveSequence) -> None:
         name = sequence.request_id
         told = self._told[name]
         if tokens := sequence.read_from(told):
             self._learn(self._looked.pop(name, None), tokens)
-            self.drafter.extend(name, tokens)
+            self.proposer.extend(name, tokens)
             self._told[name] = told + len(tokens)
 
     def _learn(self, proposal: Proposal | None, tokens: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Work beside the loop: waiting for steps of the device in a thread that can be left behind when one hangs."""
+"""Work in the background: waiting for steps of the device in a thread that can be left behind when one hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
-from xla_engine.errors import DeviceGoneError, EngineClosedError
+from xla_engine.errors import DeviceLostError, EngineClosedError
 from xla_engine.runner.in_flight import InFlight, PromptScores
 from xla_engine.runner.pooling.pooled import PooledChunk
 from xla_engine.runner.row_settings import RowSettings
@@ -32,9 +32,9 @@ class StepRunner(Protocol):
     def rebuild(self) -> None: ...
 
 
-def gone() -> DeviceGoneError:
+def device_lost() -> DeviceLostError:
     """What stands in place of a step's result when the device has not answered in time."""
-    return DeviceGoneError("the device has not answered within step_timeout_s; start a new process")
+    return DeviceLostError("the device has not answered within step_timeout_s; start a new process")
 
 
 class Pending(Generic[T]):
@@ -67,10 +67,12 @@ class Waiter:
     """One thread that makes calls in order, most of which wait for a step. No process waits for it at its end.
 
     sleep: waits for an event for so many seconds at most, and says whether it came.
+    wake: set when a watched call is done, and by whoever changes how much time is left.
     """
 
     def __init__(self) -> None:
         self.sleep: Callable[[threading.Event, float], bool] = threading.Event.wait
+        self.wake = threading.Event()
         self._jobs: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self._started = False
         self._pid = os.getpid()
@@ -98,20 +100,29 @@ class Waiter:
         self._jobs.put(pending)
         return pending
 
+    def ask_and_wake(self, call: Callable[[], T]) -> Pending[T]:
+        """Let the thread make a call for which `watch` waits."""
+        return self.ask(call, self.wake.set)
+
     def watch(
         self,
-        call: Callable[[], T],
-        time_left: Callable[[float], float],
-        began: float,
-        expire: Callable[[], None],
-    ) -> T | BaseException:
-        """Make a call, and wait as long as there is time left, with a call of `expire` whenever that may be due."""
-        pending = self.ask(call)
-        while (left := time_left(began)) > 0:
-            if self.sleep(pending.done, left):
+        pending: Pending[T],
+        time_left: Callable[[], float],
+        expire: Callable[[], bool],
+    ) -> T | BaseException | None:
+        """Wait for a call of `ask_and_wake` as long as there is time left, and call `expire` whenever that may be due.
+
+        None: the call is under way, and `expire` says that something has ended of which the caller should hear.
+        """
+        while True:
+            self.wake.clear()
+            if pending.done.is_set():
                 return pending.result()
-            expire()
-        return gone()
+            if expire():
+                return None
+            if (left := time_left()) <= 0:
+                return device_lost()
+            self.sleep(self.wake, min(left, threading.TIMEOUT_MAX))
 
 
 def _serve(jobs: queue.SimpleQueue[Pending[Any] | None]) -> None:

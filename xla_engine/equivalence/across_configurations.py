@@ -4,8 +4,8 @@ The levels are: A, alone equals batched (`xla_engine.equivalence.verify`); B, th
 chooses the same greedy tokens (`xla_engine.equivalence.transformers_oracle`).
 
 Compared are other batch widths, lane counts, chunk sizes and key buckets, and prefill in place of decode. On CPUs in
-bfloat16 no bit differs (findings/011). The level is reported, not promised: beside each request's first difference
-stands the gap between the two largest logits at that token.
+bfloat16 no bit differs (findings/same_bits.md). The level is reported, not promised: beside each request's first
+difference stands the gap between the two largest logits at that token.
 """
 
 from __future__ import annotations

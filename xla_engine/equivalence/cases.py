@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.graphs.row_state.sampling_fields import SAMPLING_FIELDS
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 
@@ -73,9 +74,7 @@ def draw_fields(
 
     fields: dict[str, Any] = {
         "min_tokens": draw.randint(0, params.token_limit),
-        "repetition_penalty": draw.choice((0.7, 1.3)),
-        "frequency_penalty": draw.choice((-1.0, 1.5)),
-        "presence_penalty": draw.choice((-1.5, 2.0)),
+        **{str(line.param): draw.choice(line.tried) for line in SAMPLING_FIELDS.values() if line.tried},
         "logit_bias": {token: draw.choice((-100.0, 4.5)) for token in some(3)},
         "allowed_token_ids": some(40),
         "ignore_eos": True,

@@ -13,6 +13,7 @@ from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.record import Record, Step, trace
 from xla_engine.equivalence.schedule import Action, Schedule, run_schedule
 from xla_engine.errors import InvalidRequestError
+from xla_engine.observability.observer import Observer
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent, VerifyRow
 
@@ -27,16 +28,31 @@ class Credit:
     end: str | None
 
 
+def _ignore(*_: object) -> None:
+    """What is not asked for."""
+
+
 class Recorder:
     """Runs one schedule on an idle engine and notes its steps.
 
-    Subclasses that compare override `planned`, `runs_again` and `was_read`.
+    on_planned: called with number and step when a step was started.
+    on_restarted: called with the id of a request that lost its slot and its tokens, which will come again.
+    on_read: called with number, step and what it credited when a step was read.
     """
 
-    def __init__(self, engine: XlaBatchEngine, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        engine: XlaBatchEngine,
+        schedule: Schedule,
+        *,
+        on_planned: Callable[[int, Step], object] = _ignore,
+        on_restarted: Callable[[str], object] = _ignore,
+        on_read: Callable[[int, Step, tuple[Credit, ...]], object] = _ignore,
+    ) -> None:
         snapshot = engine.snapshot()
         self._engine = engine
         self._schedule = schedule
+        self._on_planned, self._on_restarted, self._on_read = on_planned, on_restarted, on_read
         self._first_step = snapshot.counters.steps_planned
         self._epochs = [view.slot.epoch for view in snapshot.slots]
         self._wants_bits = {
@@ -61,34 +77,23 @@ class Recorder:
             if on_turn is not None:
                 on_turn()
 
-        self._engine.on_step = self._on_step
-        try:
+        with self._engine.observers.having(Observer(started=self._started, read=self._read)):
             return run_schedule(self._engine, self._schedule, on_action=on_action, on_turn=next_turn)
-        finally:
-            self._engine.on_step = None
 
-    def planned(self, number: int, step: Step) -> None:
-        """Called when a step was started."""
-
-    def runs_again(self, request_id: str) -> None:
-        """Called when a request lost its slot and its tokens, which will come again."""
-
-    def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
-        """Called when a step was read and its tokens were credited."""
-
-    def _on_step(self, plan: Plan, events: Events | None) -> None:
+    def _started(self, plan: Plan) -> None:
         number = plan.step - self._first_step
-        if events is None:
-            self.steps.append(self._step(plan))
-            self.planned(number, self.steps[number])
-            for request_id in plan.replays:
-                self.runs_again(request_id)
-            return
+        self.steps.append(self._step(plan))
+        self._on_planned(number, self.steps[number])
+        for request_id in plan.replays:
+            self._on_restarted(request_id)
+
+    def _read(self, plan: Plan, events: Events) -> None:
+        number = plan.step - self._first_step
         credits = tuple(self._credit(event) for event in events)
         self.steps[number] = replace(
             self.steps[number], read=self.turn, hash=_hash(credits), verified=tuple(events.verified)
         )
-        self.was_read(number, self.steps[number], credits)
+        self._on_read(number, self.steps[number], credits)
 
     def _step(self, plan: Plan) -> Step:
         holders: dict[str, Slot] = {}
@@ -114,11 +119,11 @@ class Recorder:
         )
 
     def _credit(self, event: TokenEvent) -> Credit:
-        token_id, logprob, _ = event.sample
+        logprob = event.sample.logprob
         known = logprob is not None and self._wants_bits[event.request_id]
         return Credit(
             request_id=event.request_id,
-            token_id=token_id,
+            token_id=event.sample.token_id,
             bits=logprob_bits(logprob) if logprob is not None and known else None,
             end=None if event.finish_reason is None else str(event.finish_reason),
         )

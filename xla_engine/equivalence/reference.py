@@ -18,6 +18,7 @@ from xla_engine.graphs.config import DeltaForm
 from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, make_state
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.ops.norms import apply_rope, rms_norm, split_heads
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.sampling.logits import ByRow
@@ -40,13 +41,12 @@ class Reference:
             checkpoint.config.max_position_embeddings
         )
         self._spec = ModelSpec(checkpoint.config, jnp.dtype(checkpoint.dtype), quantized=quantized)
-        self._spec.check_names(checkpoint.weights)
+        leaves = self._spec.leaves
+        leaves.check_names(checkpoint.weights)
         kept = dict(
-            part
-            for name, leaf in checkpoint.weights.items()
-            for part in self._spec.stored(name, leaf).items()
+            part for name, leaf in checkpoint.weights.items() for part in leaves.stored(name, leaf).items()
         )
-        self._weights = jax.device_put([kept[name] for name in self._spec.names])
+        self._weights = jax.device_put([kept[name] for name in leaves])
         self._forward = jax.jit(self._logits)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -91,7 +91,8 @@ class Reference:
             weight = jax.nn.softmax(scores, axis=-1)[..., :count]
             return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
 
-        logits = model.logits(model.hidden(tokens, attend, ROWS_LEFT), ROWS_LEFT)
+        *_, hidden = model.hidden(tokens, Call(attend, ROWS_LEFT))
+        logits = model.logits(hidden, ROWS_LEFT)
         assert not isinstance(logits, ByRow)  # they are of XLA's products
         return logits
 

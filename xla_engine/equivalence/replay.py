@@ -118,7 +118,7 @@ def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
     try:
         return EngineConfig(**values, speculative_config=record.speculative_config)
     except TypeError as error:
-        raise RecordMismatchError(f"the record's engine options make no engine: {error}") from error
+        raise RecordMismatchError(f"the record's engine options are not valid: {error}") from error
 
 
 def check_identity(engine: XlaBatchEngine, record: Record) -> None:
@@ -143,13 +143,13 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     faults = engine.stats().recoveries
     engine.blank()
     check = _Check(engine, record)
-    engine.masks.script = check.held
+    engine.state.masks.script = check.held
     try:
         with guessing_as_recorded(engine, record), contextlib.suppress(_Stop):
             results = check.run(on_turn=check.stop_at_difference)
             check.compare_ends(results)
     finally:
-        engine.masks.script = None
+        engine.state.masks.script = None
     if engine.stats().recoveries > faults:
         raise EngineFaultError(
             f"a step failed during the replay, so that it proves nothing: {engine.last_fault}"
@@ -166,11 +166,18 @@ class _Stop(Exception):
     """Ends a replay at its first difference."""
 
 
-class _Check(Recorder):
+class _Check:
     """Compares each plan and each read with the record and keeps the first difference."""
 
     def __init__(self, engine: XlaBatchEngine, record: Record) -> None:
-        super().__init__(engine, record.schedule)
+        self._recorder = Recorder(
+            engine,
+            record.schedule,
+            on_planned=self._planned,
+            on_restarted=self._restarted,
+            on_read=self._read,
+        )
+        self.run = self._recorder.run
         self._record = record
         self._positions = dict.fromkeys(record.batched, 0)
         self.difference: Difference | None = None
@@ -183,12 +190,13 @@ class _Check(Recorder):
 
     def held(self) -> Collection[str]:
         """The requests that sit out the next step, as recorded; all, where no step was planned in this turn then."""
-        step = self._record.steps[len(self.steps)] if len(self.steps) < len(self._record.steps) else None
-        if step is None:
+        number, steps = len(self._recorder.steps), self._record.steps
+        if number >= len(steps):
             return ()
-        return self._record.batched if step.is_late and self.turn < step.turn else step.held
+        step = steps[number]
+        return self._record.batched if step.is_late and self._recorder.turn < step.turn else step.held
 
-    def planned(self, number: int, step: Step) -> None:
+    def _planned(self, number: int, step: Step) -> None:
         if self.difference is not None:
             return
         if number >= len(self._record.steps):
@@ -197,10 +205,10 @@ class _Check(Recorder):
             return
         self.difference = _plan_difference(number, self._record.steps[number], step)
 
-    def runs_again(self, request_id: str) -> None:
+    def _restarted(self, request_id: str) -> None:
         self._positions[request_id] = 0
 
-    def was_read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
+    def _read(self, number: int, step: Step, credits: tuple[Credit, ...]) -> None:
         if self.difference is not None:
             return
         recorded = self._record.steps[number]
@@ -219,9 +227,9 @@ class _Check(Recorder):
 
     def compare_ends(self, results: Mapping[str, CompletionOutput]) -> None:
         """After the last turn, find what the record has and the replay has not."""
-        if self.difference is None and len(self.steps) < len(self._record.steps):
-            what = f"plan: the replay ends after {len(self.steps)} steps, the record goes on"
-            self.difference = Difference(what=what, step=len(self.steps))
+        if self.difference is None and len(self._recorder.steps) < len(self._record.steps):
+            what = f"plan: the replay ends after {len(self._recorder.steps)} steps, the record goes on"
+            self.difference = Difference(what=what, step=len(self._recorder.steps))
         for name, found in ((name, trace(output)) for name, output in results.items()):
             recorded = self._record.batched.get(name)
             if self.difference is None and recorded != found:
@@ -248,7 +256,7 @@ class _Check(Recorder):
             what=what,
             step=number,
             turn=step.read,
-            slot=_slot_of(self.steps[: number + 1], name),
+            slot=_slot_of(self._recorder.steps[: number + 1], name),
             request_id=name,
             position=position - 1,
             recorded=expected,

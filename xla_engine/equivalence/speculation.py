@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from xla_engine.drafting.drafter import Drafter, Nobody
+from xla_engine.drafting.proposer import Nobody, Proposer
 from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixDrafter
+from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.across_configurations import LevelResult, compared, run_together
 from xla_engine.equivalence.cases import draw_cases
@@ -36,9 +36,9 @@ def across_speculation(
     for options in _configurations(engine.config.speculation):
         config = replace(engine.config, speculative_config=options)
         with XlaBatchEngine(engine.checkpoint, engine.tokenizer, config) as other:
-            for at, (who, drafter) in enumerate(_drafters(outputs, options.method in ON_DEVICE)):
+            for at, (who, proposer) in enumerate(_proposers(outputs, options.method in ON_DEVICE)):
                 other.lag = at % 3
-                other.draft_with(drafter)
+                other.draft_with(proposer)
                 before = other.stats()
                 found = run_together(other, cases)
                 after = other.stats()
@@ -59,10 +59,10 @@ def _configurations(own: SpeculativeConfig | None) -> Sequence[SpeculativeConfig
     return [SpeculativeConfig(method="suffix", num_speculative_tokens=count) for count in (1, 3, 7)]
 
 
-def _drafters(outputs: Mapping[str, Sequence[int]], on_device: bool) -> Iterator[tuple[str, Drafter]]:
+def _proposers(outputs: Mapping[str, Sequence[int]], on_device: bool) -> Iterator[tuple[str, Proposer]]:
     if on_device:
         yield "by the device", Nobody()
-    yield "looked up", SuffixDrafter()
+    yield "looked up", SuffixProposer()
     yield "recorded", Recorded(outputs)
     yield "half right", Recorded(outputs, 0.5)
     yield "wrong", Recorded(outputs, 0.0)

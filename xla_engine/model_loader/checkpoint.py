@@ -15,16 +15,26 @@ from typing import Any
 
 import numpy as np
 
+from xla_engine.config import EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
-from xla_engine.model_loader.config_json import read_config, read_model, read_special_tokens
+from xla_engine.model_loader.config_json import read_config
+from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import ModelFiles, open_model
+from xla_engine.model_loader.pooling import without_head
 from xla_engine.model_loader.tensor_files import Array, GivenTensors, TensorFiles
 from xla_engine.model_loader.weights import DTYPES, Sources, StoredWeights
 
-__all__ = ["Checkpoint", "load_checkpoint", "random_checkpoint", "random_weights", "read_config"]
+__all__ = [
+    "Checkpoint",
+    "load_checkpoint",
+    "load_weights",
+    "random_checkpoint",
+    "random_weights",
+    "read_config",
+]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _BYTES = ("U8",)  # MXFP4
@@ -46,7 +56,7 @@ class Checkpoint:
     dtype: "bfloat16" or "float32".
     fingerprint: sha256 of config, special tokens, and the weight files' names, sizes, headers and contents
         (of files above 64 MiB, 256 blocks). The same wherever the directory lies.
-    sources: by leaf, the tensors of transformers that it is made of; empty where the files have others.
+    sources: those of its `ModelDescription`; empty where it has none.
     """
 
     path: Path
@@ -60,35 +70,40 @@ class Checkpoint:
 
 
 def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Checkpoint:
-    """Load a model directory, an id of the Hugging Face hub or a GGUF file (`open_model`), of one of
-    `xla_engine.model_loader.families`.
+    """`load_weights` of a model directory, an id of the Hugging Face hub or a GGUF file (`open_model`) that generates.
 
-    dtype: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so, otherwise
-    bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask for
-    float32 to keep every bit.
+    dtype: as in `EngineConfig`.
+    """
+    return load_weights(describe_decoder(open_model(model), EngineConfig(runner="generate", dtype=dtype)))
+
+
+def load_weights(model: ModelDescription) -> Checkpoint:
+    """The leaves of a model that `describe` has described, of one of `xla_engine.model_loader.families`.
+
+    dtype of the options: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so,
+    otherwise bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask
+    for float32 to keep every bit.
 
     Names, shapes and dtypes are checked against the headers; weights are read when they are asked for, one leaf at a
     time. `rotary_emb.inv_freq` buffers are ignored. A tied model may store `lm_head.weight` only as a bitwise copy of
     the embedding, or else config and weights contradict. Raises CheckpointError naming file, tensor and remedy.
     """
-    wanted = _dtype_word(dtype)
-    brought = open_model(model)
-    config, family = read_model(brought)
-    special = read_special_tokens(brought, config)
-    sources = tensor_sources(config, family)
-    files = brought.tensors(source.name for stacked in sources.values() for source in stacked)
-    check_tensors(files, sources, config, family.ignores)
+    wanted, config, special = _dtype_word(model.options.dtype), model.config, model.special_tokens
+    sources = tensor_sources(config, model.family)
+    files = model.files.tensors(source.name for stacked in sources.values() for source in stacked)
+    files = without_head(files) if model.headless else files
+    check_tensors(files, sources, config, model.family.ignores)
     target = _stored_dtype(files, sources) if wanted == "auto" else wanted
     identity = repr((asdict(config), asdict(special), files.fingerprint()))
     return Checkpoint(
-        path=brought.path,
+        path=model.files.path,
         config=config,
         weights=StoredWeights(files, sources, config, target),
         eos_token_ids=special.eos_token_ids,
         bos_token_id=special.bos_token_id,
         dtype=target,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        sources=sources if brought.path.is_dir() else {},
+        sources=model.sources,
     )
 
 
@@ -140,11 +155,11 @@ def random_weights(
 def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[StoredWeights, str]:
     """The leaves that `tensors` make up, in the form of a checkpoint's, and a digest of them.
 
-    tensors: arrays by the names that the checkpoint's files have, of the same shapes. Raises CheckpointError.
+    tensors: arrays by transformers' names of them, of transformers' shapes. Raises CheckpointError.
     """
     if not checkpoint.sources:
         raise CheckpointError(
-            "tensors have no names here, as the model is not from a Hugging Face directory. Load it from one"
+            "tensors have no names here, as the model is not from files. Load it from files"
         )
     arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
     head, embedding = "lm_head.weight", arrays.get("model.embed_tokens.weight")
@@ -167,12 +182,12 @@ def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[S
                     f"{part.name} is {array.dtype}{list(array.shape)}; give {list(part.shape)} in float32, float16 or "
                     "bfloat16, as the checkpoint has it"
                 )
-            if not np.isfinite(array).all():
-                raise CheckpointError(f"{part.name} holds NaN or infinite values. Nothing was changed")
         sources[leaf] = parts
         used.update(names)
     if unknown := sorted(arrays.keys() - used):
-        raise CheckpointError(f"the checkpoint has no tensor {unknown[0]!r}. Give the names of its files")
+        raise CheckpointError(
+            f"the checkpoint has no tensor {unknown[0]!r}. Give the names that transformers has"
+        )
     given = GivenTensors(arrays)
     return StoredWeights(given, sources, checkpoint.config, checkpoint.dtype), given.fingerprint()
 

@@ -6,8 +6,10 @@ not followed: no code from a checkpoint is run, and beside a built-in architectu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
@@ -72,9 +74,32 @@ def read_config(model: ModelFiles | Path | str) -> ModelConfig:
     return read_model(open_model(model))[0]
 
 
-def read_model(files: ModelFiles) -> tuple[ModelConfig, Family]:
-    """`read_config`, and the family that names the tensors."""
-    fields = files.config_fields()
+def overridden(fields: Fields, overrides: Mapping[str, Any]) -> Fields:
+    """config.json with `overrides`. An object about rotary embedding replaces all that the file says of it.
+
+    `max_model_len`, as vLLM's users write it, is the model's limit of positions.
+    """
+    values = dict(fields.values)
+    overrides = {
+        "max_position_embeddings" if name == "max_model_len" else name: each
+        for name, each in overrides.items()
+    }
+    if rope := overrides.keys() & {"rope_parameters", "rope_scaling"}:
+        for name in ("rope_parameters", "rope_scaling"):
+            values.pop(name, None)
+        if any("rope_theta" in overrides[name] for name in rope):
+            values.pop("rope_theta", None)
+    return Fields(fields.file, {**values, **overrides})
+
+
+def read_model(files: ModelFiles, fields: Fields | None = None) -> tuple[ModelConfig, Family]:
+    """`read_config`, and the family that names the tensors. fields: in place of config.json's own."""
+    return files.as_stored(*transformers_model(files, fields))
+
+
+def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple[ModelConfig, Family]:
+    """`read_model` as transformers stores the model, whatever files it is in: adapters and trainers know it so."""
+    fields = files.config_fields() if fields is None else fields
     family = _family(fields)
     fields = _text_fields(fields, family) if family.text_type else fields
     fields = fields.with_defaults(family.defaults)
@@ -113,7 +138,7 @@ def read_model(files: ModelFiles) -> tuple[ModelConfig, Family]:
         )
     except ValueError as error:
         raise CheckpointError(f"{fields.file}: {error}. Correct the file or download it again") from error
-    return files.as_stored(config, family)
+    return config, family
 
 
 def read_special_tokens(files: ModelFiles, config: ModelConfig) -> SpecialTokens:

@@ -16,10 +16,10 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, check_tensors
-from xla_engine.model_loader.config_json import read_config
+from xla_engine.model_loader.config_json import overridden, read_model
 from xla_engine.model_loader.families import Source
 from xla_engine.model_loader.json_fields import Fields
-from xla_engine.model_loader.model_files import OverriddenFiles, open_model
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.weights import DTYPES, StoredWeights
 
@@ -60,8 +60,9 @@ def load_eagle3(model: Path | str, target: Checkpoint) -> Eagle3Checkpoint:
         raise CheckpointError(
             f"{brought.path}: an EAGLE-3 head is read from a directory of safetensors. Name one"
         )
-    fields = _fields(brought.config_fields())
-    config = read_config(OverriddenFiles(brought, fields.values))
+    own = brought.config_fields()
+    fields = _fields(own)
+    config, _ = read_model(brought, overridden(own, fields.values))
     taps = _fitting(fields, config, target.config)
     files = brought.tensors()
     ids = _ids(

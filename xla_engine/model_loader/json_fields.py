@@ -33,7 +33,7 @@ def parse_json(content: bytes, file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, integers of 4301 digits
         raise CheckpointError(f"{file}: broken JSON ({error}). Download the file again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds no JSON object. Download the file again")
+        raise CheckpointError(f"{file}: is not a JSON object. Download the file again")
     return value
 
 

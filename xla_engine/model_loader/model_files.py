@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import tokenizers
 
@@ -20,7 +19,6 @@ from xla_engine.model_loader.huggingface import HuggingFaceDirectory
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tensor_files import TensorFiles
 
-_POSITIONS = "max_position_embeddings"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(?P<gguf>:[\w.-]+)?", re.ASCII)
 
 
@@ -49,51 +47,6 @@ class ModelFiles(Protocol):
 
     def chat_template(self) -> ChatTemplate | None:
         """The chat templates; None where there are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class OverriddenFiles:
-    """The files of a model, with some fields of config.json in place of its own."""
-
-    files: ModelFiles
-    overrides: Mapping[str, Any]
-
-    @property
-    def path(self) -> Path:
-        return self.files.path
-
-    def config_fields(self) -> Fields:
-        return overridden(self.files.config_fields(), self.overrides)
-
-    def generation_config(self) -> Fields | None:
-        return self.files.generation_config()
-
-    def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
-        return self.files.tensors(names)
-
-    def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
-        return self.files.as_stored(config, family)
-
-    def tokenizer(self) -> tokenizers.Tokenizer | None:
-        return self.files.tokenizer()
-
-    def chat_template(self) -> ChatTemplate | None:
-        return self.files.chat_template()
-
-
-def overridden(fields: Fields, overrides: Mapping[str, Any]) -> Fields:
-    """config.json with `overrides`. An object about rotary embedding replaces all that the file says of it.
-
-    `max_model_len`, as vLLM's users write it, is the model's limit of positions.
-    """
-    values = dict(fields.values)
-    overrides = {_POSITIONS if name == "max_model_len" else name: each for name, each in overrides.items()}
-    if rope := overrides.keys() & {"rope_parameters", "rope_scaling"}:
-        for name in ("rope_parameters", "rope_scaling"):
-            values.pop(name, None)
-        if any("rope_theta" in overrides[name] for name in rope):
-            values.pop("rope_theta", None)
-    return Fields(fields.file, {**values, **overrides})
 
 
 def open_model(model: ModelFiles | Path | str) -> ModelFiles:

@@ -61,7 +61,7 @@ def open_tensor_file(file: Path) -> TensorFiles:
 
 def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
     if not file.is_file():
-        raise CheckpointError(f"{file}: no regular file. Download the checkpoint again")
+        raise CheckpointError(f"{file}: not a regular file. Download the checkpoint again")
     with _named(file, "header"), file.open("rb") as stream, _open(file, framework="np") as handle:
         (header_length,) = struct.unpack("<Q", stream.read(8))
         header = parse_json(

@@ -57,6 +57,7 @@ class TensorFiles:
     """Mapped files and all tensors that their headers describe, already checked against the files' lengths."""
 
     dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of weights; tensors of other dtypes may be there
+    remedy = "Download the file again, or take another checkpoint"  # for values that cannot be
 
     def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
         self.tensors = tensors
@@ -128,6 +129,8 @@ class TensorFiles:
 
 class GivenTensors(TensorFiles):
     """Tensors that are in memory already, by name."""
+
+    remedy = "Give other values; nothing was changed"
 
     def __init__(self, arrays: dict[str, Array]) -> None:
         super().__init__({}, {})

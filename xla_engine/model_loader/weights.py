@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from xla_engine.errors import CheckpointError, CheckpointWarning
+from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
-from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.families import Source
 from xla_engine.model_loader.mxfp4 import from_mxfp4
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
@@ -22,6 +21,8 @@ Sources = Mapping[str, tuple[Source, ...]]  # by leaf
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+# Of the entries of a matrix: 2**16 products with inputs as large as float16 has them add up to a float32.
+LARGEST = 2.0**96
 _PART = 4096  # rows that are read at a time, where not all are
 _ALIGNMENT = 64  # bytes; jax uses a host array so aligned as it is, and copies any other
 
@@ -31,7 +32,8 @@ class StoredWeights(Mapping[str, Array]):
     memory taken is that of the leaves the caller keeps.
 
     Matrices come in `dtype`, rounded to nearest even; vectors in float32; rows of queries and keys in the engine's
-    rotary order. Tensors with NaN or infinite values give a CheckpointWarning that names them.
+    rotary order. An access raises CheckpointError, naming the tensor, for values that are not finite in that type, and
+    for entries of matrices so large that products with them overflow.
     """
 
     def __init__(
@@ -47,7 +49,6 @@ class StoredWeights(Mapping[str, Array]):
         self._files = files
         self._sources = sources
         self._shapes = parameter_shapes(config) | dict(more or {})
-        self._order = rotary_order(config)
         self._dtype = dtype
 
     def __getitem__(self, leaf: str) -> Array:
@@ -64,21 +65,17 @@ class StoredWeights(Mapping[str, Array]):
         rows = array.reshape(-1, *shape[-1:]) if len(shape) > 1 else array
         row = 0
         for source in sources:
-            finite, first = True, row
+            first = row
             for block in self._rows(source, rows.shape[1:]):
                 part = rows[row : row + len(block)]
-                with np.errstate(invalid="ignore", over="ignore"):  # a warning below names the tensor
+                with np.errstate(invalid="ignore", over="ignore"):  # the check below names the tensor
                     part[...] = block
-                finite = finite and all_finite(part)
+                self._check(source, block, part)
                 row += len(block)
-            if source.rotary_heads:
-                heads = np.arange(source.rotary_heads)[:, None] * len(self._order)
-                turned = (heads + self._order).reshape(-1)
-                rows[first : first + len(turned)] = rows[first + turned]
+            if source.turned is not None:
+                rows[first : first + len(source.turned)] = rows[first + source.turned]
             if source.offset:
                 rows[first:row] += np.float32(source.offset)
-            if not finite:
-                self._warn(source)
         return array
 
     def rows(self, leaf: str, index: Indices) -> Array:
@@ -99,8 +96,7 @@ class StoredWeights(Mapping[str, Array]):
                 tensor = self._files.rows(source.name, stored[index[part] - first])
                 with np.errstate(invalid="ignore", over="ignore"):
                     taken = tensor.reshape(-1, shape[-1]).astype(dtype)
-                if not all_finite(taken):
-                    self._warn(source)
+                self._check(source, tensor, taken)
                 array[part] = taken
             first += len(stored)
         return array
@@ -108,18 +104,22 @@ class StoredWeights(Mapping[str, Array]):
     def _stored_rows(self, source: Source) -> Indices:
         """Which row of the tensor each row is that a source gives, in the leaf's order."""
         stored = np.arange(source.shape[0]) if source.order is None else source.order
-        if source.rotary_heads:
-            heads = np.arange(source.rotary_heads)[:, None] * len(self._order)
-            turned = (heads + self._order).reshape(-1)
-            stored = np.concatenate([stored[turned], stored[len(turned) :]])
-        return stored
+        return source.in_engine_order(stored)
 
-    def _warn(self, source: Source) -> None:
-        warnings.warn(
-            f"{self._files.tensors[source.name].file}: tensor {source.name} holds NaN or infinite values, so "
-            "the model will produce no usable logits. Download the file again",
-            CheckpointWarning,
-            stacklevel=3,
+    def _check(self, source: Source, stored: Array, converted: Array) -> None:
+        """Raise CheckpointError for values that a part of a leaf cannot have. stored: as the file has them."""
+        if is_below(converted, LARGEST if converted.ndim > 1 else math.inf):
+            return
+        largest = np.abs(stored.astype(np.float32)).max()
+        info = self._files.tensors.get(source.name)
+        problem = (
+            f"values as large as {largest:.2g}, which overflow as {converted.dtype}"
+            if np.isfinite(largest)
+            else "NaN or infinite values"
+        )
+        raise CheckpointError(
+            f"{self._files.names if info is None else info.file}: tensor {source.name} holds {problem}: results "
+            f"would not be numbers. {self._files.remedy}"
         )
 
     def _rows(self, source: Source, row_shape: tuple[int, ...]) -> Iterator[Array]:
@@ -169,15 +169,16 @@ def _taken(whole: Array, index: Indices) -> Array:
     return taken
 
 
-def all_finite(array: Array) -> bool:
-    """Whether a contiguous bfloat16 or float32 array has neither NaN nor infinity: one pass for each sign, no copy."""
+def is_below(array: Array, limit: float) -> bool:
+    """Whether a contiguous bfloat16 or float32 array has only numbers of a magnitude below `limit`, which may be
+    infinity: one pass for each sign, no copy."""
     bits = array.dtype.itemsize * 8
-    infinity = (0x7F80 << bits) >> 16
     if not array.size:
         return True
+    most = int(np.array(limit, array.dtype).view(f"u{bits // 8}"))
     positive = int(array.view(f"i{bits // 8}").max())
     negative = int(array.view(f"u{bits // 8}").max())
-    return positive < infinity and negative < infinity + (1 << (bits - 1))
+    return positive < most and negative < most + (1 << (bits - 1))
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Protocol
 
 PHASES = ("plan", "dispatch", "wait", "commit", "deliver")
 _PLAN, _DISPATCH, _WAIT, _COMMIT, _DELIVER, _BETWEEN = range(6)
@@ -40,20 +38,8 @@ class PhaseTimes:
         return sum(getattr(self, name) for name in PHASES)
 
 
-class Turning(Protocol):
-    """The loop of an engine, as a timer sees it."""
-
-    runner: Any
-
-    @property
-    def has_work(self) -> bool: ...
-
-
 class PhaseTimer:
-    """Looks at the clock where one phase of a turn becomes the next.
-
-    The loop itself knows nothing of timers: an engine that is timed has its methods wrapped (`watch`), and another is
-    as it was.
+    """Looks at the clock where one phase of a turn becomes the next, as the loop tells it.
 
     on_step: called with the number of each step that was read and the nanoseconds of its phases, in the order of
     `PHASES`: of its own planning and dispatch, and of the turn that read it. What a turn without a step of its own
@@ -78,11 +64,43 @@ class PhaseTimer:
         by_name = dict(zip((*PHASES, "between"), self._all, strict=True))
         return PhaseTimes(turns=self._turns, **by_name)
 
-    def watch(self, loop: Turning) -> None:
-        """Time every turn of a loop from now on."""
-        for name, wrap in (("begin_turn", self._begin), ("end_turn", self._end), ("_deliver", self._deliver)):
-            setattr(loop, name, wrap(loop, getattr(loop, name)))
-        loop.runner.start = self._start(loop.runner.start)
+    def begin(self) -> None:
+        """A turn begins."""
+        self._mark(_BETWEEN)
+
+    def dispatches(self) -> None:
+        """A step is planned, and is started now."""
+        self._mark(_PLAN)
+
+    def dispatched(self, step: int) -> None:
+        """The device has taken it."""
+        self._mark(_DISPATCH)
+        self._starting = step
+
+    def planned(self, *, is_over: bool, has_work: bool) -> None:
+        """The first half of a turn is over; is_over: it has no other."""
+        self._mark(_PLAN)
+        if self._starting is not None:
+            turn = self._turn
+            self._started[self._starting] = turn[_PLAN], turn[_DISPATCH]
+            turn[_PLAN] = turn[_DISPATCH] = 0
+            self._starting = None
+        if is_over:
+            self._end_of_turn(has_work=has_work)
+
+    def answered(self) -> None:
+        """The device has answered, and the lock was taken."""
+        self._mark(_WAIT)
+
+    def committed(self, step: int) -> None:
+        """The tokens of a step are credited."""
+        self._mark(_COMMIT)
+        self._read = step
+
+    def ended(self, *, has_work: bool) -> None:
+        """Requests have their tokens, or run again after a failed step."""
+        self._mark(_DELIVER)
+        self._end_of_turn(has_work=has_work)
 
     def _mark(self, phase: int) -> None:
         """The time since the last mark was spent in a phase."""
@@ -93,60 +111,7 @@ class PhaseTimer:
             self._turn[phase] += spent
         self._last = now
 
-    def _begin(self, loop: Turning, call: Callable[[], Any]) -> Callable[[], Any]:
-        @wraps(call)
-        def begin_turn() -> Any:
-            self._mark(_BETWEEN)
-            step = None
-            try:
-                step = call()
-            finally:
-                self._mark(_PLAN)
-                if self._starting is not None:
-                    turn = self._turn
-                    self._started[self._starting] = turn[_PLAN], turn[_DISPATCH]
-                    turn[_PLAN] = turn[_DISPATCH] = 0
-                    self._starting = None
-                if step is None:
-                    self._end_of_turn(loop)
-            return step
-
-        return begin_turn
-
-    def _start(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def start(plan: Any, *arguments: Any) -> Any:
-            self._mark(_PLAN)
-            try:
-                return call(plan, *arguments)
-            finally:
-                self._mark(_DISPATCH)
-                self._starting = plan.step
-
-        return start
-
-    def _end(self, loop: Turning, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def end_turn(*arguments: Any) -> Any:
-            self._mark(_WAIT)
-            try:
-                return call(*arguments)
-            finally:
-                self._mark(_DELIVER)
-                self._end_of_turn(loop)
-
-        return end_turn
-
-    def _deliver(self, loop: Turning, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def deliver(plan: Any, *arguments: Any) -> Any:
-            self._mark(_COMMIT)
-            self._read = plan.step
-            return call(plan, *arguments)
-
-        return deliver
-
-    def _end_of_turn(self, loop: Turning) -> None:
+    def _end_of_turn(self, *, has_work: bool) -> None:
         self._turns += 1
         if (step := self._read) is not None:
             self._read = None
@@ -157,5 +122,5 @@ class PhaseTimer:
             self._turn = [0] * 6
             if self.on_step is not None:
                 self.on_step(step, (plan + more, dispatch, wait, commit, deliver))
-        if not loop.has_work:
+        if not has_work:
             self._last = None

@@ -34,7 +34,7 @@ class LoggedRequest:
 
     name: the engine's id.
     prompt_tokens: length of its prompt.
-    max_tokens, priority, host_gated, max_cached_tokens: as in `Request`.
+    max_tokens, priority, constrained, max_cached_tokens: as in `Request`.
     submitted: when it was submitted. came: the same in steps.
     like: an earlier request, and how many tokens both prompts begin with; None if none is known. What prompts have in
         common with answers is not known.
@@ -49,7 +49,7 @@ class LoggedRequest:
     prompt_tokens: int
     max_tokens: int
     priority: int
-    host_gated: bool
+    constrained: bool
     max_cached_tokens: int | None
     submitted: float
     came: Moment
@@ -171,7 +171,7 @@ def _read(file: TextIO) -> StepLog:
                     prompt_tokens=int(prompt_tokens),
                     max_tokens=int(max_tokens),
                     priority=int(line.get("priority", 0)),
-                    host_gated=bool(line.get("lockstep", False)),
+                    constrained=bool(line.get("lockstep", False)),
                     max_cached_tokens=_max_cached_tokens(line),
                     submitted=at,
                     came=Moment(len(log.steps), reads, ends),

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from xla_engine.observability.observer import Observer, Observers
 from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.step_log import FORMAT, VERSION, delta
 from xla_engine.scheduler import Continuation, Events, FinishReason, Plan, Request, Swap
@@ -76,15 +77,17 @@ class LoggedEngine(Protocol):
     """What is written of an engine: `XlaBatchEngine` documents its parts."""
 
     config: Any
-    checkpoint: Any
     runner: Any
-    scheduler: Any
-    lag: int
-    on_step: Callable[[Plan, Events | None], None] | None
-    on_submit: Callable[[Request], None] | None
-    on_end: Callable[[str, FinishReason], None] | None
-    phase_timer: PhaseTimer | None
+    observers: Observers
 
+    @property
+    def checkpoint(self) -> Any: ...
+    @property
+    def scheduler(self) -> Any: ...
+    @property
+    def lag(self) -> int: ...
+    @property
+    def phase_timer(self) -> PhaseTimer | None: ...
     @property
     def max_model_len(self) -> int: ...
     def reset_prefix_cache(self) -> None: ...
@@ -121,7 +124,7 @@ class StepLogWriter:
             line["custom_id"] = custom_id
         if request.priority:
             line["priority"] = request.priority
-        if request.host_gated:
+        if request.constrained:
             line["lockstep"] = True
         if request.max_cached_tokens == 0:
             line["reads_prefix_cache"] = False  # as logs have had it from the beginning
@@ -221,24 +224,19 @@ def logging_steps(
             began=time.monotonic(),
         )
 
-        def on_step(plan: Plan, events: Events | None) -> None:
-            if events is None:
-                writer.started(plan, time.monotonic())
-            else:
-                writer.read(plan, events, time.monotonic())
-
-        engine.on_step = on_step
-        engine.on_submit = lambda request: writer.submitted(
-            request, time.monotonic(), names(request.request_id)
+        observer = Observer(
+            queued=lambda request: writer.submitted(request, time.monotonic(), names(request.request_id)),
+            started=lambda plan: writer.started(plan, time.monotonic()),
+            read=lambda plan, events: writer.read(plan, events, time.monotonic()),
+            ended=lambda request_id, reason: writer.ended(request_id, reason, time.monotonic()),
         )
-        engine.on_end = lambda request_id, reason: writer.ended(request_id, reason, time.monotonic())
         timer = engine.phase_timer
         if timer is not None:
             timer.on_step = lambda step, spent: writer.phases(step, spent, time.monotonic())
         try:
-            yield
+            with engine.observers.having(observer):
+                yield
         finally:
-            engine.on_step = engine.on_submit = engine.on_end = None
             if timer is not None:
                 timer.on_step = None
 

@@ -89,7 +89,6 @@ def choose_attention(name: str, call_positions: int | None = None, isa: str = AU
 
 def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> ModelSpec:
     """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError."""
-    attention = choose_attention(config.attention_backend, config.call_positions, config.isa)
     quantized = config.quantization is not None
     if quantized and (model.experts is not None or model.delta is not None):
         raise ConfigError(
@@ -97,11 +96,31 @@ def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> Mod
             "layers. Leave it out"
         )
     stored = jnp.dtype(jnp.int8) if quantized else dtype
-    products = choose_products(config.linear_backend, model, stored, config.isa)
+    isa = isa_of_model(config, model, stored)
+    attention = choose_attention(config.attention_backend, config.call_positions, isa)
+    products = choose_products(config.linear_backend, model, stored, isa)
     lora = lora_form(config, model, dtype, products)
     return ModelSpec(
         model, dtype, attention, products, quantized=quantized, devices=mesh_size(config), lora=lora
     )
+
+
+def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype) -> str:
+    """The best instruction set whose blocks of weights the model's widths fill, where none is asked for.
+
+    Tiles take whole rows of 64 bytes only. A model of other widths is served by the vectors of the same machine rather
+    than by XLA's products, whose prefill and decode are not the same code.
+    """
+    if requested_isa(config.isa) != AUTO or config.linear_backend == "xla" or jax.default_backend() != "cpu":
+        return config.isa
+    names = [each.name for each in available()]
+    fitting = next((name for name in names if fits(model, stored, name)), None)
+    if fitting in (None, names[0]):
+        return AUTO
+    try:
+        return register(fitting)
+    except NativeBuildError:
+        return AUTO  # where the compiler's message is told
 
 
 def mesh_size(config: EngineConfig) -> int | None:

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.lora.shares import cut_of
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.sharding import AXIS
 from xla_engine.model_loader.weights import read_rows
@@ -61,37 +60,37 @@ class Devices:
     ) -> list[jax.Array]:
         """Bring the leaves to the devices one by one, so that the host holds one at a time, or a device's part."""
         placed: dict[str, jax.Array] = {}
-        spec.check_names(weights)
+        spec.leaves.check_names(weights)
         total, done = weights_bytes(spec), 0
-        for name in spec.sources:
+        for name in spec.leaves.sources:
             for part, array in self.leaf(spec, weights, name).items():
                 placed[part] = jax.block_until_ready(array)
                 done += array.addressable_shards[0].data.nbytes
             progress(StartupStep("loading weights", done, total))
         placed |= self._room_for_adapters(spec)
-        return [placed[name] for name in spec.names]
+        return [placed[name] for name in spec.leaves]
 
     def leaf(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> dict[str, jax.Array]:
         """What the model keeps of the leaf `name` of a checkpoint, by name. A device's part is read by itself."""
-        cut = spec.sharding.cut(name)
-        if self._mesh is None or cut is None:
-            return {part: self.put(array) for part, array in spec.stored(name, weights[name]).items()}
-        shape, parts = spec.shapes[name], dict[str, list[jax.Array]]()
+        leaf = spec.leaves[name]
+        if self._mesh is None or leaf.cut is None:
+            return {part: self.put(array) for part, array in spec.leaves.stored(name, weights[name]).items()}
+        shape, parts = leaf.on_devices().shape, dict[str, list[jax.Array]]()
         for place, device in enumerate(self._mesh.devices.flat):
-            rows = read_rows(weights, name, cut.flat_rows(place, shape))
-            stored = spec.stored(name, rows.reshape(spec.local_shape(name)))
+            rows = read_rows(weights, name, leaf.cut.flat_rows(place, leaf.shape))
+            stored = spec.leaves.stored(name, rows.reshape(shape))
             for part, array in stored.items():
                 parts.setdefault(part, []).append(jax.block_until_ready(jax.device_put(array, device)))
         return {part: self._joined(spec, part, arrays) for part, arrays in parts.items()}
 
     def adapter(self, spec: ModelSpec, leaves: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """What one adapter has of each of `spec.adapter_leaves`, each device its part. leaves: of all together."""
+        """What one adapter has of each of `spec.leaves.adapters`, each device its part. leaves: of all together."""
         if self._mesh is None:
-            whole: list[jax.Array] = self.put([leaves[name] for name in spec.adapter_leaves])
+            whole: list[jax.Array] = self.put([leaves[name] for name in spec.leaves.adapters])
             return whole
         found = []
-        for name in spec.adapter_leaves:
-            if (cut := cut_of(spec.sharding, name)) is None:
+        for name in spec.leaves.adapters:
+            if (cut := spec.leaves[name].cut) is None:
                 found.append(self.put(leaves[name]))
                 continue
             assert spec.lora is not None
@@ -102,11 +101,7 @@ class Devices:
     def _room_for_adapters(self, spec: ModelSpec) -> dict[str, jax.Array]:
         """The leaves of adapters before one is loaded."""
         mine, every = (
-            {
-                name: jax.ShapeDtypeStruct(spec.local_shape(name, devices), spec.lora.dtype_of(name))
-                for name in spec.adapter_leaves
-                if spec.lora is not None
-            }
+            {name: spec.leaves[name].on_devices(devices) for name in spec.leaves.adapters}
             for devices in (1, 1 if self._mesh is None else self._mesh.size)
         )
         found: dict[str, jax.Array] = self.zeros(mine, every)
@@ -174,10 +169,10 @@ class Devices:
         return jax.tree.map(sharding, local, whole)
 
     def _joined(self, spec: ModelSpec, name: str, parts: list[jax.Array]) -> jax.Array:
-        cut = spec.sharding.cut(name)
-        assert cut is not None and self._mesh is not None
-        sharding = NamedSharding(self._mesh, PartitionSpec(*[None] * cut.axis, AXIS))
-        return jax.make_array_from_single_device_arrays(spec.local_shape(name, len(parts)), sharding, parts)
+        leaf = spec.leaves[name]
+        assert leaf.cut is not None and self._mesh is not None
+        sharding = NamedSharding(self._mesh, PartitionSpec(*[None] * leaf.cut.axis, AXIS))
+        return jax.make_array_from_single_device_arrays(leaf.on_devices(len(parts)).shape, sharding, parts)
 
 
 def _specs(shardings: Any) -> Any:

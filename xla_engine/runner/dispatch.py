@@ -14,7 +14,7 @@ from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.row_state.packing import pack
 from xla_engine.observability.histogram import Histogram
 from xla_engine.runner.device_state import DeviceState
-from xla_engine.runner.drafting.guesser import Guesser
+from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
 from xla_engine.runner.pooling.pooled import Pooling
 from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
@@ -30,7 +30,7 @@ class _Rows:
 
     rows: those of the plan. index: their slots, i64 `[rows]`.
     few: rows of the program; None: all. work: what it is given, on the device, see `decode_work`.
-    wanted: most likely tokens each row wants. host_gated: slot and settings of rows whose mask changes in every step.
+    wanted: most likely tokens each row wants. constrained: slot and settings of rows whose mask changes in every step.
     """
 
     rows: tuple[Row | VerifyRow, ...]
@@ -38,7 +38,7 @@ class _Rows:
     few: int | None
     work: jax.Array
     wanted: tuple[int, ...]
-    host_gated: tuple[tuple[int, RowSettings], ...]
+    constrained: tuple[tuple[int, RowSettings], ...]
 
 
 class Dispatch:
@@ -61,15 +61,17 @@ class Dispatch:
         config: EngineConfig,
         context_length: int,
         *,
-        guesser: Guesser | None = None,
+        device_proposer: DeviceProposer | None = None,
         pooling: Pooling | None = None,
     ) -> None:
-        """put: brings host arrays to the devices. context_length: of a request at most. guesser: guesses inside verify
-        programs. pooling: of the prompts that ask for it."""
+        """put: brings host arrays to the devices. context_length: of a request at most. device_proposer: guesses in
+        verify programs. pooling: of the prompts that ask for it."""
         self.put = put
         self._pooling = pooling
         # Whether more than log-probabilities is made of what stands behind the last layer; the self-check does so too.
-        self.reads_all = pooling is not None or (guesser is not None and guesser.reads_prompts)
+        self.reads_all = pooling is not None or (
+            device_proposer is not None and device_proposer.reads_prompts
+        )
         self._config, self._chunk_size = config, config.chunk_size
         self._dry, self._lora = config.enable_dry, config.enable_lora
         self.lengths = np.zeros(config.device_rows, np.int64)
@@ -79,7 +81,7 @@ class Dispatch:
         self._weights = weights
         self._rope = rope
         self._context_length = context_length
-        self._guesser = guesser
+        self._device_proposer = device_proposer
         self._rows: _Rows | None = None
 
     def reset(self) -> None:
@@ -108,10 +110,10 @@ class Dispatch:
 
     def run_verify(self, name: str, work: Any) -> tuple[jax.Array, ...]:
         """`run`, for verify programs."""
-        if self._guesser is None:
+        if self._device_proposer is None:
             return self.run(name, work)
-        *results, state = self.run(name, work, *self._guesser.takes)
-        self._guesser.keep(state)
+        *results, state = self.run(name, work, *self._device_proposer.takes)
+        self._device_proposer.keep(state)
         return tuple(results)
 
     def run(self, name: str, work: Any, *more: Any) -> tuple[Any, ...]:
@@ -131,12 +133,12 @@ class Dispatch:
         return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
 
     def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:
-        """Show the guesser what a prefill call has computed, where it wants to see that."""
-        if self._guesser is not None and self._guesser.reads_prompts:
+        """Show the device_proposer what a prefill call has computed, where it wants to see that."""
+        if self._device_proposer is not None and self._device_proposer.reads_prompts:
             state = self._inventory(
-                read_name(lanes), self._weights, self._rope, seen, work, *self._guesser.takes
+                read_name(lanes), self._weights, self._rope, seen, work, *self._device_proposer.takes
             )
-            self._guesser.keep(state)
+            self._device_proposer.keep(state)
 
     def fill_tables(self, slot: int, row: RowSettings) -> None:
         """Give a slot what its request brings that is too wide for the row state."""
@@ -219,7 +221,7 @@ class Dispatch:
         if self._rows is None or self._rows.rows is not rows:
             self._rows = self._joined(rows, settings, few_choices)
         joined = self._rows
-        for slot, row in joined.host_gated:
+        for slot, row in joined.constrained:
             assert row.mask is not None
             self._state.host.set_mask(slot, row.mask.words)
         keys = key_choices[-1]
@@ -243,7 +245,7 @@ class Dispatch:
         lanes = min(lanes for lanes, wide in shapes if wide == width and lanes >= len(rows))
         for row in rows:
             mask = settings[row.request_id].mask
-            if mask is not None and mask.host_gated:
+            if mask is not None and mask.constrained:
                 self._state.host.set_mask(row.slot.index, mask.words)
                 if masks := guesses.get(row.request_id, NO_GUESS).masks:
                     self._state.host.set_draft_masks(row.slot.index, masks[: width - 1])
@@ -270,10 +272,10 @@ class Dispatch:
             few=few,
             work=self.put(decode_work(index, len(self.lengths), few)),
             wanted=tuple(row.top_logprobs for row in theirs),
-            host_gated=tuple(
+            constrained=tuple(
                 (int(at), row)
                 for at, row in zip(index, theirs, strict=True)
-                if row.mask is not None and row.mask.host_gated
+                if row.mask is not None and row.mask.constrained
             ),
         )
 

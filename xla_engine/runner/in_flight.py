@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from xla_engine.graphs.row_state.rows import unpack_samples
 from xla_engine.graphs.sampling.logprobs import TopLogprobs, unpack_top_logprobs
+from xla_engine.graphs.sampling.sampled import unpack_samples
 from xla_engine.graphs.steps.prompt_logprobs import unpack_prompt_logprobs
 from xla_engine.runner.prefill_inputs import prompt_targets
 from xla_engine.runner.row_settings import RowSettings
@@ -74,7 +74,8 @@ def fetch_samples(step: InFlight) -> StepResult:
     """Fetch the samples of a started step."""
     first: list[Sample] = []
     for call in step.first:
-        token, logprob = unpack_samples(np.asarray(call.samples))
+        found = unpack_samples(np.asarray(call.samples))
+        token, logprob = found["token"], found["logprob"]
         top = _top_logprobs(call.top, call.lanes, call.wanted)
         if call.pooled is not None:
             token = np.where(token == NO_TOKEN, 0, token)  # of lanes that sampled none, as they are pooled
@@ -86,10 +87,10 @@ def fetch_samples(step: InFlight) -> StepResult:
     if step.decode is not None and step.plan.width > 1:
         verified = _verified(step.decode, step.plan)
     elif step.decode is not None:
-        tokens, logprobs = unpack_samples(np.asarray(step.decode.samples))
+        columns = unpack_samples(np.asarray(step.decode.samples))
         extra = _top_by_slot(step.decode, step.plan)
         # Every token is looked at, but few log-probabilities: these become numbers when they are asked for.
-        decode = Decoded(tokens=tokens.tolist(), logprobs=logprobs.data, extra=extra)
+        decode = Decoded(tokens=columns["token"].tolist(), logprobs=columns["logprob"].data, extra=extra)
         verified = _decoded_singly(decode, step.plan)
     return StepResult(first=first, decode=decode, verify=verified.samples, drafted=verified.drafted)
 
@@ -110,7 +111,8 @@ def _decoded_singly(decode: Decoded, plan: Plan) -> _Verified:
 
 
 def _verified(samples: DecodeSamples, plan: Plan) -> _Verified:
-    tokens, logprobs = unpack_samples(np.asarray(samples.samples))
+    columns = unpack_samples(np.asarray(samples.samples))
+    tokens, logprobs = columns["token"], columns["logprob"]
     top = None if samples.top is None else np.asarray(samples.top)
     found: list[list[Sample]] = []
     drafted: list[int] = []

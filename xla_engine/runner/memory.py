@@ -28,7 +28,7 @@ _GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the par
 
 def weights_bytes(spec: ModelSpec) -> int:
     """All leaves as the graphs hold them, on each device."""
-    return tree_bytes(list(spec.leaves))
+    return tree_bytes(spec.leaves.on_device())
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> int:

@@ -21,9 +21,9 @@ from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.few_rows import decode_few_rows
 from xla_engine.graphs.steps.pooling import pool_chunk
 from xla_engine.graphs.steps.prefill import prefill_chunk
-from xla_engine.graphs.steps.prompt_logprobs import prompt_logprobs
+from xla_engine.graphs.steps.prompt_logprobs import prompt_logits, prompt_logprobs
 from xla_engine.graphs.steps.verify import verify_step
-from xla_engine.runner.drafting.guesser import Guesser
+from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.prefill_inputs import idle_lanes
 from xla_engine.runner.verify_inputs import no_drafts
 from xla_engine.runner.weights.adapters import writing
@@ -44,15 +44,15 @@ def make_programs(
     cache: KVCache,
     rows: Rows,
     tables: Tables,
-    guesser: Guesser | None = None,
+    device_proposer: DeviceProposer | None = None,
     pooling: str | None = None,
 ) -> list[Program]:
     """All programs of one engine; of the arrays only the shapes matter.
 
     buckets: the key lengths. few: numbers of rows that get decode programs of their own.
 
-    guesser: guesses inside the verify programs, which then take and give back its state.
-    pooling: one of `graphs.steps.pooling.POOLING_TYPES`; None: prompts are not pooled.
+    device_proposer: guesses inside the verify programs, which then take and give back its state.
+    pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
 
     Row state and lanes are packed (`graphs.row_state.packing`) outside of the programs.
     """
@@ -61,7 +61,9 @@ def make_programs(
     scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
     wide = _abstract(tables)
     processed = config.logprobs_mode == "processed_logprobs"
-    guesses, taps = ((), ()) if guesser is None else (_abstract(guesser.takes), guesser.taps)
+    guesses, taps = (
+        ((), ()) if device_proposer is None else (_abstract(device_proposer.takes), device_proposer.taps)
+    )
     programs: list[Program] = []
 
     def add(name: str, function: Callable[..., Any], work: Any, idle: Any = None) -> None:
@@ -80,7 +82,9 @@ def make_programs(
             add(prefill_name(lanes, bucket), prefill, _abstract(pack(idle)), idle)
         for lanes, width in config.verify_shapes:
             none = no_drafts(lanes, width)
-            verify = _on_packed(_verifying(guesser, spec, bucket, width, processed=processed), rows, none)
+            verify = _on_packed(
+                _verifying(device_proposer, spec, bucket, width, processed=processed), rows, none
+            )
             programs.append(
                 Program(
                     name=verify_name(lanes, width, bucket),
@@ -110,13 +114,13 @@ def make_programs(
                     arguments=(state[0], hidden, jax.ShapeDtypeStruct((lanes,), jnp.int32)),
                 )
             )
-        if guesser is not None and guesser.reads_prompts:
+        if device_proposer is not None and device_proposer.reads_prompts:
             idle = idle_lanes(config, lanes)
             seen = jax.ShapeDtypeStruct((tokens, hidden.shape[1] * max(1, len(taps))), hidden.dtype)
             programs.append(
                 Program(
                     name=read_name(lanes),
-                    function=guesser.read(spec, buckets[-1], idle, rows),
+                    function=device_proposer.read(spec, buckets[-1], idle, rows),
                     arguments=(*state[:2], seen, _abstract(pack(idle)), *guesses),
                     donate=(3 + len(guesses),),
                 )
@@ -124,6 +128,24 @@ def make_programs(
     if config.keep_finished:
         programs.append(_continue(rows, state[3]))
     return [*programs, *_moves(spec, config, state[2:]), *writing(spec, weights)]
+
+
+def logits_programs(
+    spec: ModelSpec, config: EngineConfig, lane_choices: Sequence[int], weights: list[Any]
+) -> list[Program]:
+    """Programs that return whole rows of logits. No engine has them from the start: see `Runner.giving_logits`."""
+    programs = []
+    for lanes in lane_choices:
+        tokens = lanes * config.chunk_size
+        hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
+        target = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        function = functools.partial(prompt_logits, spec, config.head_rows)
+        programs.append(
+            Program(
+                name=logits_name(lanes), function=function, arguments=(_abstract(weights), hidden, target)
+            )
+        )
+    return programs
 
 
 def _continue(rows: Rows, held: RowState) -> Program:
@@ -137,10 +159,10 @@ def _continue(rows: Rows, held: RowState) -> Program:
 
 
 def _verifying(
-    guesser: Guesser | None, spec: ModelSpec, key_length: int, width: int, *, processed: bool
+    device_proposer: DeviceProposer | None, spec: ModelSpec, key_length: int, width: int, *, processed: bool
 ) -> Callable[..., Any]:
-    if guesser is not None:
-        return guesser.step(spec, key_length, width, processed=processed)
+    if device_proposer is not None:
+        return device_proposer.step(spec, key_length, width, processed=processed)
     return functools.partial(verify_step, spec, key_length, width, processed_logprobs=processed)
 
 
@@ -212,6 +234,10 @@ def read_name(lanes: int) -> str:
 
 def prompt_name(lanes: int) -> str:
     return f"prompt_logprobs[lanes={lanes}]"
+
+
+def logits_name(lanes: int) -> str:
+    return f"prompt_logits[lanes={lanes}]"
 
 
 def pool_name(lanes: int) -> str:

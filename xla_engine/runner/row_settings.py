@@ -1,4 +1,4 @@
-"""What a row is told of its request: one home for what each sampling field becomes on the device."""
+"""What a row is told of its request, as `graphs.row_state.sampling_fields` says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.graphs.row_state.rows import SamplingRows, make_sampling_rows, make_tables
+from xla_engine.graphs.row_state.rows import make_tables
+from xla_engine.graphs.row_state.sampling_fields import (
+    REPETITION_FIELDS,
+    SAMPLING_FIELDS,
+    RowField,
+    SamplingRows,
+    make_sampling_rows,
+)
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.token_mask import TokenMask
 
@@ -33,8 +40,8 @@ class RowSettings:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before stop ids may be sampled, for the device; a host-gated mask forbids them itself."""
-        return 0 if self.mask is not None and self.mask.host_gated else self.params.min_tokens
+        """Tokens before stop ids may be sampled, for the device; a constrained mask forbids them itself."""
+        return 0 if self.mask is not None and self.mask.constrained else self.params.min_tokens
 
     @property
     def top_logprobs(self) -> int:
@@ -44,31 +51,19 @@ class RowSettings:
 
 def sampling_rows(count: int, rows: Mapping[int, RowSettings], *, dry: bool = False) -> SamplingRows:
     """Host arrays of `count` lanes, of which `rows` complete a prompt. dry: with the parameters of DRY."""
-    sampling: Any = make_sampling_rows(
-        count, dry=dry
-    )  # Any: the record is declared for the arrays a graph sees
+    sampling = make_sampling_rows(count, dry=dry)
     for lane, row in rows.items():
-        params = row.params
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-        ):
-            getattr(sampling, name)[lane] = getattr(params, name)
-        sampling.top_k[lane] = max(params.top_k, 0)
-        sampling.has_bias[lane] = bool(params.logit_bias)
-        sampling.has_mask[lane] = row.mask is not None
-        sampling.seed[lane] = row.seed >> 32, row.seed & 0xFFFFFFFF
-        sampling.num_logprobs[lane] = -1 if params.logprobs is None else params.logprobs
+        _fill(sampling, SAMPLING_FIELDS, lane, row)
         if dry:
-            own = sampling.repetition
-            own.multiplier[lane], own.base[lane] = params.dry_multiplier, params.dry_base
-            own.allowed_length[lane], own.last_n[lane] = params.dry_allowed_length, params.penalty_last_n
-            own.breakers[lane, : len(row.dry_breakers)] = row.dry_breakers
+            _fill(sampling.repetition, REPETITION_FIELDS, lane, row)
     return sampling
+
+
+def _fill(record: Any, lines: Mapping[str, RowField], lane: int, row: RowSettings) -> None:
+    """Fill a lane of one of the records, which are declared for the arrays that a graph sees."""
+    for name, line in lines.items():
+        value = getattr(row, line.settled) if line.settled else getattr(row.params, str(line.param))
+        getattr(record, name)[lane] = value if line.entry is None else line.entry(value)
 
 
 class HostTables:

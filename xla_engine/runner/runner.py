@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -33,7 +34,7 @@ from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.devices import Devices
 from xla_engine.runner.dispatch import Dispatch
-from xla_engine.runner.drafting.guesser import Guesser
+from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.in_flight import (
     DecodeSamples,
     FirstSamples,
@@ -44,7 +45,8 @@ from xla_engine.runner.in_flight import (
 )
 from xla_engine.runner.kv_moves import BlockMoves, Parked, Puts, SlotMoves
 from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
-from xla_engine.runner.programs import CONTINUE, make_programs
+from xla_engine.runner.programs import CONTINUE, logits_programs, make_programs
+from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
 from xla_engine.runner.step_costs import measure
@@ -64,12 +66,12 @@ class Runner(HeldWeights):
         dtype: str,
         config: EngineConfig,
         *,
-        guesser: Callable[[EngineConfig, ModelConfig, int], Guesser] | None = None,
+        device_proposer: Callable[[EngineConfig, ModelConfig, int], DeviceProposer] | None = None,
         pooling: str | None = None,
         progress: StartupProgress = silent,
     ) -> None:
-        """guesser: makes, of options, model and context length, what guesses inside verify steps. pooling: one of
-        `graphs.steps.pooling.POOLING_TYPES`; None: prompts are not pooled."""
+        """device_proposer: makes, of options, model and context length, what guesses inside verify steps. pooling: one
+        of `graphs.config.POOLING_TYPES`; None: prompts are not pooled."""
         if config.compile_cache:
             use_compile_cache(compile_cache_directory())
         self.compiles = CompileCounter()
@@ -86,10 +88,12 @@ class Runner(HeldWeights):
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
-        self._guesser: Guesser | None = None
-        if guesser is not None:  # adapters are the model's own
-            self._guesser = guesser(replace(config, enable_lora=False), model, self.context_length)
-        beside = memory.NOTHING if self._guesser is None else self._guesser.beside
+        self._device_proposer: DeviceProposer | None = None
+        if device_proposer is not None:  # adapters are the model's own
+            self._device_proposer = device_proposer(
+                replace(config, enable_lora=False), model, self.context_length
+            )
+        beside = memory.NOTHING if self._device_proposer is None else self._device_proposer.beside
         self.config = config = resolve_sizes(config, self._spec, self.context_length, device, beside)
         self.few_choices = few_rows(config) if self.has_one_row_code else ()
         pool = None
@@ -114,11 +118,13 @@ class Runner(HeldWeights):
             dry=config.enable_dry,
             lora=config.enable_lora,
         )
-        if self._guesser is not None:
-            on_device = dict(zip(self._spec.names, self._weights, strict=True))
-            self._guesser.load(on_device, config.device_rows, self.buckets[-1])
+        if self._device_proposer is not None:
+            on_device = dict(zip(self._spec.leaves, self._weights, strict=True))
+            self._device_proposer.load(on_device, config.device_rows, self.buckets[-1])
         jax.block_until_ready((self._weights, state.held))
         self.load_seconds = time.perf_counter() - began
+        self._prompt_logits: PromptLogits | None = None
+        self._take_logits: TakeLogits | None = None
         self._copies_ahead = jax.default_backend() != "cpu"  # where the host's memory is not the device's
         self._inventory = Inventory()
         self._pooling = None
@@ -132,7 +138,7 @@ class Runner(HeldWeights):
             devices.put,
             config,
             self.context_length,
-            guesser=self._guesser,
+            device_proposer=self._device_proposer,
             pooling=self._pooling,
         )
         began = time.perf_counter()
@@ -206,7 +212,29 @@ class Runner(HeldWeights):
     def prompt_scores(self, step: InFlight) -> list[PromptScores | PooledChunk]:
         """Fetch what a started step computed of prompts: log-probabilities of their tokens, and what was pooled."""
         scores = fetch_prompt_scores(step, self.config.chunk_size)
+        if self._take_logits is not None and self._prompt_logits is not None:
+            self._prompt_logits.give(step, self._weights, self._take_logits)
         return [*scores, *(fetch_pooled(step) if self._pooling is not None else ())]
+
+    @contextmanager
+    def giving_logits(self, take: TakeLogits) -> Iterator[None]:
+        """Give `take` the logits of prompts that ask for log-probabilities, in the steps read inside the block.
+
+        Compiles programs of its own at the first use. Nothing may be in flight before and after.
+        """
+        if self._prompt_logits is None:
+            make = functools.partial(logits_programs, self._spec, self.config, self.config.prefill_lanes)
+            programs = make(self._weights)
+            if not self._devices.is_one:
+                programs = list(self._devices.programs(make(list(self._spec.leaves)), programs))
+            self._inventory.compile(programs)
+            self._prompt_logits = PromptLogits(self._inventory, self._devices.put, self.config.chunk_size)
+            self.compiles.mark_warm()
+        self._take_logits = take
+        try:
+            yield
+        finally:
+            self._take_logits = None
 
     def reset(self) -> None:
         """Make every row inactive and every count zero, as at start-up; the cache keeps what it holds."""
@@ -249,7 +277,7 @@ class Runner(HeldWeights):
     def step_costs(self) -> StepCosts:
         """What decode and verify steps cost, measured now. The runner must be idle, and is blank afterwards."""
         config, keys = self.config, self.bucket_choices[0]
-        slots, guesses = config.num_slots, self._guesser is not None
+        slots, guesses = config.num_slots, self._device_proposer is not None
         shapes = self.few_choices, config.verify_shapes
         found = measure(self._dispatch, self._state, slots, *shapes, keys, guesses=guesses)
         self.blank()
@@ -284,8 +312,8 @@ class Runner(HeldWeights):
         """`reset`, and a cache of zeros as well: what runs next repeats to the bit. Nothing may be in flight."""
         self.reset()
         self._state.blank_cache()
-        if self._guesser is not None:
-            self._guesser.blank()
+        if self._device_proposer is not None:
+            self._device_proposer.blank()
 
     def close(self) -> None:
         """Free device memory and executables."""
@@ -293,8 +321,8 @@ class Runner(HeldWeights):
             leaf.delete()
         self._weights.clear()
         self._state.delete()
-        if self._guesser is not None:
-            self._guesser.delete()
+        if self._device_proposer is not None:
+            self._device_proposer.delete()
         self._dispatch.reset()
         self._parked.clear()
         self._inventory.clear()
@@ -318,13 +346,13 @@ class Runner(HeldWeights):
         """What is to be compiled, and how its arguments get to the devices."""
         state, devices, put = self._state, self._devices, self._devices.put
         same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
-        same["guesser"] = self._guesser
+        same["device_proposer"] = self._device_proposer
         same["pooling"] = None if self._pooling is None else self._pooling.kind
         make = functools.partial(make_programs, self._spec, self.config, self.buckets, self.few_choices)
         whole = make(weights=self._weights, cache=state.cache, **same)
         if devices.is_one:
             return whole, Puts(whole=put, pieces=put)
-        local = make(weights=list(self._spec.leaves), cache=state.local_cache(), **same)
+        local = make(weights=self._spec.leaves.on_device(), cache=state.local_cache(), **same)
         return list(devices.programs(local, whole)), Puts(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:

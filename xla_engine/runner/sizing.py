@@ -60,7 +60,10 @@ def _fits(config: EngineConfig, model: ModelConfig, dtype: str, length: int, dev
 
 
 def few_rows(config: EngineConfig) -> tuple[int, ...]:
-    """Numbers of rows that have a decode program of their own, ascending: a quarter of all at most (findings/041)."""
+    """Numbers of rows with a decode program of their own, ascending: a quarter of all at most.
+
+    findings/step_programs.md has why.
+    """
     return tuple(rows for rows in FEW_ROWS if rows * 4 <= config.device_rows)
 
 

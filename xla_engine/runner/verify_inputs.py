@@ -18,7 +18,7 @@ class Guess(NamedTuple):
     """What the host expects of a sequence at positions `start ..`.
 
     lookup: the row may look its end up in itself where this does not fit.
-    masks: of a host-gated row, the tokens allowed behind each of `tokens`, u32 `[ceil(V / 32)]`; it has no other
+    masks: of a constrained row, the tokens allowed behind each of `tokens`, u32 `[ceil(V / 32)]`; it has no other
         drafts.
     """
 

@@ -30,7 +30,7 @@ def make_app(service: Service) -> Starlette:
     """The ASGI application of one service, whose engine it closes at its end."""
 
     folder = service.settings.batch_dir
-    batches = None if folder is None else Batches(service, Store(folder))
+    batches = None if folder is None else Batches(service, Store(folder, service.settings.max_stored_bytes))
     service.batches = batches
 
     @contextlib.asynccontextmanager
@@ -45,6 +45,8 @@ def make_app(service: Service) -> Starlette:
             sampling.cancel()
             if batches is not None:
                 await batches.close()
+            service.rendering.close()
+            service.constraints.close()
             await service.llm.close()
 
     origins = list(service.settings.allowed_origins)
@@ -58,7 +60,12 @@ def make_app(service: Service) -> Starlette:
         routes=routes,
         lifespan=lifespan,
         middleware=[
-            Middleware(RequestContext, times=service.times, paths=paths),
+            Middleware(
+                RequestContext,
+                times=service.times,
+                paths=paths,
+                send_timeout_s=service.settings.send_timeout_s,
+            ),
             *(cors if origins else []),
             Middleware(ApiKeys, keys=service.settings.api_keys),
         ],

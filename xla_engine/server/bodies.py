@@ -1,62 +1,101 @@
-"""Reading the body of a request, within limits of size and time."""
+"""Reading and parsing the bodies of requests, within limits of size, time and memory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from starlette.types import Receive, Scope
 
 from xla_engine.server.errors import ApiError, ClientGone
 from xla_engine.server.settings import ServerSettings
 
-BODIES = 8  # times the largest body: bytes of all bodies that are being read
+BODIES = 16  # times the largest body: bytes of all bodies that are being read or parsed; a key may have half of them
+UNCOUNTED = 64 << 10  # the first bytes of each body, so that large ones of others refuse no usual request
+INLINE = 16 << 10  # bytes; a longer body is parsed in a background thread
+LONG = 256 << 10  # these in another one, so that no usual request waits for them
 
-_CLOSE = {"connection": "close"}  # what is left of the body is not read
-
-
-class BodyBudget:
-    """Bytes of bodies that are being read, over all connections."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.held = 0
+T = TypeVar("T")
 
 
-async def read_body(scope: Scope, receive: Receive, settings: ServerSettings, budget: BodyBudget) -> bytes:
-    """The whole body. Raises ApiError where it is too large, too slow, or one too many; ClientGone."""
-    limit = settings.max_body_bytes
-    length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
-    if length is not None and length.isdigit() and int(length[:20]) > limit:
-        raise _too_large(limit)
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                part: bytes = message.get("body", b"")
-                size += len(part)
-                budget.held += len(part)
-                if size > limit:
-                    raise _too_large(limit)
-                if budget.held > budget.limit:
-                    raise ApiError(
-                        429,
-                        "too many large requests are being read; send this one again",
-                        code="too_many_bodies",
-                        headers={"retry-after": "1", **_CLOSE},
-                    )
-                parts.append(part)
-                more = message.get("more_body", False)
-    except TimeoutError as error:
-        message_text = f"the body did not come within {settings.body_timeout_s:g} s; send it faster"
-        raise ApiError(408, message_text, code="request_timeout", headers=_CLOSE) from error
-    finally:
-        budget.held -= size
-    return b"".join(parts)
+class Bodies:
+    """The bodies of one server's requests."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._held: Counter[str] = Counter()  # bytes, by key
+        self._threads = {
+            is_long: ThreadPoolExecutor(1, thread_name_prefix="parse") for is_long in (False, True)
+        }
+
+    @property
+    def held(self) -> int:
+        """Counted bytes of all bodies that are being read or parsed."""
+        return sum(self._held.values())
+
+    @contextlib.asynccontextmanager
+    async def whole(self, scope: Scope, receive: Receive, limit: int | None = None) -> AsyncIterator[bytes]:
+        """The body, held until the caller has parsed it. limit: bytes; by default those of the settings.
+
+        Raises ClientGone, and ApiError if the body is too large, too slow, or one too many.
+        """
+        counted = 0
+        key = scope["state"].get("tenant", "")
+
+        def count(size: int) -> None:
+            nonlocal counted
+            more = max(size - UNCOUNTED, 0) - counted
+            counted += more
+            self._held[key] += more
+            most = BODIES * self._settings.max_body_bytes
+            if more and (self.held > most or self._held[key] > most // 2):
+                raise ApiError(
+                    429,
+                    "too many large requests are being read; send this one again",
+                    code="too_many_bodies",
+                    headers={"retry-after": "1"},
+                )
+
+        try:
+            yield await self._read(scope, receive, limit or self._settings.max_body_bytes, count)
+        finally:
+            self._held[key] -= counted
+            if not self._held[key]:
+                del self._held[key]
+
+    async def parsed(self, parse: Callable[[], T], size: int) -> T:
+        """What `parse` makes of a body of `size` bytes: in a background thread, unless it is small."""
+        if size <= INLINE:
+            return parse()
+        return await asyncio.get_running_loop().run_in_executor(self._threads[size > LONG], parse)
+
+    async def _read(self, scope: Scope, receive: Receive, limit: int, count: Callable[[int], None]) -> bytes:
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
+        if length is not None and length.isdigit() and int(length[:20]) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise _too_large(limit)
+                    count(size)
+                    more = message.get("more_body", False)
+        except TimeoutError as error:
+            late = f"the body did not come within {self._settings.body_timeout_s:g} s; send it faster"
+            raise ApiError(408, late, code="request_timeout", headers={"connection": "close"}) from error
+        return b"".join(parts)
 
 
 def _too_large(limit: int) -> ApiError:
@@ -64,5 +103,4 @@ def _too_large(limit: int) -> ApiError:
         413,
         f"the body has more than {limit} bytes; send less, or raise --max-body-bytes",
         code="request_too_large",
-        headers=_CLOSE,
     )

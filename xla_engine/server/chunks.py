@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from xla_engine.batch.results import (
-    ResultHeader,
-    asked_for,
-    chat_logprobs,
-    prompt_text,
-    text_logprobs,
-    with_prompt,
-)
+from xla_engine.batch.results import Offsets, ResultHeader, asked_for
 from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.server.columns import Columns, completion_columns, prompt_columns, spelled
 from xla_engine.server.wire import Call
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 from xla_engine.text.parsers.tools import new_call_id
-
-if TYPE_CHECKING:
-    from xla_engine.text.tokenizer import IncrementalDetokenizer
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -37,14 +28,19 @@ def event(value: object) -> bytes:
 class _Choice:
     """What was sent of one choice."""
 
-    tokens: int = 0
-    characters: int = 0
     ended: bool = False
     echoed: bool = False
-    spelled: IncrementalDetokenizer | None = None  # for the offsets of its tokens
-    offset: int = 0
+    offsets: Offsets | None = None
     parser: Parser | None = None
     calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A prompt that is repeated: its text, and its block where log-probabilities are wanted."""
+
+    text: str
+    columns: Columns | None
 
 
 class ChunkWriter:
@@ -56,9 +52,10 @@ class ChunkWriter:
         self._header = header
         self._is_chat = call.request.is_chat
         self._choices: dict[int, _Choice] = {}
-        self._usage: dict[
-            int, tuple[int, int, int]
-        ] = {}  # by prompt: its tokens, the cached ones, the new ones
+        self._heads: dict[int, _Head] = {}  # by prompt
+        self._prompt_ids: dict[int, msgspec.Raw] = {}  # by prompt
+        # by prompt: its tokens, the cached ones, the new ones
+        self._usage: dict[int, tuple[int, int, int]] = {}
         self._common: dict[str, Any] = {
             "id": name,
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
@@ -68,15 +65,16 @@ class ChunkWriter:
         }
 
     def events(self, index: int, output: RequestOutput) -> Iterator[bytes]:
-        """What is new in the output of the prompt of this index."""
-        if not self._call.request.generates:
-            if not output.finished:
-                return
-            output = asked_for(self._call.request, output)
+        """What is new in the output of the prompt of this index, which holds nothing else; `PAUSE` between."""
+        generates = self._call.request.generates
+        if not generates:
+            ended = tuple(each for each in output.outputs if each.finish_reason is not None)
+            output = asked_for(self._call.request, replace(output, outputs=ended))
         per_prompt = self._call.request.params.n
-        new = sum(len(completion.token_ids) for completion in output.outputs)
+        *_, before = self._usage.get(index, (0, 0, 0))
         prompt = (len(output.prompt_token_ids), output.num_cached_tokens)
         begun = self._usage.setdefault(index, (*prompt, 0))
+        new = before + sum(len(completion.token_ids) for completion in output.outputs)
         for completion in output.outputs:
             number = index * per_prompt + completion.index
             state = self._choices.get(number)
@@ -86,10 +84,10 @@ class ChunkWriter:
                     self._usage[index] = begun
                     role = {"role": "assistant", "content": ""}
                     beginning = {"index": number, "delta": role, "logprobs": None, "finish_reason": None}
-                    yield self._event(beginning, output)
+                    yield from self._event(beginning, index, output)
             self._usage[index] = (*prompt, new)
-            for choice in self._news(number, state, output, completion):
-                yield self._event(choice, output)
+            for choice in (yield from self._news(number, index, state, output, completion)):
+                yield from self._event(choice, index, output)
 
     def last_events(self) -> Iterator[bytes]:
         """The usage, where the call wants it, and the end."""
@@ -107,48 +105,66 @@ class ChunkWriter:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _event(self, choice: dict[str, Any], output: RequestOutput) -> bytes:
+    def _event(self, choice: dict[str, Any], index: int, output: RequestOutput) -> Iterator[bytes]:
+        """The chunk of one choice, whose `logprobs` are `Columns` or None."""
         chunk = {**self._common, "choices": [choice]}
         if self._call.return_token_ids and choice.get("token_ids") is None:
-            chunk["prompt_token_ids"] = output.prompt_token_ids
+            if index not in self._prompt_ids:
+                self._prompt_ids[index] = msgspec.Raw(_encode(output.prompt_token_ids))
+            chunk["prompt_token_ids"] = self._prompt_ids[index]
         if self._call.continuous_usage:
             chunk["usage"] = self.usage()
         elif self._call.include_usage:
             chunk["usage"] = None
-        return event(chunk)
+        block = choice.get("logprobs")
+        if block is None:
+            yield event(chunk)
+            return
+        del chunk["choices"], choice["logprobs"]
+        yield b"data: " + _encode(chunk)[:-1] + b',"choices":[' + _encode(choice)[:-1] + b',"logprobs":'
+        yield from block.pieces()
+        yield b"}]}\n\n"
 
     def _news(
-        self, number: int, state: _Choice, output: RequestOutput, completion: CompletionOutput
-    ) -> list[dict[str, Any]]:
-        """The part of a choice that was not sent yet, in one piece or, of a parsed chat, one for each kind of text."""
+        self, number: int, index: int, state: _Choice, output: RequestOutput, completion: CompletionOutput
+    ) -> Generator[bytes, None, list[dict[str, Any]]]:
+        """What is new of a choice, in one piece or, of a parsed chat, one for each kind of text."""
         if state.ended:
             return []
-        text, ids = completion.text[state.characters :], completion.token_ids[state.tokens :]
-        ended = completion.finish_reason is not None
-        echo = output if self._call.request.echo and not state.echoed else None
-        prompt = "" if echo is None else prompt_text(echo, self._header.tokenizer)
-        pieces = self._pieces(state, prompt + text, ended=ended)
+        ids, ended = completion.token_ids, completion.finish_reason is not None
+        head = None
+        if self._call.request.echo and not state.echoed:
+            head = yield from self._head(index, output)
+            state.echoed = True
+        pieces = self._pieces(state, ("" if head is None else head.text) + completion.text, ended=ended)
         wants_tokens = completion.logprobs is not None or self._call.return_token_ids
         if not pieces and (ended or (ids and wants_tokens)):
             pieces = [{"delta": {}} if self._is_chat else {"text": ""}]
         choices: list[dict[str, Any]] = [
             {"index": number, **piece, "logprobs": None, "finish_reason": None} for piece in pieces
         ]
-        if not choices and not text:
-            return []
         if choices:
-            if ids or echo is not None:
-                choices[0]["logprobs"] = self._logprobs(state, echo, completion)
+            if completion.logprobs is not None and (ids or head is not None):
+                choices[0]["logprobs"] = yield from self._logprobs(state, head, completion)
             if self._call.return_token_ids:
                 choices[0]["token_ids"] = ids
-            state.tokens, state.echoed = len(completion.token_ids), True
         if ended:
             state.ended = True
             reason = completion.finish_reason
             choices[-1]["finish_reason"] = "tool_calls" if reason == "stop" and state.calls else reason
             choices[-1]["stop_reason"] = completion.stop_reason
-        state.characters = len(completion.text)
         return choices
+
+    def _head(self, index: int, output: RequestOutput) -> Generator[bytes, None, _Head]:
+        """The prompt as each of its choices repeats it, made for the first one."""
+        if (head := self._heads.get(index)) is None:
+            params, tokenizer = self._call.request.params, self._header.tokenizer
+            text = yield from spelled(output, tokenizer)
+            columns = None
+            if params.logprobs is not None:
+                columns = yield from prompt_columns(output, params, tokenizer)
+            head = self._heads[index] = _Head(text, columns)
+        return head
 
     def _pieces(self, state: _Choice, text: str, *, ended: bool) -> list[dict[str, Any]]:
         """Text as a completion or a chat has it."""
@@ -181,38 +197,12 @@ class ChunkWriter:
                 return {"tool_calls": [{"index": state.calls - 1, "function": {"arguments": text}}]}
 
     def _logprobs(
-        self, state: _Choice, echo: RequestOutput | None, completion: CompletionOutput
-    ) -> dict[str, Any] | None:
-        """The block of the tokens that were not sent yet, as the unstreamed answer has it.
-
-        echo: where the tokens of the prompt come first.
-        """
-        if completion.logprobs is None:
-            return None
-        new = slice(state.tokens, None)
-        tops = completion.top_logprobs
-        part = replace(
-            completion,
-            token_ids=completion.token_ids[new],
-            logprobs=completion.logprobs[new],
-            top_logprobs=None if tops is None else tops[new],
-        )
+        self, state: _Choice, head: _Head | None, completion: CompletionOutput
+    ) -> Generator[bytes, None, Columns]:
+        """The block of the new tokens, as the unstreamed answer has it. head: of the prompt that comes first."""
         params, tokenizer = self._call.request.params, self._header.tokenizer
-        if self._is_chat:
-            return chat_logprobs(part, params, tokenizer)
-        block = text_logprobs(part, params, tokenizer)
-        if block is not None and tokenizer is not None:
-            state.spelled = state.spelled or tokenizer.incremental(params.skip_special_tokens)
-            block["text_offset"] = self._offsets(state, state.spelled, part.token_ids)
-        if block is not None and echo is not None:
-            state.offset += len(prompt_text(echo, tokenizer))
-            block = with_prompt(block, echo, params, tokenizer)
-        return block
-
-    @staticmethod
-    def _offsets(state: _Choice, spelled: IncrementalDetokenizer, token_ids: Sequence[int]) -> list[int]:
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(state.offset)
-            state.offset += len(spelled.push(token_id))
-        return offsets
+        if not self._is_chat and state.offsets is None:
+            begin = 0 if head is None else len(head.text)
+            state.offsets = Offsets(params, tokenizer, begin=begin)
+        before = None if head is None else head.columns
+        return completion_columns(completion, params, tokenizer, offsets=state.offsets, before=before)

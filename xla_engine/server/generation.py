@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from xla_engine.batch.results import answer_prefix, asked_for, output_error, result_body
-from xla_engine.outputs import RequestOutput
-from xla_engine.server.bodies import read_body
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.server.answers import answer_pieces
 from xla_engine.server.chunks import DONE, ChunkWriter, event
 from xla_engine.server.errors import ApiError, ClientGone, api_error, ended
 from xla_engine.server.service import Service, Submission
+from xla_engine.server.turns import PART_BYTES
 from xla_engine.server.wire import Call, parse_call, read_json
 
-LARGE_BODY = 128 << 10  # bytes; a larger one is parsed beside the event loop
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -44,12 +44,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
-        raw = await read_body(scope, receive, service.settings, service.bodies)
-        call = await (
-            asyncio.to_thread(self._parse, raw, scope)
-            if len(raw) > LARGE_BODY
-            else _now(self._parse(raw, scope))
-        )
+        call = await self._read(scope, receive)
         name = f"{self.prefix or answer_prefix(call.request)}{uuid.uuid4().hex}"
         with service.admit(call.sequences):
             try:
@@ -64,9 +59,12 @@ class Generation:
                     finally:
                         submission.close()
             except ClientGone:
-                abort = scope["state"].get("abort_connection")
-                if abort is not None:
-                    abort()
+                cut_off(scope)
+
+    async def _read(self, scope: Scope, receive: Receive) -> Call:
+        bodies = self._service.bodies
+        async with bodies.whole(scope, receive) as raw:
+            return await bodies.parsed(lambda: self._parse(raw, scope), len(raw))
 
     def _parse(self, raw: bytes, scope: Scope) -> Call:
         service = self._service
@@ -88,46 +86,76 @@ class Generation:
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
         """Wait for every prompt's end and answer in one piece."""
-        outputs: list[RequestOutput | None] = [None] * len(call.request.prompts)
+        whole = await self._whole(call, submission, gone)
+        header = self._service.header()
+        if call.request.pooling is not None:
+            body = result_body(call.request, whole, name, header)
+            await send_json(send, 200, msgspec.json.encode(body))
+            return
+        await self._send_whole(send, answer_pieces(call, whole, name, header))
+
+    async def _whole(
+        self, call: Call, submission: Submission, gone: asyncio.Task[None]
+    ) -> list[RequestOutput]:
+        """The prompts' outputs once all have ended. Raises ApiError at the first that failed."""
+        parts: list[dict[int, CompletionOutput]] = [{} for _ in call.request.prompts]
+        last: list[RequestOutput | None] = [None] * len(parts)
         while not submission.finished:
             await next_news(submission, gone)
             for index, output in submission.take():
                 if (error := output_error(call.request, output)) is not None:
                     raise ended(error)
-                outputs[index] = asked_for(call.request, output)
-        whole = [output for output in outputs if output is not None]
-        body = result_body(call.request, whole, name, self._service.header())
-        if call.request.pooling is not None:
-            await send_json(send, 200, msgspec.json.encode(body))
-            return
-        cached = sum(output.num_cached_tokens for output in whole)
-        body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
-        if call.return_token_ids:
-            _add_token_ids(body, whole)
-        await send_json(send, 200, msgspec.json.encode(body))
+                parts[index] |= {each.index: each for each in output.outputs}
+                last[index] = output
+        return [
+            asked_for(call.request, replace(output, outputs=tuple(found[each] for each in sorted(found))))
+            for output, found in zip(last, parts, strict=True)
+            if output is not None
+        ]
+
+    async def _send_whole(self, send: Send, pieces: Iterator[bytes]) -> None:
+        """Send an answer, in parts unless it is small."""
+        begun = False
+        async for part in self._service.turns.parts(pieces):
+            if not begun and len(part) < PART_BYTES:
+                await send_json(send, 200, part)
+                return
+            if not begun:
+                head = [(b"content-type", b"application/json")]
+                await send({"type": "http.response.start", "status": 200, "headers": head})
+                begun = True
+            await send_part(send, part)
+        await send_part(send, b"", last=True)
 
     async def _stream(
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
         """Send what is new whenever the socket takes more."""
-        patience = self._service.settings.send_timeout_s
+        turns = self._service.turns
         writer = ChunkWriter(call, name, self._service.header(), thinking=submission.thinking)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        while not submission.finished:
+        failed = False
+        while not (failed or submission.finished):
             await next_news(submission, gone)
-            pieces: list[bytes] = []
-            for index, output in submission.take():
-                pieces += writer.events(index, output)
-                error = output_error(call.request, output) if output.finished else None
-                if error is not None:
-                    await send_part(send, b"".join([*pieces, event(ended(error).body()), DONE]), patience)
-                    await send_part(send, b"", patience, last=True)
-                    return
-            if submission.finished:
-                pieces += writer.last_events()
-            if pieces:
-                await send_part(send, b"".join(pieces), patience)
-        await send_part(send, b"", patience, last=True)
+            news = submission.take()
+            failed = any(output_error(call.request, output) is not None for _, output in news)
+            events = _events(call, writer, news, whole=submission.finished)
+            async for part in turns.parts(events):
+                await send_part(send, part)
+        await send_part(send, b"", last=True)
+
+
+def _events(
+    call: Call, writer: ChunkWriter, news: list[tuple[int, RequestOutput]], *, whole: bool
+) -> Iterator[bytes]:
+    """What a stream tells of news, up to the first failure. whole: nothing comes after them."""
+    for index, output in news:
+        yield from writer.events(index, output)
+        if (error := output_error(call.request, output)) is not None:
+            yield event(ended(error).body()) + DONE
+            return
+    if whole:
+        yield from writer.last_events()
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -138,14 +166,15 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_part(send: Send, data: bytes, patience: float, *, last: bool = False) -> None:
-    """Raises ClientGone where the client does not take it in time."""
-    message: Message = {"type": "http.response.body", "body": data, "more_body": not last}
-    try:
-        async with asyncio.timeout(patience):
-            await send(message)
-    except (TimeoutError, OSError) as error:
-        raise ClientGone("it takes nothing") from error
+async def send_part(send: Send, data: bytes, *, last: bool = False) -> None:
+    """A part of an answer that has begun."""
+    await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def cut_off(scope: Scope) -> None:
+    """End the connection of a client that takes nothing."""
+    if (abort := scope["state"].get("abort_connection")) is not None:
+        abort()
 
 
 async def next_news(submission: Submission, gone: asyncio.Task[None]) -> None:
@@ -178,18 +207,3 @@ def _deadline(scope: Scope, longest: float | None) -> float | None:
     if not (asked.isdigit() and 0 < len(asked) <= 9 and int(asked) > 0):
         raise ApiError(400, "x-request-timeout-ms must be whole milliseconds above 0", code="invalid_request")
     return min(int(asked) / 1000, longest or float("inf"))
-
-
-def _add_token_ids(body: dict[str, Any], outputs: list[RequestOutput]) -> None:
-    """The ids of each choice, and where vLLM has them those of the prompt: its first choice, or the body of a chat."""
-    choices = body["choices"]
-    completions = [completion for output in outputs for completion in output.outputs]
-    for choice, completion in zip(choices, completions, strict=True):
-        choice["token_ids"] = completion.token_ids
-    places = [body] if body["object"] == "chat.completion" else choices[:: len(outputs[0].outputs)]
-    for output, place in zip(outputs, places, strict=True):
-        place["prompt_token_ids"] = output.prompt_token_ids
-
-
-async def _now(call: Call) -> Call:
-    return call

@@ -7,8 +7,9 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.scheduler import Events, Plan
+from xla_engine.engine.client import EngineClient
+from xla_engine.observability.observer import Observer
+from xla_engine.scheduler import Plan, Row, VerifyRow
 
 SECONDS = 300  # that are kept
 RESOLUTION_S = 0.02  # between looks at a plan
@@ -40,7 +41,7 @@ class Segment(NamedTuple):
 class History:
     """Looks at the engine's plans, at most every `RESOLUTION_S`, and at its counters once a second."""
 
-    def __init__(self, engine: XlaBatchEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self.samples: deque[Sample] = deque(maxlen=SECONDS)
         self._engine = engine
         self._segments: deque[Segment] = deque(maxlen=MOST_SEGMENTS)
@@ -48,19 +49,18 @@ class History:
         self._looked = 0.0
 
     def watch(self) -> None:
-        """See plans from now on, unless a record does."""
-        if self._engine.on_step is None:
-            self._engine.on_step = self.on_step
+        """See plans from now on."""
+        self._engine.observers.add(Observer(started=self._see_plan))
 
-    def on_step(self, plan: Plan, events: Events | None) -> None:
-        """Note what the slots do in a plan that is started."""
+    def _see_plan(self, plan: Plan) -> None:
         now = time.time()
-        if events is not None or now - self._looked < RESOLUTION_S:
+        if now - self._looked < RESOLUTION_S:
             return
         self._looked = now
         for chunk in plan.chunks:
             self._see(chunk.slot.index, "prefill", chunk.request_id, now)
-        for row in plan.decode:
+        rows: tuple[Row | VerifyRow, ...] = (*plan.decode, *plan.verify)
+        for row in rows:
             self._see(row.slot.index, "decode", row.request_id, now)
 
     def _see(self, slot: int, kind: str, request_id: str, now: float) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -15,13 +17,12 @@ from starlette.responses import Response
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
 from xla_engine.observability.prometheus import CONTENT_TYPE
-from xla_engine.prompts import TextPair
-from xla_engine.server.bodies import read_body
 from xla_engine.server.errors import ApiError, api_error
 from xla_engine.server.metrics import metrics_text
 from xla_engine.server.service import Service
-from xla_engine.server.wire import check_model
+from xla_engine.server.wire import check_model, typed_body
 from xla_engine.text.parsers.chats import Chat
+from xla_engine.text.tokenizer import Tokenizer
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -29,6 +30,7 @@ _PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 MAX_TEXT = 1 << 20  # characters to tokenise, or ids to make text of
+PIECE_TOKENS = 512  # of an answer that are handled together, in less than a millisecond
 SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
 
 
@@ -67,6 +69,9 @@ class Info:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._long = ThreadPoolExecutor(
+            1, thread_name_prefix="tokenize"
+        )  # one text of up to MAX_TEXT at a time
         self._page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
 
     async def health(self, _: Request) -> Response:
@@ -126,41 +131,34 @@ class Info:
                     "tools": body.tools,
                     "chat_template": self._service.settings.sampling_defaults.get("chat_template"),
                 }
-                ready = await self._service.ready_prompt(Chat(messages=tuple(body.messages), options=options))
-                assert not isinstance(ready.value, TextPair), "a chat is one text"
-                text, special = ready.value, bool(special)
+                chat = Chat(messages=tuple(body.messages), options=options)
+                text = await self._service.rendering.render(chat, request.scope["state"].get("tenant", ""))
+                special = bool(special)
             else:
                 text, special = body.prompt or "", special is None or special
             if len(text) > MAX_TEXT:
                 raise ApiError(
                     400, f"more than {MAX_TEXT} characters; send them in parts", code="invalid_request"
                 )
-            ids: Sequence[int]
-            if isinstance(text, str):
-                ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
-            else:
-                ids = text
+            encode = partial(tokenizer.encode, text, add_special_tokens=special)
+            ids = await asyncio.get_running_loop().run_in_executor(self._long, encode)
         except XlaEngineError as error:
             raise api_error(error) from error
-        answer: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": engine.max_model_len,
-            "tokens": ids,
-            "token_strs": None,
-        }
-        if body.return_token_strs:
-            answer["token_strs"] = [
-                tokenizer.decode([token_id], skip_special_tokens=False) for token_id in answer["tokens"]
-            ]
-        return JsonResponse(answer)
+        strings = body.return_token_strs
+        return await self._made(_tokenized(ids, engine.max_model_len, tokenizer if strings else None))
 
     async def detokenize(self, request: Request) -> Response:
+        """The text of ids, as their `decode` at once would give it."""
         body = await self._body(request, DetokenizeBody)
         tokenizer = self._service.engine.tokenizer
         if tokenizer is None:
             raise _no_tokenizer()
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JsonResponse({"prompt": text})
+        return await self._made(_detokenized(body.tokens, tokenizer))
+
+    async def _made(self, pieces: Iterator[bytes]) -> Response:
+        """An answer whose pieces are made in turn with other long answers."""
+        parts = [part async for part in self._service.turns.parts(pieces)]
+        return Response(b"".join(parts), media_type="application/json")
 
     async def tokenizer_info(self, _: Request) -> Response:
         """What a remote evaluation needs to know of the tokenizer."""
@@ -219,13 +217,35 @@ class Info:
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
         service = self._service
-        raw = await read_body(request.scope, request.receive, service.settings, service.bodies)
-        try:
-            body = await asyncio.to_thread(msgspec.json.decode, raw, type=kind)
-        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-            raise ApiError(400, f"the body is not what is asked for: {error}", code="invalid_json") from error
+        async with service.bodies.whole(request.scope, request.receive) as raw:
+            body = await service.bodies.parsed(lambda: typed_body(raw, kind), len(raw))
         check_model(body.model, service.settings.model_names)
         return body
+
+
+def _tokenized(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | None) -> Iterator[bytes]:
+    """The answer of /tokenize; tokenizer: None leaves out `token_strs`."""
+    yield b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len)
+    parts = [slice(begin, begin + PIECE_TOKENS) for begin in range(0, len(ids), PIECE_TOKENS)]
+    for part in parts:
+        yield (b"," if part.start else b"") + msgspec.json.encode(ids[part])[1:-1]
+    if tokenizer is None:
+        yield b'],"token_strs":null}'
+        return
+    yield b'],"token_strs":['
+    for part in parts:
+        strings = [tokenizer.token_string(token_id) for token_id in ids[part]]
+        yield (b"," if part.start else b"") + msgspec.json.encode(strings)[1:-1]
+    yield b"]}"
+
+
+def _detokenized(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[bytes]:
+    """The answer of /detokenize."""
+    text = tokenizer.incremental(skip_special_tokens=False)
+    yield b'{"prompt":"'
+    for begin in range(0, len(ids), PIECE_TOKENS):
+        yield msgspec.json.encode("".join(text.push_all(ids[begin : begin + PIECE_TOKENS])))[1:-1]
+    yield msgspec.json.encode(text.flush())[1:-1] + b'"}'
 
 
 def _moment(text: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from xla_engine import __version__
-from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.client import EngineClient
 from xla_engine.observability.metrics import counter, gauge
 from xla_engine.observability.prometheus import Family, text_of
 from xla_engine.outputs import RequestOutput
@@ -39,7 +39,7 @@ class RequestTimes:
 class Serving(Protocol):
     """What has metrics of its own: `Service`, which documents these."""
 
-    engine: XlaBatchEngine
+    engine: EngineClient
     settings: ServerSettings
     times: RequestTimes
     fingerprint: str

@@ -3,6 +3,7 @@ up is still seen by the endpoint (Starlette's BaseHTTPMiddleware hides it)."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -14,8 +15,9 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xla_engine.server.errors import ApiError, ClientGone
-from xla_engine.server.generation import send_json
+from xla_engine.server.generation import cut_off, send_json
 from xla_engine.server.metrics import RequestTimes
+from xla_engine.server.turns import PART_BYTES
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key is asked for
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -27,13 +29,19 @@ access_log = logging.getLogger("xla_engine.server.access")
 class RequestContext:
     """Gives each request an id, which its answer bears, and counts and logs its answer. Errors end here.
 
+    Answers are sent in parts. A client that does not take one in time is cut off.
+
     paths: those that answers are counted by; the others are one, so that no client can make up any.
+    send_timeout_s: for a client to take a part of an answer.
     """
 
-    def __init__(self, app: ASGIApp, times: RequestTimes, paths: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, times: RequestTimes, paths: frozenset[str], send_timeout_s: float
+    ) -> None:
         self._app = app
         self._times = times
         self._paths = paths
+        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,14 +57,17 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
-            await send(message)
+            await self._send(send, message)
 
         try:
-            await self._app(scope, receive, send_marked)
+            try:
+                await self._app(scope, receive, send_marked)
+            except ApiError as error:
+                await send_json(send_marked, error.status, error.json(), error.headers)
         except ClientGone:
             status = 499
-        except ApiError as error:
-            await send_json(send_marked, error.status, error.json(), error.headers)
+            cut_off(scope)
+            await asyncio.sleep(0)  # until the connection knows
         finally:
             path = scope["path"]
             family = next((family for family in _FAMILIES if path.startswith(family)), "other")
@@ -73,6 +84,20 @@ class RequestContext:
                     request_id.decode(),
                 )
 
+    async def _send(self, send: Send, message: Message) -> None:
+        """Send a message, whose body may be large. Raises ClientGone if the client does not take it."""
+        body, more = message.get("body", b""), message.get("more_body", False)
+        parts = range(0, max(len(body), 1), PART_BYTES)
+        try:
+            for begin in parts:
+                if len(parts) > 1:
+                    part = body[begin : begin + PART_BYTES]
+                    message = {**message, "body": part, "more_body": more or begin != parts[-1]}
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGone("it takes nothing") from error
+
 
 class ApiKeys:
     """Refuses requests without one of the keys; a key's hash is the tenant whose files and prefixes they see.
@@ -88,8 +113,11 @@ class ApiKeys:
         if scope["type"] == "http":
             scope.setdefault("state", {})
             scope["state"]["tenant"] = ""
-            if self._digests and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-                scope["state"]["tenant"] = self._tenant(scope)
+            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                if self._digests:
+                    scope["state"]["tenant"] = self._tenant(scope)
+                if (key_found := scope["state"].get("key_found")) is not None:
+                    key_found()
         await self._app(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> str:

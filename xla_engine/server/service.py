@@ -7,29 +7,36 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.batch.results import ResultHeader
-from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.errors import EngineClosedError
+from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Seen
+from xla_engine.errors import EngineClosedError, TokenLimitError
+from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
-from xla_engine.prompts import TextPair
+from xla_engine.prompts import TextPair, TokensPrompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
-from xla_engine.server.bodies import BODIES, BodyBudget
+from xla_engine.server.answer_size import answer_values, held_values
+from xla_engine.server.bodies import Bodies
+from xla_engine.server.constraints import Constraints
 from xla_engine.server.errors import ApiError
 from xla_engine.server.history import History
 from xla_engine.server.metrics import RequestTimes
+from xla_engine.server.rendering import Rendering
 from xla_engine.server.settings import ServerSettings
+from xla_engine.server.turns import PIECE_S, Turns
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.parsers.choose import Dialect
 
-LONG_TEXT = 8192  # characters; a longer prompt is tokenised beside the event loop
+LONG_TEXT = 8192  # characters; a longer prompt is tokenised in another thread
+ECHOED_TEXT = 256  # the same of a prompt that the answer repeats: its tokens are counted before
 _NORMALISER_SLACK = 4  # as in the engine's own check of characters
 
 
@@ -37,13 +44,22 @@ _NORMALISER_SLACK = 4  # as in the engine's own check of characters
 class ReadyPrompt:
     """A prompt as the engine takes it.
 
-    value: text or token ids, or two texts. add_special_tokens: of text.
+    value: text, token ids, both, or two texts. add_special_tokens: of text.
     thinking: it ends in the opening tag of a reasoning.
     """
 
-    value: str | tuple[int, ...] | TextPair
+    value: str | tuple[int, ...] | TokensPrompt | TextPair
     add_special_tokens: bool
     thinking: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Its tokens, or for text as many as it can have: one for each byte, and those at its ends."""
+        if isinstance(self.value, str):
+            return len(self.value.encode(errors="replace")) + 2
+        if isinstance(self.value, TextPair):
+            return ReadyPrompt(self.value.first + self.value.second, True).most_tokens
+        return len(self.value["prompt_token_ids"] if isinstance(self.value, dict) else self.value)
 
 
 class Background(Protocol):
@@ -67,13 +83,17 @@ class Service:
         self.fingerprint = llm.engine.identity().digest()
         self.times = RequestTimes()
         self.history = History(self.engine)
-        self.bodies = BodyBudget(BODIES * settings.max_body_bytes)
+        self.bodies = Bodies(settings)
+        self.turns = Turns()
+        self.rendering = Rendering(self.engine.render_chat)
+        self.constraints = Constraints(self.compile, self.engine.validator.knows_constraint)
         self.batches: Background | None = None
         self.draining = self.refusing = False
         self.started = int(time.time())
         self.dialect = Dialect.of(self._template(), settings.tool_parser, settings.reasoning_parser)
         self._compiling = threading.Lock()
         self._live = 0
+        self.values = 0  # log-probabilities that answers under way may hold
         self._submissions: set[Submission] = set()
 
     def defaults(self) -> dict[str, Any]:
@@ -116,7 +136,7 @@ class Service:
                 headers={"retry-after": "1"},
             )
         if not self.is_alive:
-            gone = f"the engine is gone ({self.engine.closed_because}); restart the server"
+            gone = f"the engine is closed ({self.engine.closed_because}); restart the server"
             raise ApiError(503, gone, code=EngineClosedError.code)
         limit = self.engine.max_num_seqs + self.settings.max_waiting
         if sequences > limit:
@@ -140,25 +160,57 @@ class Service:
         """Seconds in which a fair part of the queue will have gone, by the times of recent requests."""
         return min(60, max(1, math.ceil(self.times.recent_seconds)))
 
-    async def ready_prompt(self, prompt: Prompt, *, as_text: bool = False) -> ReadyPrompt:
-        """Text or token ids of a prompt; long work is done beside the event loop. Raises InvalidRequestError.
+    async def ready_prompt(self, prompt: Prompt, *, key: str, long: int = LONG_TEXT) -> ReadyPrompt:
+        """Text or token ids of a prompt; long work is done in other threads. Raises ApiError and InvalidRequestError.
 
-        as_text: leave text to the engine, as the answer repeats it.
+        key: whose it is. long: text with more characters is tokenised here, in another thread.
         """
-        text: str | tuple[int, ...] | TextPair
         if isinstance(prompt, Chat):
-            text = await asyncio.to_thread(self.engine.render_chat, prompt.messages, **prompt.options)
-            thinking = text[-32:].rstrip().endswith("<think>")
+            text = await self.rendering.render(prompt, key)
+            ready = ReadyPrompt(
+                text, False, text[-32:].rstrip().endswith("<think>")
+            )  # it has all special tokens
         else:
-            text, thinking = prompt, False
-        special = not isinstance(prompt, Chat)  # a chat template writes them itself
+            ready = ReadyPrompt(prompt, True)
+        if isinstance(prompt, tuple) and len(prompt) > (longest := self.engine.max_model_len):
+            raise TokenLimitError(
+                f"the prompt has {len(prompt)} tokens, more than max_model_len {longest}; shorten it or raise "
+                "max_model_len"
+            )
         tokenizer = self.engine.tokenizer
-        if isinstance(text, str) and len(text) > LONG_TEXT and not as_text and tokenizer is not None:
-            longest = _NORMALISER_SLACK * tokenizer.longest_token * self.engine.max_model_len
-            if len(text) <= longest:  # else the engine refuses it unread
-                ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
-                return ReadyPrompt(tuple(ids), special, thinking)
-        return ReadyPrompt(text, special, thinking)
+        if not isinstance(ready.value, str) or len(ready.value) <= long or tokenizer is None:
+            return ready
+        longest = _NORMALISER_SLACK * tokenizer.longest_token * self.engine.max_model_len
+        if len(ready.value) > longest:  # the engine refuses it unread
+            return ready
+        special = ready.add_special_tokens
+        ids = await asyncio.to_thread(tokenizer.encode, ready.value, add_special_tokens=special)
+        return replace(ready, value=TokensPrompt(prompt=ready.value, prompt_token_ids=ids))
+
+    def _bounded(self, request: LineRequest, prompts: Sequence[ReadyPrompt]) -> int:
+        """The log-probabilities that the answer may hold. Raises ApiError if it, or all answers, may be too large."""
+        longest = self.engine.max_model_len
+        limit = max(self.settings.max_answer_values, (1 + MAX_LOGPROBS) * longest)
+        lengths = [min(prompt.most_tokens, longest) for prompt in prompts]
+        if (size := answer_values(request, lengths, longest)) > limit:
+            raise ApiError(
+                400,
+                f"the answer may have {size} values (over all prompts: n x (max_tokens, and with echo the prompt) x "
+                f"(1 + logprobs)), and {limit} are allowed; lower n, max_tokens or logprobs, leave out echo, send "
+                "fewer prompts, or raise --max-answer-values",
+                code="invalid_request",
+                param="logprobs" if request.params.logprobs else "n",
+            )
+        held = held_values(request, lengths)
+        if held and self.values + held > 2 * limit:
+            self.times.refused += 1
+            raise ApiError(
+                429,
+                "too many answers with log-probabilities are under way; ask again later",
+                code="queue_full",
+                headers={"retry-after": str(self._retry_after())},
+            )
+        return held
 
     def adapter_named(self, name: str | None) -> LoRARequest | None:
         """The adapter that a client means by its `model`; None: one of the model's own names."""
@@ -182,9 +234,10 @@ class Service:
         name: a unique id, from which noise is drawn where the request has no seed.
         salt: keeps its cached prefixes from other callers. deadline_s: seconds for the whole of it, at most.
         """
-        prompts = [await self.ready_prompt(prompt, as_text=request.echo) for prompt in request.prompts]
-        if request.params.structured_outputs is not None:
-            await asyncio.to_thread(self.compile, request.params)
+        long = ECHOED_TEXT if request.echo else LONG_TEXT
+        prompts = [await self.ready_prompt(prompt, key=salt, long=long) for prompt in request.prompts]
+        held = self._bounded(request, prompts)
+        await self.constraints.compile(request.params, salt)
         options = dict(request.options)
         if (adapter := self.adapter_named(request.model)) is not None:
             options["lora_request"] = adapter
@@ -195,9 +248,14 @@ class Service:
             asked is None or (isinstance(asked, int | float) and asked > deadline_s)
         ):
             options["deadline_s"] = deadline_s
-        submission = Submission(self, every_token=every_token, thinking=prompts[0].thinking)
+        submission = Submission(self, every_token=every_token, thinking=prompts[0].thinking, values=held)
+        self.values += held
+        paused = time.perf_counter()
         try:
             for index, prompt in enumerate(prompts):
+                if time.perf_counter() - paused > PIECE_S:
+                    await asyncio.sleep(0)
+                    paused = time.perf_counter()
                 self.engine.submit(
                     prompt.value,
                     request.params,
@@ -241,12 +299,17 @@ class Submission:
     news: set when there is something to take. thinking: the prompt began the model's reasoning.
     """
 
-    def __init__(self, service: Service, *, every_token: bool, thinking: bool = False) -> None:
+    def __init__(
+        self, service: Service, *, every_token: bool, thinking: bool = False, values: int = 0
+    ) -> None:
+        """values: log-probabilities that `Service.values` counts for it until it is closed."""
         self.thinking = thinking
+        self._values = values
         self.news = asyncio.Event()
         self.collector = OutputCollector(on_news=self.news.set, every_token=every_token)
         self._service = service
         self._open: dict[str, int] = {}  # requests that have not ended, and which prompt each has
+        self._seen: defaultdict[str, AllSeen] = defaultdict(lambda: defaultdict(Seen))
 
     def expect(self, request_id: str, index: int) -> None:
         self._open[request_id] = index
@@ -256,12 +319,13 @@ class Submission:
         return not self._open
 
     def take(self) -> list[tuple[int, RequestOutput]]:
-        """The outputs with news, each with the place of its prompt."""
+        """What is new, each with the place of its prompt: of streams every token, else sequences as they end."""
         self.news.clear()
-        found = []
+        found, only_ended = [], not self.collector.every_token
         for request in self.collector.take():
-            output = request.output()
-            found.append((self._open[output.request_id], output))
+            output = request.news(self._seen[request.request_id], only_ended=only_ended)
+            if output.outputs or output.finished:
+                found.append((self._open[output.request_id], output))
             if output.finished:
                 del self._open[output.request_id]
                 self._service.times.count(output)
@@ -278,4 +342,6 @@ class Submission:
         if self._open:
             self.take()
         self._open.clear()
+        self._service.values -= self._values
+        self._values = 0
         self._service.forget(self)

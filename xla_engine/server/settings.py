@@ -20,15 +20,19 @@ class ServerSettings:
     sampling_defaults: sampling fields, and `chat_template`, for requests that do not say otherwise.
     max_tokens: of requests without one; None is 16 for completions and the rest of the context for chats.
     max_waiting: sequences beyond the slots that wait; further requests get status 429.
-    max_body_bytes: of a request. All bodies under way together may hold `BODIES` times as much.
-    max_header_bytes: of a request's line and headers.
+    max_answer_values: tokens of an answer, each counted with its log-probabilities; see `answer_values`. A single
+        sequence is always allowed. All answers under way together may hold twice as many log-probabilities.
+    max_body_bytes: of a request. All that are read or parsed together may have `BODIES` times
+        as much.
+    max_header_bytes: of a request's line and headers, of its trailers, and of a line between its chunks.
     header_timeout_s, body_timeout_s: for a client to send either.
     request_timeout_s: for an answer; None is unbounded. A request may ask for less.
-    send_timeout_s: for a client to take a piece of an answer; its request is aborted then.
+    send_timeout_s: for a client to take a part of any answer; its request is aborted then.
     drain_grace_s: after SIGTERM, seconds in which new requests are still taken.
     drain_timeout_s: after that, seconds in which those under way may finish.
     batch_dir: where files and batches are kept; None has neither.
     max_file_bytes, max_file_lines: of an uploaded file.
+    max_stored_bytes: of the files of one key and the results of its batches; further uploads get status 413.
     allowed_origins: for CORS; empty is off.
     tool_parser, reasoning_parser: formats of `parsers.choose`; "auto" reads them from the chat template, "none" leaves
         all text as it is.
@@ -40,8 +44,9 @@ class ServerSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     max_waiting: int = 1024
-    max_body_bytes: int = 32 << 20
-    max_header_bytes: int = 64 << 10
+    max_answer_values: int = 1 << 21
+    max_body_bytes: int = 8 << 20
+    max_header_bytes: int = 16 << 10
     header_timeout_s: float = 20.0
     body_timeout_s: float = 60.0
     request_timeout_s: float | None = None
@@ -51,6 +56,7 @@ class ServerSettings:
     batch_dir: Path | None = None
     max_file_bytes: int = 200 << 20
     max_file_lines: int = 50_000
+    max_stored_bytes: int = 10 << 30
     allowed_origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from xla_engine.batch.pooling import POOLING_URLS
 from xla_engine.batch.requests import LineError, LineRequest, parse_record
 from xla_engine.server.errors import ApiError, refused
 from xla_engine.text.parsers.scan import Parser
-from xla_engine.utils.json_line import load_object
+from xla_engine.utils.json_line import check_structure, load_object
 
+T = TypeVar("T")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
@@ -48,6 +51,15 @@ def read_json(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         message = str(error).replace("a line must be", "the body must be")
         raise ApiError(400, message, code="invalid_json") from error
+
+
+def typed_body(raw: bytes, kind: type[T]) -> T:
+    """The body as a record of this type. Raises ApiError."""
+    try:
+        check_structure(raw)
+        return msgspec.json.decode(raw, type=kind)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise ApiError(400, f"the body is not what is asked for: {error}", code="invalid_json") from error
 
 
 def parse_call(

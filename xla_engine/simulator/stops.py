@@ -33,7 +33,7 @@ class StopTokens:
 
     apart: whether each request gets tokens of its own, so that no answer is found in the cache for another.
     verified: of a run with speculation, how many tokens the rows of `Plan.verify` sampled and how many drafts they
-        had, step by step. The tokens of all requests are counted then, else those of host-gated ones.
+        had, step by step. The tokens of all requests are counted then, else those of constrained ones.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StopTokens:
         return samples
 
     def _is_counted(self, arrival: Arrival) -> bool:
-        return arrival.host_gated or self._verified is not None
+        return arrival.constrained or self._verified is not None
 
     def _stopping(self, plan: Plan) -> set[str]:
         stopping = set()

@@ -34,7 +34,7 @@ class Arrival:
     prompt_tokens: length of its prompt.
     new_tokens: how many tokens it gets.
     max_tokens: how many it asks for, at least `new_tokens`.
-    priority, host_gated, max_cached_tokens: as in `Request`.
+    priority, constrained, max_cached_tokens: as in `Request`.
     moment: when it comes, in steps of the loop, in place of the time; None in traces that do not say.
     gives_up: when its caller, its time or its text ends it, and the reason; None where a token does.
     fails: whether the device cannot choose its last token.
@@ -49,7 +49,7 @@ class Arrival:
     new_tokens: int
     max_tokens: int
     priority: int = 0
-    host_gated: bool = False
+    constrained: bool = False
     max_cached_tokens: int | None = None
     moment: Moment | None = None
     gives_up: tuple[Moment, str] | None = None
@@ -84,7 +84,7 @@ def of_step_log(log: StepLog, *, by_time: bool) -> Iterator[Arrival]:
             new_tokens=each.tokens if stopped else each.max_tokens,
             max_tokens=each.max_tokens,
             priority=each.priority,
-            host_gated=each.host_gated,
+            constrained=each.constrained,
             max_cached_tokens=each.max_cached_tokens,
             moment=None if by_time else each.came,
             gives_up=gives_up,

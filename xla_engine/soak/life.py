@@ -7,15 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.observability.observer import Observer
 from xla_engine.outputs import RequestOutput
-from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 from xla_engine.soak.alone import difference
@@ -82,9 +81,9 @@ class Life:
         engine.clock = clock = Clock()
         self._clock = clock
         self.device = FaultyDevice(engine.runner, clock, random.Random(f"{seed}/faults"))
-        engine.runner = cast("Runner", self.device)
-        engine.on_end = lambda name, _: self._ended.update([name])
-        engine._waiter.sleep = self.device.sleep
+        engine.state.runner = self.device
+        engine.observers.add(Observer(ended=lambda name, _: self._ended.update([name])))
+        engine.state.waiter.sleep = self.device.sleep
         self._stems = stems(engine, self._draw)
         self._compiles = engine.stats().compiles_after_warmup
 

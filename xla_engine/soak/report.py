@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from xla_engine.soak import memory
+from xla_engine.soak.http_rounds import HttpTally
 from xla_engine.soak.life import Tally
 
+LEAST_ENGINES = 3  # after the warm-up, without which nothing is said of the memory
 ALLOWED_GROWTH = 48 << 20  # bytes, by the slope, from the end of the warm-up to the end of the soak
 
 
@@ -53,6 +55,7 @@ class SoakReport:
 
     seed, first_life: repeat it. seconds: wall time. tally: what happened. kinds: by kind of engine, its times.
     resident: (requests so far, bytes of memory) after each engine's end, the warm-up left out: engines differ in size.
+    http: what happened over HTTP; None for a soak without a server.
     """
 
     seed: int
@@ -62,6 +65,7 @@ class SoakReport:
     kinds: dict[str, KindTimes] = field(default_factory=dict)
     resident: list[tuple[int, int]] = field(default_factory=list)
     without_speculation: str | None = None
+    http: HttpTally | None = None
 
     @property
     def bytes_per_request(self) -> float:
@@ -69,15 +73,21 @@ class SoakReport:
         return memory.slope(self.resident)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether enough engines have ended after the warm-up to say how memory grows."""
+        return len(self.resident) >= LEAST_ENGINES
+
+    @property
     def growth(self) -> int:
         """What the slope makes of the whole soak, in bytes."""
-        if len(self.resident) < 3:
+        if not self.is_measured:
             return 0
         return round(self.bytes_per_request * (self.resident[-1][0] - self.resident[0][0]))
 
     @property
     def ok(self) -> bool:
-        return not self.tally.problems and self.growth <= ALLOWED_GROWTH
+        grows = self.http is not None and self.http.grows
+        return not self.tally.problems and self.growth <= ALLOWED_GROWTH and not grows
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -101,13 +111,20 @@ class SoakReport:
         ]
         if self.without_speculation is not None:
             lines.append(f"no speculation             {self.without_speculation}")
+        if self.http is not None:
+            lines += self.http.lines()
         lines += [f"{name:<26} {times.line()}" for name, times in self.kinds.items()]
         return lines + list(self._verdict())
 
     def memory_line(self) -> str:
         """Memory and its slope as text."""
+        if not self.is_measured:
+            return (
+                f"not measured: {len(self.resident)} engines after the warm-up, and {LEAST_ENGINES} are needed; "
+                "run for longer, or with fewer --rounds"
+            )
         mib = 1 << 20
-        first, last = (self.resident[0][1], self.resident[-1][1]) if self.resident else (0, 0)
+        first, last = self.resident[0][1], self.resident[-1][1]
         return (
             f"{first / mib:.0f} MiB after the warm-up, {last / mib:.0f} MiB at the end; "
             f"{self.bytes_per_request:+.0f} bytes a request, {self.growth / mib:+.1f} MiB in all, "
@@ -123,4 +140,14 @@ class SoakReport:
             yield f"to see it again, with the same options: xla-engine soak {again}"
         if self.growth > ALLOWED_GROWTH:
             yield "  the memory grows"
-        yield "all held" if self.ok else "NOT all held"
+        if self.http is not None and self.http.grows:
+            yield "  the memory of the server grows"
+        unmeasured = [] if self.is_measured else ["memory"]
+        if self.http is not None and self.http.ratio is None:
+            unmeasured.append("memory of the server")
+        if not self.ok:
+            yield "NOT all held"
+        elif unmeasured:
+            yield f"no problem found, but not measured: {', '.join(unmeasured)}"
+        else:
+            yield "all held"

@@ -17,6 +17,7 @@ from xla_engine.scheduler.policy import POLICIES
 from xla_engine.soak import memory
 from xla_engine.soak.async_life import AsyncLife
 from xla_engine.soak.faults import STEP_TIMEOUT_S, FaultyTokenizer
+from xla_engine.soak.http_server import HttpServer
 from xla_engine.soak.life import ENDS, REQUESTS, Life
 from xla_engine.soak.report import KindTimes, SoakReport
 
@@ -47,6 +48,7 @@ def soak(
     first_life: int = 0,
     rounds: int = ROUNDS,
     requests: int = REQUESTS,
+    http: HttpServer | None = None,
     progress: Callable[[str], None] | None = None,
     on_life: Callable[[SoakReport], None] | None = None,
 ) -> SoakReport:
@@ -54,12 +56,12 @@ def soak(
 
     config: what the lives do not choose themselves.
     minutes: no round begins later. lives: engines at most. The first problem ends the soak after its round.
-    rounds: of each life. requests: of each round. progress: called after each round with "round". on_life: called with
-    the report as it is after each life.
+    rounds: of each life. requests: of each round. http: a server whose clients have rounds after each life.
+    progress: called after each round with "round". on_life: called with the report as it is after each life.
 
     Raises ConfigError where no engine can be.
     """
-    report = SoakReport(seed, first_life)
+    report = SoakReport(seed, first_life, http=None if http is None else http.tally)
     others, threads = memory.survivors(), len(memory.threads())
     began = time.monotonic()
 
@@ -99,6 +101,8 @@ def soak(
         times.rounds_s += ends - runs - alone_s
         times.alone_s += alone_s
         times.ending_s += time.monotonic() - ends
+        if http is not None:
+            report.tally.problems += [f"{seed}/{number}, HTTP: {what}" for what in http.run(str(number))]
         report.seconds = time.monotonic() - began
         if on_life is not None:
             on_life(report)

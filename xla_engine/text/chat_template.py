@@ -45,6 +45,7 @@ def render_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     cpu_limit_s: float = CPU_LIMIT_S,
     max_characters: int = MAX_CHARACTERS,
+    process: WorkerProcess | None = None,
 ) -> str:
     """The prompt for a conversation, as transformers' `apply_chat_template` makes it.
 
@@ -57,6 +58,7 @@ def render_chat(
         continue_final_message: end inside the last message instead, so that the model goes on with it.
         chat_template_kwargs: further variables of the template, "enable_thinking" for instance.
         cpu_limit_s, max_characters: a rendering beyond either is an error.
+        process: runs "chat_worker.py"; it renders one chat at a time. None: one that all callers share.
 
     The begin token is in the text where the template puts one: tokenise it without adding special tokens. A
     template that asks for `strftime_now` makes the prompt depend on the day.
@@ -94,7 +96,7 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     context = {"documents": None} | special_tokens | extra | given
-    text = _render(source, context, cpu_limit_s, max_characters)
+    text = _render(source, context, cpu_limit_s, max_characters, process or _PROCESS)
     return _up_to_mark(text, final) if continue_final_message else text
 
 
@@ -161,7 +163,9 @@ def _up_to_mark(text: str, final: str) -> str:
     )  # a template that trims the message trims this end too
 
 
-def _render(source: str, context: dict[str, Any], cpu_limit_s: float, max_characters: int) -> str:
+def _render(
+    source: str, context: dict[str, Any], cpu_limit_s: float, max_characters: int, process: WorkerProcess
+) -> str:
     try:
         request = json.dumps({"template": source, "context": context, "max_characters": max_characters})
     except (TypeError, ValueError, RecursionError) as error:
@@ -173,7 +177,7 @@ def _render(source: str, context: dict[str, Any], cpu_limit_s: float, max_charac
     if find_spec("jinja2") is None:
         raise ChatTemplateError("chat templates need jinja2: pip install 'jinja2>=3.1.6'")
     try:
-        answer = _PROCESS.ask(cpu_limit_s, request)
+        answer = process.ask(cpu_limit_s, request)
     except WorkerEndedError as error:
         raise ChatTemplateError(f"rendering the chat template {error} on these messages") from error
     if "error" in answer:

@@ -31,4 +31,4 @@ def as_lark(grammar: str) -> str:
             "structured_outputs: grammar is nested too deeply; make it flatter"
         ) from None
     except Exception as error:  # the converter raises plain ones
-        raise InvalidRequestError(f"structured_outputs: grammar is no GBNF: {error}") from error
+        raise InvalidRequestError(f"structured_outputs: grammar is not GBNF: {error}") from error

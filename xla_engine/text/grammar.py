@@ -110,7 +110,7 @@ class Grammars:
                 f"structured output needs llguidance: {install('structured')}"
             ) from error
         if not eos_token_ids:
-            raise InvalidRequestError("the model names no eos id, so a constrained text could not end")
+            raise InvalidRequestError("the model has no eos id, so a constrained text could not end")
         self._library = llguidance
         self._words = -(-vocab_size // 32)
         text = tokenizer.to_json()
@@ -172,7 +172,7 @@ class Grammars:
             options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
             return build.grammar_from_json_schema(text, overrides=options)
         except (ValueError, TypeError, RecursionError) as error:
-            raise InvalidRequestError(f"structured_outputs: json is no schema: {error}") from error
+            raise InvalidRequestError(f"structured_outputs: json is not a schema: {error}") from error
 
 
 def _check_bounds(schema: object) -> None:

@@ -30,7 +30,7 @@ class TokenMask:
     Tokens are noted as they come, and `make` brings the words up to them: in any thread, also while `take` and `reset`
     are called in another.
 
-    host_gated: whether the words depend on the tokens so far, so that each step needs the token before.
+    constrained: whether the words depend on the tokens so far, so that each step needs the token before.
     seconds: processor time that the latest words took.
     """
 
@@ -57,15 +57,15 @@ class TokenMask:
         self._min_tokens = min_tokens
         self._vocab_size = vocab_size
         self._matcher = matcher
-        self.host_gated = bool(self._sequences) or matcher is not None
+        self.constrained = bool(self._sequences) or matcher is not None
         self.seconds = 0.0
         self._tokens: list[int] = []  # another list after `reset`
         self._matched = self._tokens  # what the matcher has taken the first `_count` of
         self._count = 0
         self._lock = threading.Lock()  # held while the matcher works
         first = self._next(0)
-        # Where rows are not host-gated, the device forbids the stop ids itself, for as long as it should.
-        self._first = first if self.host_gated else self._constant
+        # Where rows are not constrained, the device forbids the stop ids itself, for as long as it should.
+        self._first = first if self.constrained else self._constant
         self._made = _Made(self._tokens, 0, self._first)
         if not first.any():
             raise InvalidRequestError(
@@ -107,7 +107,7 @@ class TokenMask:
 
     def take(self, token_id: int) -> None:
         """Note the sampled token."""
-        if self.host_gated:
+        if self.constrained:
             self._tokens.append(token_id)
 
     def make(self) -> None:
@@ -135,7 +135,7 @@ class TokenMask:
     def push(self, token_id: int) -> None:
         """Take a token and make the words behind it. Raises InvalidRequestError where none may follow it."""
         self.take(token_id)
-        if self.host_gated:
+        if self.constrained:
             self.make()
 
     def reset(self) -> None:

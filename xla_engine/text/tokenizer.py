@@ -17,6 +17,10 @@ from xla_engine.text.trials import why_not_load
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
+_LONG_TEXT = (
+    8192  # characters; the library holds Python's interpreter lock for the whole of a text outside of batches
+)
+
 
 class Tokenizer:
     """One model's tokenizer. Truncation and padding that a tokenizer.json may ask for are switched off.
@@ -39,6 +43,8 @@ class Tokenizer:
         self._token_bytes = {
             skip: TokenBytes(partial(self._visible_token, skip)) for skip in (False, True)
         }  # by whether special tokens are skipped
+        self._strings: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def of_model(cls, files: ModelFiles) -> Self | None:
@@ -75,12 +81,28 @@ class Tokenizer:
         with raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
             if isinstance(text, str):
                 text.encode()  # a lone surrogate is reported with its position
+            if len(text) > _LONG_TEXT:  # other threads go on meanwhile
+                given = text if pair is None else (text, pair)
+                return self._backend.encode_batch_fast([given], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
+
+    def plain_ids(self, text: str) -> list[int]:
+        """`encode` without the tokens that tokenizer.json adds."""
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids that no token has give nothing. Raises InvalidRequestError for what is no id."""
         with raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_string(self, token_id: int) -> str:
+        """`decode` of one id, special tokens included."""
+        text = self._strings.get(token_id)
+        if text is None:
+            text = self.decode([token_id], skip_special_tokens=False)
+            if token_id < self.vocab_size:
+                self._strings[token_id] = text
+        return text
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json."""
@@ -96,10 +118,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds inside a text, perhaps part of a character; a special token's name."""
-        token = self._visible_token(False, token_id)
-        if token is None:
-            return b""
-        return token.encode() if token in self._special else self._rules.bytes_of(token)
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._visible_token(False, token_id)
+            if token is None:
+                return b""
+            found = token.encode() if token in self._special else self._rules.bytes_of(token)
+            self._bytes[token_id] = found
+        return found
 
     def _visible_token(self, skip_special_tokens: bool, token_id: int) -> str | None:
         try:

@@ -2,28 +2,66 @@
 
 A line must be an I-JSON object (RFC 7493: UTF-8, no duplicate names, no NaN or Infinity, no lone surrogates;
 integers within 64 bits) nested at most `MAX_NESTING` deep: what other readers might read differently is refused.
-Lines are bounded in bytes before they come here; parsing may hold 25 times as much.
+
+Lines are bounded in bytes before they come here, and in values before they are parsed: parsing holds the interpreter
+for a few milliseconds at a time, and memory of a few times the line's.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 MAX_NESTING = 64  # containers inside one another in one line
+MAX_VALUES = 1 << 16  # strings, names, lists and objects in one line; numbers are bounded by its bytes
+_SCANNED = 64 << 10  # bytes at a time
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 def load_object(raw: bytes) -> dict[str, Any]:
     """The object that `raw` spells. Raises ValueError with a message for people, and nothing else."""
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique_names)
+        check_structure(raw)
+        value = json.loads(raw.decode("utf-8"), **_HOOKS)
     except (ValueError, RecursionError) as error:
         raise ValueError(_message(error)) from error
     if not isinstance(value, dict):
         raise ValueError(f"a line must be a JSON object, not {kind(value)}")
-    _check_values(value)
+    _check_nesting(value, strings=any(escape in raw for escape in (b"\\ud", b"\\uD")))
     return value
+
+
+def check_structure(raw: bytes) -> None:
+    """Raise ValueError if `raw` may have more than `MAX_VALUES` strings, names, lists and objects."""
+    if len(raw) > MAX_VALUES and sum(_values(raw)) > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} strings, names, lists and objects")
+
+
+def _values(raw: bytes) -> Iterator[int]:
+    """How many strings, names, lists and objects begin in each part of the line, by quotes and brackets only.
+
+    NumPy's loops let other threads run meanwhile.
+    """
+    import numpy as np  # a command's --help does not wait for it
+
+    quoted, escape = False, False  # at the beginning of the part: within a string; behind an odd backslash
+    for begin in range(0, len(raw), _SCANNED):
+        part = np.frombuffer(raw, np.uint8, min(_SCANNED, len(raw) - begin), begin)
+        quotes = part == _QUOTE
+        slashes = part == _BACKSLASH
+        if escape or slashes.any():
+            places = np.arange(len(part))
+            last = np.maximum.accumulate(np.where(slashes, -1 - int(escape), places))  # that is no backslash
+            before = np.concatenate(([-1 - int(escape)], last[:-1]))
+            run = places - 1 - before  # backslashes directly before each byte
+            quotes &= run % 2 == 0
+            escape = bool((len(part) - 1 - last[-1]) % 2)
+        inside = np.logical_xor.accumulate(quotes) ^ quoted
+        opens = ((part == ord("[")) | (part == ord("{"))) & ~inside
+        yield int(np.count_nonzero(opens)) + int(np.count_nonzero(quotes & inside))
+        quoted = bool(inside[-1])
 
 
 def dump_line(record: object) -> bytes:
@@ -43,6 +81,20 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+def _integer(digits: str) -> int:
+    value = int(digits)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError("an integer does not fit into 64 bits")
+    return value
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large for a 64-bit float")
+    return value
+
+
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
@@ -54,33 +106,36 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _check_values(value: object) -> None:
-    """Walk level by level, so that depth costs no stack."""
-    level = [value]
-    for _ in range(MAX_NESTING + 1):
+# Functions in Python for numbers, too: the interpreter may serve other threads between them.
+_HOOKS: dict[str, Any] = {
+    "parse_constant": _no_constant,
+    "parse_int": _integer,
+    "parse_float": _float,
+    "object_pairs_hook": _unique_names,
+}
+
+
+def _check_nesting(value: object, *, strings: bool) -> None:
+    """Walk level by level, so that depth costs no stack. strings: they may hold lone surrogates."""
+    level, depth = [value], 0
+    while level:
         below: list[object] = []
         for item in level:
-            if isinstance(item, dict):
-                below += item.keys()
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
-            elif isinstance(item, str):
+            if isinstance(item, str):
                 try:
                     item.encode("utf-8")
                 except UnicodeEncodeError as error:
                     raise ValueError(
                         "a string holds half of a surrogate pair; write the whole character"
                     ) from error
-            elif isinstance(item, float):
-                if not math.isfinite(item):
-                    raise ValueError("a number is too large for a 64-bit float")
-            elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-                raise ValueError("an integer does not fit into 64 bits")
-        if not below:
-            return
-        level = below
-    raise ValueError(f"nested more than {MAX_NESTING} deep")
+            elif isinstance(item, (dict, list)):
+                if item and depth == MAX_NESTING:
+                    raise ValueError(f"nested more than {MAX_NESTING} deep")
+                values = item if isinstance(item, list) else item.values()
+                kinds = (dict, list, str) if strings else (dict, list)
+                below += [each for each in values if isinstance(each, kinds)]
+                below += item if strings and isinstance(item, dict) else ()
+        level, depth = below, depth + 1
 
 
 def _message(error: Exception) -> str:

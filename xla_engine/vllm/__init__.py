@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.pooling.outputs import (
+from xla_engine.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -15,7 +15,7 @@ from xla_engine.pooling.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from xla_engine.pooling.params import PoolingParams
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import TextPrompt, TokensPrompt
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.vllm.engine import AsyncLLM, LLMEngine

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from xla_engine import llm
-from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.client import EngineClient
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.pooling.outputs import (
+from xla_engine.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from xla_engine.pooling.params import PoolingParams
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams as FixedParams
 from xla_engine.text.chat_template import Message
@@ -52,7 +52,7 @@ class LLM:
         return cls(engine_args.model, **engine_args.options)
 
     @property
-    def llm_engine(self) -> XlaBatchEngine:
+    def llm_engine(self) -> EngineClient:
         """The engine, with this package's methods."""
         return self._llm.engine
 

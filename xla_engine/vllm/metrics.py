@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.client import EngineClient
 from xla_engine.observability.histogram import Distribution
 
 
@@ -48,7 +48,7 @@ class Vector(Metric):
     values: list[int]
 
 
-def metrics(engine: XlaBatchEngine) -> list[Metric]:
+def metrics(engine: EngineClient) -> list[Metric]:
     """Those of the engine's metrics that vLLM has names for."""
     found: list[Metric] = []
     for family in engine.metrics():

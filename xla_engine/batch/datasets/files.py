@@ -138,6 +138,22 @@ def _checked(source: str, found: list[tuple[str, Callable[[], BinaryIO]]]) -> li
     return files
 
 
+def exists(path: str) -> bool:
+    """Whether there is a file at a path or URL. Raises ConfigError and OSError."""
+    if not is_url(path):
+        return os.path.exists(path)
+    system, place = file_system(path)
+    return bool(system.exists(place))
+
+
+def opened(path: str) -> BinaryIO:
+    """The bytes of a file or of what a URL names. Raises ConfigError and OSError."""
+    if not is_url(path):
+        return open(path, "rb")
+    system, place = file_system(path)
+    return cast("BinaryIO", system.open(place, "rb"))
+
+
 def put(local: Path, url: str) -> None:
     """Copy a finished file to a URL. Raises OSError."""
     system, path = file_system(url)

@@ -178,7 +178,7 @@ def _parquet(file: TableFile, source: BinaryIO) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(source)
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{file.name} is no Parquet file: {error}") from error
+        raise ConfigError(f"{file.name} is not a Parquet file: {error}") from error
 
 
 def _ipc(file: TableFile, source: BinaryIO) -> tuple[Any, Iterator[Any]]:
@@ -193,7 +193,7 @@ def _ipc(file: TableFile, source: BinaryIO) -> tuple[Any, Iterator[Any]]:
         stream = pa.ipc.open_stream(source)
         return stream.schema, iter(stream)
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{file.name} is no Arrow file: {error}") from error
+        raise ConfigError(f"{file.name} is not an Arrow file: {error}") from error
 
 
 def _arrow_batches(file: TableFile, source: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from xla_engine.equivalence.reference import Reference
 from xla_engine.equivalence.verify import verify
 from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.observability.observer import Observer
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Events, Plan, Request, Scheduler
@@ -36,15 +37,17 @@ class Watch:
         self.stale = 0  # row-steps that gave no token: the row had stopped and the host did not know yet
         self.queued_busy = self.queued_total = 0  # row-steps while requests waited: scheduled, and possible
 
-    def __call__(self, plan: Plan, events: Events | None) -> None:
-        if events is not None:
-            self.stale += len(plan.decode) + len(plan.first_rows) - len(events)
-            return
+    def started(self, plan: Plan) -> None:
+        """A step was started."""
         self.steps += 1
         self.row_steps += len(plan.decode)
         if self._engine.num_waiting:
             self.queued_busy += len(plan.decode)
             self.queued_total += self._engine.max_num_seqs
+
+    def read(self, plan: Plan, events: Events) -> None:
+        """Its tokens are here."""
+        self.stale += len(plan.decode) + len(plan.first_rows) - len(events)
 
 
 class Engine:
@@ -91,7 +94,9 @@ class Engine:
     ) -> dict[str, Any]:
         """The protocol's `run`. Prompts end early at `stop_token_ids`, one list per request."""
         engine, stats = self.engine, self.engine.stats()
-        watch = engine.on_step = Watch(engine)
+        watch = Watch(engine)
+        observer = Observer(started=watch.started, read=watch.read)
+        engine.observers.add(observer)
         order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
         finished = {}
         submitted = 0
@@ -112,7 +117,7 @@ class Engine:
             else:
                 time.sleep(arrivals[order[submitted]] - now)
         seconds, cpu = time.monotonic() - began, time.thread_time() - cpu
-        engine.on_step = None
+        engine.observers.remove(observer)
         outputs = [finished[index] for index in range(len(prompts))]
         compiles = engine.stats().compiles_after_warmup - stats.compiles_after_warmup
         if compiles:

@@ -9,14 +9,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
@@ -33,7 +31,7 @@ from xla_engine.utils.progress import Progress
 
 if TYPE_CHECKING:
     from xla_engine.distributed.shards.shard import Shard
-    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.engine.client import EngineClient
 
 _imported_at = time.monotonic()
 
@@ -91,8 +89,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             if table is not None:
                 if files.errors is not None:
                     raise OutputError(f"{files.output} has a column for errors; leave out --errors")
-                if not table.check(files.source, files.mode):
-                    return RunTotals(), [f"{files.output} is whole; nothing is left to do"]
+                table.check(files.source, files.mode)
                 files = replace(files, output=str(table.journal))
             source = stack.enter_context(
                 open_lines(
@@ -103,10 +100,13 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                     keep=table is not None,
                 )
             )
-            first = next(source.lines, None)
+            lines = source.lines if table is None else table.begin(source.lines, settings.defaults)
+            if table is not None and table.is_whole(lines, settings.shard):
+                return RunTotals(), [f"{table.out} is whole; nothing is left to do"]
+            first = next(lines, None)
             if first is None:
                 raise _common.NotStarted(f"empty_file: {files.source} holds no request")
-            lines: Iterator[Line] = itertools.chain([first], source.lines)
+            lines = itertools.chain([first], lines)
             done = FinishedLines()
             shard = ShardOutput(settings.shard, files.output, files.errors, files.mode)
             outputs = [
@@ -125,7 +125,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 shard.finish(done, RunTotals(), None)
                 if table is not None:
                     table.journal.touch()
-                    table.finish(source, failed=False)
+                    table.finish(source, settings.shard, failed=False)
                 return RunTotals(), [f"shard {settings.shard} has none of the input's lines"]
             lines = itertools.chain([] if first is None else [first], lines)
             engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
@@ -162,7 +162,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 output.close()
             shard.finish(done, totals, header.system_fingerprint)
             if table is not None:
-                table.finish(source, failed=bool(done.errors or totals.failed))
+                table.finish(source, settings.shard, failed=bool(done.errors or totals.failed))
     cold_start = None if totals.first_token_at is None else totals.first_token_at - _process_start()
     return totals, summary_lines(totals, stats, wall=ended - began, cold_start=cold_start)
 
@@ -174,9 +174,7 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
             raise OutputError(f"{first} and {second} are the same file; results need one of their own")
 
 
-def _header(
-    engine: XlaBatchEngine, settings: Settings, done: FinishedLines, model: str | None
-) -> ResultHeader:
+def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model: str | None) -> ResultHeader:
     """The header of all results. A resumed run takes over what the first run wrote."""
     digest = engine.identity().digest()
     if done.system_fingerprint not in (None, digest):
@@ -201,7 +199,7 @@ def run_state(totals: RunTotals) -> dict[str, Any]:
 
 
 def _show(
-    progress: Progress, engine: XlaBatchEngine, totals: RunTotals, live: LiveFiles, *, last: bool = False
+    progress: Progress, engine: EngineClient, totals: RunTotals, live: LiveFiles, *, last: bool = False
 ) -> None:
     if last or progress.due:
         done = totals.done + totals.resumed

@@ -13,18 +13,18 @@ pooling_options = together(
         "--runner",
         type=click.Choice(["auto", "generate", "pooling"]),
         default="auto",
-        help="Make text, or one vector of each prompt; auto is what the checkpoint is for.",
+        help="Generate text, or one vector per prompt; auto follows the checkpoint.",
     ),
     click.option(
         "--pooler-config",
         metavar="JSON",
         callback=json_value,
-        help='How vectors are made, in place of what the checkpoint says: \'{"pooling_type": "MEAN"}\'.',
+        help='Overrides how the checkpoint makes vectors: \'{"pooling_type": "MEAN"}\'.',
     ),
     click.option(
         "--hf-overrides",
         metavar="JSON",
         callback=json_value,
-        help="Fields of config.json, of a model that makes vectors or scores, in place of the file's.",
+        help="Overrides fields of config.json, for a model that makes vectors or scores.",
     ),
 )

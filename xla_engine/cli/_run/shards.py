@@ -33,7 +33,7 @@ shard_option = click.option(
     "--shard",
     metavar="I/N",
     callback=_shard,
-    help="Run only job I, from 0, of N over the same INPUT; `xla-engine merge` makes one file of their outputs.",
+    help="Run only job I of N (from 0) over the same INPUT; `xla-engine merge` joins their outputs.",
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,6 +20,7 @@ from xla_engine.errors import OutputError
 
 if TYPE_CHECKING:
     from xla_engine.batch.datasets.tables import Table
+    from xla_engine.distributed.shards.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,12 @@ table_options = together(
     click.option(
         "--keep-columns",
         metavar="NAME,...",
-        help="Columns of the input that a table as OUTPUT has, too.  [default: all]",
+        help="Input columns to copy to an OUTPUT table.  [default: all]",
     ),
     click.option(
         "--journal",
         metavar="FILE",
-        help="Where results are held until a table or URL as OUTPUT is written.  [default: OUTPUT.journal.jsonl]",
+        help="Where results are kept until an OUTPUT table or URL is written.  [default: OUTPUT.journal.jsonl]",
     ),
 )
 
@@ -134,6 +135,7 @@ class TableOutput:
         self.out = out
         name = out.rstrip("/").rpartition("/")[2] if is_url(out) else out
         self.journal = Path(options.journal or f"{name}.journal.jsonl")
+        self._claims_to_be_whole = False
 
     @classmethod
     def wanted(cls, out: str, options: TableOptions) -> TableOutput | None:
@@ -142,32 +144,66 @@ class TableOutput:
 
         return cls(out, options) if is_url(out) or kind_of(out) in OUTPUTS else None
 
-    def check(self, source: str, mode: Mode) -> bool:
-        """Whether there is something to do: not where a resumed output is whole. Raises OutputError and OSError."""
+    def check(self, source: str, mode: Mode) -> None:
+        """Raises OutputError for an output that may not be written, and OSError."""
+        from xla_engine.batch.datasets.files import exists
+
         if source == self.out or (
             (os.path.exists(source) and os.path.exists(self.out)) and os.path.samefile(source, self.out)
         ):
             raise OutputError(f"{source} is input and output; results need a file of their own")
-        if mode is Mode.OVERWRITE or not self._exists():
-            return True
+        if os.path.isdir(self.out):
+            raise OutputError(f"{self.out} is a folder; name a file with -o")
+        if mode is Mode.OVERWRITE or not exists(self.out):
+            return
         if mode is Mode.NEW:
             raise OutputError(f"{self.out} is there already; --overwrite replaces it")
-        return self.journal.exists()
+        self._claims_to_be_whole = not self.journal.exists()
 
-    def _exists(self) -> bool:
-        from xla_engine.batch.datasets.files import file_system, is_url
+    def begin(self, lines: Iterator[Line], defaults: Mapping[str, Any]) -> Iterator[Line]:
+        """The input's lines, of which the finished table is to know."""
+        from xla_engine.batch.datasets.finished import DigestedLines
 
-        if not is_url(self.out):
-            return os.path.exists(self.out)
-        system, path = file_system(self.out)
-        return bool(system.exists(path))
+        self._lines = DigestedLines(lines, defaults)
+        return iter(self._lines)
 
-    def finish(self, source: Input, *, failed: bool) -> None:
+    def is_whole(self, lines: Iterator[Line], shard: Shard | None) -> bool:
+        """Whether a run has finished the output, so that nothing is left to resume; the input is read for it.
+
+        Raises OutputError for an output that no run of this input has written, and OSError.
+        """
+        from xla_engine.batch.datasets.finished import Finished
+
+        if not self._claims_to_be_whole:
+            return False
+        remedy = "nothing was changed: name another output with -o, or replace it with --overwrite"
+        if (found := Finished.of(self.out)) is None:
+            raise OutputError(
+                f"{self.out} cannot be resumed: there is no {self.journal.name}, and nothing says that a run finished "
+                f"it; {remedy}"
+            )
+        for _ in lines:
+            pass
+        if (found.input, found.shard) != (self._lines.digest, _shard_text(shard)):
+            raise OutputError(
+                f"{self.out} was made from another input, with other sampling defaults or as another shard; {remedy}"
+            )
+        return True
+
+    def finish(self, source: Input, shard: Shard | None, *, failed: bool) -> None:
         """Write the table. The journal goes, unless lines failed: --retry-failed needs it."""
+        from xla_engine.batch.datasets.finished import Finished, digest_of
         from xla_engine.batch.datasets.output import publish
         from xla_engine.distributed.shards.shard import state_path
 
         publish(self.journal, self.out, source.table, source.columns)
         if not failed:
+            Finished(table=digest_of(self.out), input=self._lines.digest, shard=_shard_text(shard)).write(
+                self.out
+            )
             self.journal.unlink()
             state_path(self.journal).unlink(missing_ok=True)
+
+
+def _shard_text(shard: Shard | None) -> str:
+    return "" if shard is None else str(shard)

@@ -16,7 +16,7 @@ from xla_engine.observability.status_file import StatusFile
 from xla_engine.observability.step_log_writer import logging_steps
 
 if TYPE_CHECKING:
-    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.engine.client import EngineClient
 
 Names = Callable[[str], str | None]  # the caller's name for an engine request
 
@@ -29,13 +29,16 @@ class Watched:
     metrics: str | None = None
     step_log: str | None = None
 
-    def logging(self, engine: XlaBatchEngine, names: Names) -> contextlib.AbstractContextManager[None]:
+    def logging(self, engine: EngineClient, names: Names) -> contextlib.AbstractContextManager[None]:
         """Write the step log while the block runs. Raises OSError and ConfigError."""
         if self.step_log is None:
             return contextlib.nullcontext()
+        from xla_engine.engine.batch_engine import XlaBatchEngine
+
+        assert isinstance(engine, XlaBatchEngine)  # `run` refuses a step log of several
         return logging_steps(engine, self.step_log, names=names)
 
-    def begin(self, engine: XlaBatchEngine, names: Names, run: Callable[[], Mapping[str, Any]]) -> LiveFiles:
+    def begin(self, engine: EngineClient, names: Names, run: Callable[[], Mapping[str, Any]]) -> LiveFiles:
         """The files that are written again and again, each written once. run: what the run itself counts."""
         files: dict[str, LiveFile] = {}
         if self.status is not None:

@@ -46,15 +46,18 @@ machine_options = together(
         "--replicas",
         type=click.IntRange(1, 4096),
         multiple=True,
-        help="Simulate so many machines behind a router; several times to compare.",
+        help="Number of machines behind a router; repeatable, to compare.",
     ),
     click.option(
-        "--p99-first-token", type=_SECONDS, metavar="SECONDS", help="Find the fewest machines for this p99."
+        "--p99-first-token",
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="Find the smallest number of machines with this p99.",
     ),
     click.option(
-        "--p99-between", type=_SECONDS, metavar="SECONDS", help="The same, of the time between tokens."
+        "--p99-between", type=_SECONDS, metavar="SECONDS", help="The same for the time between tokens."
     ),
-    click.option("--p99-request", type=_SECONDS, metavar="SECONDS", help="The same, of whole requests."),
+    click.option("--p99-request", type=_SECONDS, metavar="SECONDS", help="The same for whole requests."),
 )
 
 

@@ -15,13 +15,13 @@ from xla_engine.utils.progress import counting
 @click.argument("record_path", metavar="FILE")
 @click.option("-o", "--output", "output_path", metavar="SMALLER", required=True, help="The small record.")
 @click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
-@click.option("--max-runs", type=click.IntRange(1), default=1000, help="Batched runs at most.")
+@click.option("--max-runs", type=click.IntRange(1), default=1000, help="Most batched runs.")
 @click.option("--force", is_flag=True, help="Shrink even on another model, version or device.")
 def shrink(record_path: str, output_path: str, model: str | None, max_runs: int, force: bool) -> None:
-    """Reduce a record in which a request differs from its alone-run to a small one that still does.
+    """Reduce a record in which a request differs from its run alone to a small one that still differs.
 
-    Requests, aborts and turns are left out, prompts and outputs shortened, and sampling made plainer as long as a
-    request still differs between alone and batched. The small schedule is printed turn by turn.
+    Requests, aborts and turns are removed, prompts and outputs shortened, and sampling simplified, as long
+    as a request still differs between alone and batched. The small schedule is printed turn by turn.
 
     \b
     Exit status: 0 a failing record was written, 1 nothing differs here, 2 refused or could not start.

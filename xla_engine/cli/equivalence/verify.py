@@ -82,7 +82,7 @@ def verify(
         raise _common.NotStarted("--record goes with --against alone: there is one engine to record")
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
-            engine = stack.enter_context(_common.load_engine(options, show=True))
+            engine = stack.enter_context(_common.load_one_engine(options, show=True))
             from xla_engine.equivalence import across_configurations as levels
             from xla_engine.equivalence import verify as law
             from xla_engine.equivalence.record_file import write_record

@@ -15,9 +15,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.distributed.data_parallel.fleet import Member
 from xla_engine.distributed.data_parallel.request import RemoteAdapter, RemoteRequest
 from xla_engine.errors import AdaptersBusyError, CheckpointError, InvalidRequestError
-from xla_engine.model_loader.config_json import read_model
-from xla_engine.model_loader.families import tensor_sources
-from xla_engine.model_loader.model_files import ModelFiles
+from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.peft.adapter import read_adapter
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.runner.weights.adapters import lora_form
@@ -25,22 +23,16 @@ from xla_engine.runner.weights.adapters import lora_form
 Key = Callable[[LoRARequest], str]
 
 
-def key_reader(files: ModelFiles, config: EngineConfig) -> Key:
-    """Reads an adapter for the model of `files` and returns its key. Raises InvalidRequestError as an engine does."""
+def key_reader(model: ModelDescription, config: EngineConfig) -> Key:
+    """Reads an adapter for a model and returns its key. Raises InvalidRequestError as an engine does."""
     if not config.enable_lora:
         return _without_room
-    model, family = read_model(files)
-    sources = tensor_sources(model, family) if files.path.is_dir() else {}
-    form = lora_form(config, model, np.dtype(np.float32), None)
+    form = lora_form(config, model.config, np.dtype(np.float32), None)
     assert form is not None
 
     def read(request: LoRARequest) -> str:
-        if not sources:
-            raise InvalidRequestError(
-                "adapters need a model from a Hugging Face directory, whose weights have transformers' names"
-            )
         try:
-            return read_adapter(request.lora_path, sources, model, form).fingerprint
+            return read_adapter(request.lora_path, model.sources, model.config, form).fingerprint
         except CheckpointError as error:
             raise InvalidRequestError(f"adapter {request.lora_name!r}: {error}") from error
 

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 from xla_engine.config import EngineConfig
 from xla_engine.distributed.data_parallel import totals
@@ -24,9 +24,8 @@ from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.seeds import noise_key
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.environment import embedded_model_directory
-from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.model_loader.config_json import read_config, read_special_tokens
-from xla_engine.model_loader.generation_config import sampling_defaults
+from xla_engine.errors import ConfigError, InvalidRequestError, OneEngineError
+from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.observability.metrics import EngineFacts, engine_metrics
 from xla_engine.observability.prometheus import Family, text_of
@@ -34,13 +33,25 @@ from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Peek, Scheduler, SchedulerConfig, Snapshot
+from xla_engine.scheduler import Scheduler, SchedulerConfig, Snapshot
 from xla_engine.text.chat_template import Message as ChatMessage
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.startup import StartupProgress, silent
 
 MAX_ENGINES = 64
+
+
+def one_engine_only(name: str, instead: str) -> Callable[..., NoReturn]:
+    """A method of `XlaBatchEngine` that several engines do not have. Raises OneEngineError."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OneEngineError(
+            f"{name} is for one engine (without data_parallel_size); with several, {instead}"
+        )
+
+    refuse.__name__, refuse.__doc__ = name, f"Raises OneEngineError: {instead}."
+    return refuse
 
 
 class DataParallelEngine(ChangingAdapters):
@@ -64,30 +75,33 @@ class DataParallelEngine(ChangingAdapters):
         if isinstance(engines, bool) or not isinstance(engines, int) or not 1 <= engines <= MAX_ENGINES:
             raise ConfigError(f"data_parallel_size must be 1 to {MAX_ENGINES}, not {engines!r}")
         if config is not None and config.keep_finished:
-            raise ConfigError(
-                "several engines keep no finished requests; leave out keep_finished, or use one engine"
+            raise OneEngineError(
+                "several engines keep no finished requests; leave out keep_finished, or data_parallel_size"
             )
         files = open_model(embedded_model_directory() if model is None else model)
-        tokens = read_config(files)
-        self._name = files.path.name
         self.tokenizer = Tokenizer.of_model(files)
-        self.chat_template = files.chat_template()
+        encode = None if self.tokenizer is None else self.tokenizer.plain_ids
+        described = describe(files, config or EngineConfig(), encode)
+        if described.options.pools:
+            raise OneEngineError("several engines do not pool; leave out data_parallel_size for this model")
+        self._name = files.path.name
+        self.chat_template = described.chat_template
         name = None if model is None else str(model)
         fleet = Fleet(name, config or EngineConfig(), engines, progress)
-        super().__init__(fleet, key_reader(files, fleet.config))
+        super().__init__(fleet, key_reader(described, fleet.config))
         self.config = fleet.config
-        self.default_params = SamplingParams()
-        if self.config.generation_config == "model":
-            self.default_params = SamplingParams.from_mapping(sampling_defaults(files))
+        self.default_params = SamplingParams.from_mapping(described.sampling_defaults)
         self.max_model_len: int = self._fleet.facts["max_model_len"]
         room = Scheduler(SchedulerConfig(**self._fleet.facts["scheduler"]))  # for its arithmetic alone
         self.validator = RequestValidator(
-            vocab_size=tokens.vocab_size,
-            eos_token_ids=read_special_tokens(files, tokens).eos_token_ids,
+            vocab_size=described.config.vocab_size,
+            eos_token_ids=described.special_tokens.eos_token_ids,
             max_model_len=self.max_model_len,
             tokenizer=self.tokenizer,
             max_waiting=self.config.max_waiting,
             max_num_seqs=self.max_num_seqs,
+            takes_turns=self.config.scheduling_policy == "round_robin",
+            has_dry=self.config.enable_dry,
             never_fits=room.never_fits,
         )
         self._collector = OutputCollector()  # of requests that were submitted without one
@@ -162,6 +176,7 @@ class DataParallelEngine(ChangingAdapters):
             self._collector if collector is None else collector,
             arrival=now,
             priority=options.get("priority", 0),
+            quantum=options.get("quantum"),
             salt=options.get("cache_salt", ""),
             adapter=adapter,
             deadline=math.inf if deadline_s is None else now + deadline_s,
@@ -174,11 +189,37 @@ class DataParallelEngine(ChangingAdapters):
         self._dispatch()
         return request_id
 
-    def extend(self, request_id: str, max_tokens: int, **options: Any) -> None:
-        """Raises ConfigError: a request that goes on after its end is for one engine."""
-        raise ConfigError(
-            "several engines keep no finished requests; submit prompt and tokens again, or use one engine"
-        )
+    extend = one_engine_only("extend", "submit prompt and tokens again")
+    save = one_engine_only("save", "submit prompt and tokens again")
+    restore = one_engine_only("restore", "submit prompt and tokens again")
+    fork = one_engine_only("fork", "submit prompt and tokens as a new prompt")
+    preempt = one_engine_only("preempt", "give requests priorities")
+    peek = one_engine_only("peek", "look at snapshot")
+    inventory_report = one_engine_only("inventory_report", "ask an engine of its own")
+    blank = one_engine_only("blank", "reset_prefix_cache forgets what prompts left")
+    finish_shadow = one_engine_only("finish_shadow", "stats counts what the probe has found so far")
+    draft_with = one_engine_only("draft_with", "name the method in speculative_config")
+    update_weights = one_engine_only("update_weights", "save a checkpoint and start again from it")
+    start_profile = one_engine_only("start_profile", "profile an engine of its own")
+    stop_profile = one_engine_only("stop_profile", "profile an engine of its own")
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """No request is saved."""
+        return ()
+
+    def free(self, name: str) -> bool:
+        """False: no request is saved."""
+        return False
+
+    def limits(self) -> dict[str, Any]:
+        """As `XlaBatchEngine.limits`, of each engine, and slots of all together."""
+        return {
+            **self._fleet.facts["limits"],
+            "max_num_seqs": self.max_num_seqs,
+            "max_waiting": self.config.max_waiting,
+            "data_parallel_size": len(self._fleet.members),
+        }
 
     def _free_id(self) -> str:
         name, count = str(self._submitted), 0
@@ -246,10 +287,6 @@ class DataParallelEngine(ChangingAdapters):
             recoveries=self._recoveries,
             submitted=self._submitted,
         )
-
-    def peek(self) -> Peek:
-        """Raises ConfigError: each engine plans for itself."""
-        raise ConfigError("several engines have no next step of all; use an engine of its own to look ahead")
 
     def metrics(self, model_name: str | None = None) -> list[Family]:
         """As `XlaBatchEngine.metrics`, of all engines together."""

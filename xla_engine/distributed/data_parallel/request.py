@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from xla_engine.distributed.data_parallel.wire import Message, Received
-from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector
 from xla_engine.errors import ReplayError
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
@@ -56,6 +56,7 @@ class RemoteRequest:
     collector: OutputCollector
     arrival: float
     priority: int = 0
+    quantum: int | None = None
     salt: str = ""
     adapter: RemoteAdapter | None = None
     deadline: float = math.inf
@@ -90,12 +91,21 @@ class RemoteRequest:
     def output(self) -> RequestOutput:
         return self.shown.output(self.request_id, self.prompt, self.token_ids, self.arrival)
 
+    def news(self, seen: AllSeen, *, only_ended: bool = False) -> RequestOutput:
+        """See `Readable`."""
+        parts = self.shown.new_parts(seen, only_ended=only_ended)
+        return self.shown.output(self.request_id, self.prompt, self.token_ids, self.arrival, parts)
+
     def command(self, number: int, engine: int, now: float) -> Message:
         """Note that it begins on an engine; returns what that is told."""
         is_first = not self.number
         self.number, self.engine = number, engine
         self._coming = self.shown if is_first else Received()
-        options: dict[str, Any] = {"priority": self.priority, "cache_salt": self.salt}
+        options: dict[str, Any] = {
+            "priority": self.priority,
+            "quantum": self.quantum,
+            "cache_salt": self.salt,
+        }
         for name, until in (("deadline_s", self.deadline), ("queue_timeout_s", self.queue_deadline)):
             if until < math.inf and (name == "deadline_s" or is_first):
                 options[name] = max(until - now, SHORTEST_S)

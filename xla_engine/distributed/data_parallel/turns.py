@@ -7,8 +7,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from xla_engine.distributed.data_parallel.adapters import FleetAdapters, Key
@@ -18,8 +16,10 @@ from xla_engine.distributed.data_parallel.routing import PrefixRouter
 from xla_engine.distributed.data_parallel.wire import Message
 from xla_engine.engine.locked import locked
 from xla_engine.engine.requests.validation import check_takes
+from xla_engine.engine.turn import Turn, Wait, answer_turn
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, ReplayError
-from xla_engine.scheduler import Events, Plan
+from xla_engine.observability.observer import Observers
+from xla_engine.scheduler import FinishReason
 
 DEATHS_SURVIVED = 2  # engines that end with a request, after which it runs with no other
 LOOK_AHEAD = 256  # requests behind one that waits for room for its adapter, which may go before it
@@ -27,7 +27,7 @@ IDLE_WAIT_S = 1.0  # a wait for engines that say nothing is over after so long, 
 
 
 class Turns:
-    """What `Loop` is to one engine. A turn begins, its caller waits with `runner.wait`, and a turn ends.
+    """What `Loop` and `Driver` are to one engine.
 
     lock: held by whatever reads or changes the state of requests; told of the end of each turn.
     """
@@ -36,11 +36,8 @@ class Turns:
         """adapter_key: see `key_reader`."""
         self.lock = threading.Condition()
         self.clock = time.monotonic
-        self.step_timeout_s: float | None = None  # engines look at it themselves
-        self.on_step: Callable[[Plan, Events | None], None] | None = (
-            None  # plans are not told: it is never called
-        )
-        self.runner = SimpleNamespace(wait=self._wait)
+        self.observers = Observers()  # engines do not tell their plans, so they hear nothing
+        self.watches = False  # a turn waits for messages only, so time limits of requests always hold
         self._fleet = fleet
         self._router = PrefixRouter(fleet.config.block_size, slack=fleet.config.num_slots)
         self._live: dict[str, RemoteRequest] = {}
@@ -49,7 +46,7 @@ class Turns:
         )
         self._line: list[RemoteRequest] = []  # without an engine, first in line first
         self._runs = 0
-        self._finished: dict[str, int] = {}
+        self._finished = {str(reason): 0 for reason in FinishReason}
         self._recoveries = 0
         self._turning, self._driver, self._turns = False, 0, 0
         self._unsettled = (
@@ -127,40 +124,48 @@ class Turns:
     def advance(self) -> None:
         """One turn: hear what engines say. Raises EngineClosedError. While another thread does, wait for its end."""
         with self.lock:
-            turn = self._turns
+            ended = self._turns
             if self._turning and self._driver != threading.get_ident():
-                self.lock.wait_for(lambda: self._turns != turn)
+                self.lock.wait_for(lambda: self._turns != ended)
                 return
-            step = self.begin_turn()
-        if step is None:
-            return
+            turn = self.turn()
+            if (wait := next(turn, None)) is None:
+                return
         answer: Any
         try:
-            answer = self._wait(step)
+            answer = wait.call()
         except BaseException as error:
             answer = error
-        self.end_turn(step, answer)
+        answer_turn(turn, answer)
 
-    @locked
-    def begin_turn(self) -> object | None:
-        """Give out what can be given out; what to wait for, with `runner.wait`, or None with nothing to do."""
-        if self._closed is not None:
-            raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
-        self._settle()
-        self.expire()
-        self._dispatch()
-        if not self._live:
-            return None
-        self._turning, self._driver = True, threading.get_ident()
-        return self._turns
+    def turn(self) -> Turn:
+        """Give out what can be given out, wait for what engines say, and deliver that. Raises EngineClosedError.
 
-    def _wait(self, step: object) -> list[tuple[int, Message | None]]:
+        After an interrupt in the middle, which is raised again, every request runs again.
+        """
         with self.lock:
-            left = self.time_left(0.0)
+            if self._closed is not None:
+                raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
+            self._settle()
+            self.expire()
+            self._dispatch()
+            if not self._live:
+                return
+            self._turning, self._driver = True, threading.get_ident()
+        try:
+            answer = yield Wait(self._wait, lambda: math.inf, self.expire)
+        except BaseException as error:
+            answer = error
+        self._hear_all(answer)
+
+    def _wait(self) -> list[tuple[int, Message | None]]:
+        with self.lock:
+            until = min((each.expires for each in self._line), default=math.inf)
+            left = max(until - self.clock(), 1e-3)
         return self._fleet.wait(min(left, IDLE_WAIT_S))
 
     @locked
-    def end_turn(self, step: object, answer: Any) -> None:
+    def _hear_all(self, answer: Any) -> None:
         """Deliver what engines have said; an interrupt in its place is raised again, and the next turn starts anew."""
         self._unsettled = True
         try:
@@ -178,7 +183,7 @@ class Turns:
     def _listen(self) -> None:
         """Hear what has been said, unless a turn is about to."""
         if not self._turning and self._closed is None:
-            self.end_turn(self._turns, self._fleet.wait(0))
+            self._hear_all(self._fleet.wait(0))
 
     def _hear(self, member: Member, message: Message | None) -> None:
         if message is None:
@@ -269,8 +274,8 @@ class Turns:
         else:
             self._fleet.members[request.engine].live.pop(request.number, None)
         for sequence in request.shown.sequences.values():
-            reason = str(sequence.finish)
-            self._finished[reason] = self._finished.get(reason, 0) + 1
+            if sequence.finish is not None:  # else an engine has refused to run it again
+                self._finished[sequence.finish] += 1
 
     def _end(self, request: RemoteRequest, reason: str, error: str | None) -> None:
         """End a request here."""
@@ -305,12 +310,6 @@ class Turns:
         now = self.clock()
         for request in [each for each in self._line if each.expires <= now]:
             self._end(request, "deadline" if request.deadline <= now else "queue_timeout", None)
-
-    @locked
-    def time_left(self, began: float) -> float:
-        """Seconds until a request in line may have no more time; infinity without one."""
-        until = min((each.expires for each in self._line), default=math.inf)
-        return max(until - self.clock(), 1e-3)
 
     def stop_taking(self) -> None:
         """Refuse requests from now on; those that are here go on."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.identity import EngineIdentity
+from xla_engine.engine.requests.output_collector import AllSeen, Seen
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.scheduler import FinishReason, Snapshot
 from xla_engine.scheduler.plan import Decision, Slot
@@ -159,6 +160,19 @@ class _Sequence:
         if part["top"] is not None:
             self.tops = (self.tops or []) + _tops_of(part["top"])
 
+    def completion(self, index: int, since: Seen | None = None) -> CompletionOutput:
+        new = slice(0 if since is None else since.tokens, None)
+        return CompletionOutput(
+            index=index,
+            text=self.text[0 if since is None else since.characters :],
+            token_ids=tuple(self.tokens[new]),
+            cumulative_logprob=self.total,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs[new]),
+            top_logprobs=None if self.tops is None else tuple(self.tops[new]),
+            finish_reason=self.finish,
+            stop_reason=self.stop,
+        )
+
 
 @dataclass(slots=True)
 class Received:
@@ -208,35 +222,46 @@ class Received:
             for index, sequence in other.sequences.items()
         )
 
+    def new_parts(self, seen: AllSeen, *, only_ended: bool) -> tuple[CompletionOutput, ...]:
+        """See `Readable.news`."""
+        parts = []
+        for index, each in sorted(self.sequences.items()):
+            known = seen[index]
+            is_new = each.finish is not None or (len(each.tokens) > known.tokens and not only_ended)
+            if is_new and not known.ended:
+                part = each.completion(index, known)
+                parts.append(replace(part, cumulative_logprob=None))
+                known.tokens, known.ended = len(each.tokens), each.finish is not None
+                known.characters += len(part.text)
+        return tuple(parts)
+
     def output(
-        self, request_id: str, prompt: str | None, prompt_token_ids: tuple[int, ...], arrival: float
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        arrival: float,
+        parts: tuple[CompletionOutput, ...] | None = None,
     ) -> RequestOutput:
-        completions = tuple(
-            CompletionOutput(
-                index=index,
-                text=each.text,
-                token_ids=tuple(each.tokens),
-                cumulative_logprob=each.total,
-                logprobs=None if each.logprobs is None else tuple(each.logprobs),
-                top_logprobs=None if each.tops is None else tuple(each.tops),
-                finish_reason=each.finish,
-                stop_reason=each.stop,
-            )
-            for index, each in sorted(self.sequences.items())
-        )
+        """parts: of sequences; None: all of each."""
+        if parts is None:
+            parts = tuple(each.completion(index) for index, each in sorted(self.sequences.items()))
+            times = tuple(self.times)
+        else:
+            times = ()
         cached, drafted, accepted = self.counts
         return RequestOutput(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
-            outputs=completions,
+            outputs=parts,
             finished=self.finished,
             metrics=RequestMetrics(
                 arrival_time=arrival,
                 admitted_time=self.admitted,
                 first_token_time=self.first,
                 finished_time=self.ended,
-                token_times=tuple(self.times),
+                token_times=times,
             ),
             error=self.error,
             prompt_logprobs=None if self.prompt is None else tuple(self.prompt),

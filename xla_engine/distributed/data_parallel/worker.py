@@ -74,6 +74,7 @@ class _Server:
                 "config": asdict(engine.config),
                 "identity": asdict(engine.identity()),
                 "max_model_len": engine.max_model_len,
+                "limits": plain(engine.limits()),
                 "scheduler": asdict(engine.scheduler.config),
                 "stats": plain(engine.stats()),
                 "snapshot": plain(engine.snapshot()),

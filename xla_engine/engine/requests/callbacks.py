@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from xla_engine.engine.client import EngineClient
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError
 from xla_engine.observability.log import engine_log
@@ -27,10 +28,11 @@ class _Job:
 
 
 class Callbacks:
-    """Runs the turns of an engine (`xla_engine.engine.protocol.Engine`) in a thread of its own until `stop`."""
+    """Runs the turns of an engine in a thread of its own until `stop`."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
+        engine.watches = True  # requests with deadlines come while turns run
         self._news: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None: look again
         self._lock = threading.Lock()  # never held while the engine or a caller's function runs
         self._jobs: dict[str, _Job] = {}
@@ -48,7 +50,7 @@ class Callbacks:
         only_finished: bool,
         **options: Any,
     ) -> str:
-        """Queue a prompt; see `CallsBack.submit`."""
+        """Queue a prompt; see `LLM.submit`."""
         job = _Job(on_output)
         job.collector = OutputCollector(lambda: self._news.put(job), every_token=not only_finished)
         with self._lock:
@@ -119,50 +121,3 @@ class Callbacks:
                     job.ended = True
                     if self._jobs.get(output.request_id) is job:  # the id may be another's by now
                         del self._jobs[output.request_id]
-
-
-class CallsBack:
-    """`LLM.start`, `submit` and `stop`: requests that run by themselves and call a function."""
-
-    engine: Any
-    _callbacks: Callbacks | None = None
-
-    def start(self) -> None:
-        """Begin to run the engine's turns in a thread; nothing where one runs already."""
-        if self._callbacks is None:
-            self._callbacks = Callbacks(self.engine)
-
-    def submit(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        on_output: OnOutput,
-        only_finished: bool = False,
-        **options: Any,
-    ) -> str:
-        """Queue a prompt between `start` and `stop`; returns the request's id.
-
-        on_output: called in the thread with the cumulative output whenever there are tokens, and for the last time
-            with the one that is `finished`, however the request ends. While it runs no request goes on, so it should
-            be short; it may submit and abort. If it raises, the error is logged, the request is aborted, and it is not
-            called again.
-        only_finished: call it with the last output alone.
-        options: those of `XlaBatchEngine.submit`, which says what is raised.
-
-        Raises EngineClosedError where no thread runs.
-        """
-        if self._callbacks is None:
-            raise EngineClosedError("no thread runs the requests of submit(); call start() first")
-        return self._callbacks.submit(
-            prompt, sampling_params, on_output, only_finished=only_finished, **options
-        )
-
-    def stop(self, timeout_s: float | None = None) -> None:
-        """Take no more requests by `submit`, wait for those there are, and end the thread.
-
-        timeout_s: what has not ended after so many seconds is aborted; None waits for all. `start` begins anew.
-        """
-        callbacks, self._callbacks = self._callbacks, None
-        if callbacks is not None:
-            callbacks.stop(timeout_s)

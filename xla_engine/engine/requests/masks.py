@@ -1,4 +1,4 @@
-"""The masks of host-gated rows: made between two steps, or beside the steps where that may take long."""
+"""The masks of constrained rows: made between two steps, or beside the steps where that may take long."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MaskMaker:
         return any(not row.finished for row in self._rows)
 
     def add(self, row: LiveSequence) -> None:
-        """A host-gated row got a token, or goes on."""
+        """A constrained row got a token, or goes on."""
         self._rows.setdefault(row, None)
 
     def make(self) -> frozenset[str]:

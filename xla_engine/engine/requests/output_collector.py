@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from xla_engine.outputs import RequestOutput
 
 
+@dataclass(slots=True)
+class Seen:
+    """How much of a sequence a reader has. ended: it knows the end, too."""
+
+    tokens: int = 0
+    characters: int = 0
+    ended: bool = False
+
+
+AllSeen = defaultdict[int, Seen]  # by the sequence's index
+
+
 class Readable(Protocol):
-    """A request as its reader sees it."""
+    """A request as its reader sees it.
+
+    output: as it stands, cumulative.
+    news: only the sequences with something that is not in `seen`, and of each only the new part, so that the cost is
+        that of the news. `seen` is updated. `cumulative_logprob` and token times are left out. only_ended: leave out
+        sequences that still run.
+    """
 
     @property
     def request_id(self) -> str: ...
     @property
     def finished(self) -> bool: ...
     def output(self) -> RequestOutput: ...
+    def news(self, seen: AllSeen, *, only_ended: bool = False) -> RequestOutput: ...
 
 
 class OutputCollector:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
+from xla_engine.engine.adapters import NO_ADAPTER, LoadedAdapter
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.kept import KeptRequests
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.pooled import PooledSequence
+from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.seeds import sequence_ids, sequence_seed
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.requests.sequence_group import SequenceGroup
 from xla_engine.engine.requests.token_buffer import TokenBuffer
-from xla_engine.engine.weights.adapters import NO_ADAPTER, LoadedAdapter
 from xla_engine.errors import InvalidRequestError
-from xla_engine.pooling.params import PoolingParams
-from xla_engine.pooling.pooler import Pooler
+from xla_engine.model_loader.pooling import PoolingForm
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.in_flight import PromptScores
 from xla_engine.runner.pooling.pooled import PooledChunk
 from xla_engine.runner.row_settings import RowSettings
@@ -36,7 +35,7 @@ class RequestTable:
     reserved: requests that are not opened yet, by id, with how many sequences each will have.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, keep: int = 0, pooler: Pooler | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, keep: int = 0, pooler: PoolingForm | None = None) -> None:
         """keep: requests to keep when they have ended. pooler: how requests pool; None where they generate."""
         self._pooler = pooler
         self.kept = KeptRequests(keep) if keep else None
@@ -48,6 +47,11 @@ class RequestTable:
         self._tokenizer = tokenizer
         self._live: dict[str, LiveSequence] = {}
         self._groups: dict[str, SequenceGroup] = {}  # the requests that are more than one sequence
+
+    @property
+    def pools(self) -> bool:
+        """Whether requests are pooled and do not generate."""
+        return self._pooler is not None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -134,10 +138,10 @@ class RequestTable:
         names = sequence_ids(request_id, params.n)
         parts = []
         masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
+        first = replace(params, n=1)
+        others = first if params.n == 1 else replace(first, prompt_logprobs=None, logprobs_start=0)
         for index, (name, own) in enumerate(zip(names, masks, strict=True)):
-            part = replace(params, n=1)
-            if index > 0:
-                part = replace(part, prompt_logprobs=None, logprobs_start=0)
+            part = others if index else first
             self.settings[name] = RowSettings(
                 max_tokens=params.token_limit,
                 stop_token_ids=stop_ids[:MAX_STOP_TOKEN_IDS],
@@ -148,7 +152,7 @@ class RequestTable:
                 dry_breakers=dry_breakers,
                 adapter=adapter.slot,
             )
-            self._live[name] = self._make(part)(
+            self._live[name] = LiveSequence(
                 name,
                 prompt,
                 token_ids,
@@ -161,6 +165,7 @@ class RequestTable:
                 token_buffer=self.token_buffer,
                 collector=collector,
                 now=now,
+                pooling=self._pooling(part),
             )
             parts.append(self._live[name])
         if params.n > 1:
@@ -173,7 +178,7 @@ class RequestTable:
                 prompt_token_ids=token_ids,
                 max_tokens=params.token_limit,
                 stop_token_ids=frozenset(stop_ids[:MAX_STOP_TOKEN_IDS]),
-                host_gated=part.host_gated,
+                constrained=part.constrained,
                 cache_salt=options.get("cache_salt", ""),
                 max_cached_tokens=self.settings[part.request_id].params.max_cached_tokens,
                 priority=options.get("priority", 0),
@@ -185,10 +190,10 @@ class RequestTable:
             for part in parts
         ]
 
-    def _make(self, params: SamplingParams) -> Callable[..., LiveSequence]:
+    def _pooling(self, params: SamplingParams) -> PooledPrompt | None:
         if self._pooler is None or not isinstance(params, PoolingParams):
-            return LiveSequence
-        return partial(PooledSequence, pooler=self._pooler, pooling=params)
+            return None
+        return PooledPrompt(self._pooler, params)
 
     def add_of_prompt(self, part: PromptScores | PooledChunk) -> None:
         """Give a request what was computed of its prompt, if it is the one that asked."""
@@ -197,8 +202,8 @@ class RequestTable:
         request = self._live[part.request_id]
         if isinstance(part, PromptScores):
             request.add_prompt_logprobs(part.start, part.scores)
-        elif isinstance(request, PooledSequence):
-            request.add_chunk(part)
+        elif request.pooling is not None:
+            request.pooling.add(part.start, part.vectors)
 
     def open_again(self, request_id: str, parts: Sequence[tuple[LiveSequence, RowSettings]]) -> None:
         """Take the sequences of a request that goes on, in order, with those that do not. The id must be free."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from xla_engine.engine.requests.logprobs import by_id
-from xla_engine.engine.requests.output_collector import OutputCollector, Readable
+from xla_engine.engine.requests.logprobs import MadeWhenRead, Score, by_id
+from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Readable, Seen
+from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.token_buffer import Taken, TokenBuffer
 from xla_engine.errors import ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
@@ -24,8 +26,10 @@ class LiveSequence:
 
     collector: takes its news. reader: what is put there, the sequence itself or the group it is part of.
     host_stop_ids: those of the stop ids that the device does not know.
+    pooling: its vector, where the model pools; the one token that ends such a request is not shown.
     faults: failed steps it was in. acquittals: times it got past such a step apart from others.
     preemptions: times it lost its slot to another.
+    arrival_time, finished_time: on the engine's clock, the latter None while it runs. error: why it failed, if it did.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class LiveSequence:
         token_buffer: TokenBuffer[LiveSequence],
         collector: OutputCollector,
         now: float,
+        pooling: PooledPrompt | None = None,
     ) -> None:
         self.request_id = request_id
+        self.pooling = pooling
         self.collector = collector
         self.reader: Readable = self
         self.faults = self.acquittals = self.preemptions = 0
@@ -60,19 +66,21 @@ class LiveSequence:
         self._stop_ids = stop_ids
         self._host_stop_ids = host_stop_ids
         self._eos_ids = eos_ids
-        self._arrival_time = now
-        self._finished_time: float | None = None
+        self.arrival_time = now
+        self.finished_time: float | None = None
         self._received = 0  # tokens since the request was last started; fewer than it has while it runs again
         self._num_drafted = self._num_accepted = 0
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._top_logprobs: list[dict[int, Logprob]] = []
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None] * max(params.logprobs_start, 1)
+        self._tops: list[Score] = []
+        self._prompt_scores: list[Score | None] = [None] * max(params.logprobs_start, 1)
+        self._top_logprobs: list[dict[int, Logprob]] = []  # as far as `output` was asked for them
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []  # the same
         self._token_times: list[float] = []
         self._stop_string: str | None = None
         self._failure: Exception | None = None  # why its text cannot be made any more
         self._finish_reason: FinishReason | None = None
-        self._error: str | None = None
+        self.error: str | None = None
 
     def successor(
         self, request_id: str, params: SamplingParams, mask: TokenMask | None, collector: OutputCollector
@@ -82,8 +90,9 @@ class LiveSequence:
         other.request_id, other.collector, other.reader = request_id, collector, other
         other._params, other._mask = params, mask
         other.faults = other.acquittals = 0
-        other._finish_reason = other._finished_time = other._error = None
-        for name in ("_token_ids", "_logprobs", "_top_logprobs", "_prompt_logprobs", "_token_times"):
+        other._finish_reason = other.finished_time = other.error = None
+        lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
+        for name in (*lists, "_top_logprobs", "_prompt_logprobs"):
             setattr(other, name, list(getattr(self, name)))
         other._text = text = other._no_text()  # what was held back is not final any more
         if text is not None and params.stop:
@@ -131,19 +140,19 @@ class LiveSequence:
         return self._received < len(self._token_ids)
 
     @property
-    def host_gated(self) -> bool:
+    def constrained(self) -> bool:
         """Whether each token decides what the next one may be."""
-        return self._mask is not None and self._mask.host_gated
+        return self._mask is not None and self._mask.constrained
 
     @property
     def eager(self) -> bool:
         """Whether each token has to be looked at as it comes; else they can be taken many at a time."""
         looks_for_stops = bool(self._host_stop_ids) or (self._text is not None and bool(self._params.stop))
-        return self.host_gated or self.is_repeating or looks_for_stops
+        return self.constrained or self.is_repeating or looks_for_stops
 
     def times(self, now: float) -> Times:
         """Its life so far."""
-        came, admitted = self._arrival_time, self._admitted_time
+        came, admitted = self.arrival_time, self._admitted_time
         return Times(
             age=now - came,
             queued=(now if admitted is None else admitted) - came,
@@ -154,7 +163,7 @@ class LiveSequence:
         """It got a slot, for the first time or again."""
         if self._admitted_time is None:
             self._admitted_time = now
-            self._histograms.queue_seconds.add(now - self._arrival_time)
+            self._histograms.queue_seconds.add(now - self.arrival_time)
 
     def reuse(self, tokens: int) -> None:
         """So many tokens were found in the prefix cache; not counted where it goes on after a preemption."""
@@ -200,9 +209,7 @@ class LiveSequence:
 
     def tokens_from(self, place: int) -> list[int]:
         """The generated tokens from `place` on, as far as they were read."""
-        if not self.eager:
-            with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
-                self.take()
+        self._take_if_lazy()
         return self._token_ids[place:]
 
     def read_from(self, place: int) -> list[int]:
@@ -256,7 +263,7 @@ class LiveSequence:
         if self._token_times:
             self._histograms.inter_token_seconds.add(now - self._token_times[-1])
         else:
-            self._histograms.first_token_seconds.add(now - self._arrival_time)
+            self._histograms.first_token_seconds.add(now - self.arrival_time)
         self._token_times.append(now)
         if self._params.logprobs is not None and sample.logprob is not None:
             self._logprobs.append(sample.logprob)
@@ -273,7 +280,7 @@ class LiveSequence:
 
     def _add_top(self, sample: Sample) -> None:
         if sample.logprob is not None and isinstance(sample.extra, TopLogprobs):
-            self._top_logprobs.append(by_id(sample.token_id, sample.logprob, sample.extra, self._tokenizer))
+            self._tops.append((sample.token_id, sample.logprob, sample.extra))
 
     def _repeat(self, sample: Sample) -> None:
         known = self._token_ids[self._received]
@@ -287,63 +294,110 @@ class LiveSequence:
     def add_prompt_logprobs(self, start: int, scores: Sequence[tuple[float, TopLogprobs]]) -> None:
         """Take the log-probabilities of the prompt tokens from position `start` on, in order, perhaps again."""
         for position, (logprob, top) in enumerate(scores, start):
-            if position == len(self._prompt_logprobs):
-                token_id = self.prompt_token_ids[position]
-                self._prompt_logprobs.append(by_id(token_id, logprob, top, self._tokenizer))
+            if position == len(self._prompt_scores):
+                self._prompt_scores.append((self.prompt_token_ids[position], logprob, top))
 
     def finish(self, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
         """End the request with the tokens it has so far; text held back for an incomplete character is flushed.
 
-        Returns the reason that stands: ERROR where the text cannot be made.
+        Returns the reason that stands: ERROR where text or vector cannot be made.
         """
         try:
             self.take()
             if self._text is not None and self._stop_string is None:
                 self._text.end()
+            if self.pooling is not None:
+                self.pooling.finish(len(self.prompt_token_ids), whole=reason is FinishReason.LENGTH)
         except Exception as failure:
             given = error if reason is FinishReason.ERROR else None
             reason, error = FinishReason.ERROR, given or str(failure)
         self._token_buffer.end(self)
-        self._finish_reason, self._finished_time, self._error = reason, now, error
-        self._histograms.count_end(now - self._arrival_time, self._token_times, self.preemptions, self.faults)
+        self._finish_reason, self.finished_time, self.error = reason, now, error
+        self._histograms.count_end(now - self.arrival_time, self._token_times, self.preemptions, self.faults)
         return reason
 
     def output(self) -> RequestOutput:
         """The request as it stands, cumulative."""
-        if not self.eager:
-            with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
-                self.take()
-        wants_logprobs = self._params.logprobs is not None
-        last = self._token_ids[-1] if self._token_ids else None
-        own_stop = self._finish_reason == FinishReason.STOP and last not in self._eos_ids
-        stop_reason = self._stop_string or (last if own_stop else None)
+        self._take_if_lazy()
+        completion = self._completion(0, Seen())
+        if completion.logprobs is not None:
+            completion = replace(completion, cumulative_logprob=sum(completion.logprobs))
+        if self._params.logprobs:
+            self._top_logprobs += map(self._by_id, self._tops[len(self._top_logprobs) :])
+            completion = replace(completion, top_logprobs=tuple(self._top_logprobs))
+        result = self.result((completion,))
+        if self._params.prompt_logprobs is not None:
+            self._prompt_logprobs += map(
+                self._by_id_or_none, self._prompt_scores[len(self._prompt_logprobs) :]
+            )
+            result = replace(result, prompt_logprobs=tuple(self._prompt_logprobs))
+        metrics = RequestMetrics(
+            arrival_time=self.arrival_time,
+            admitted_time=self._admitted_time,
+            first_token_time=self._token_times[0] if self._token_times else None,
+            finished_time=self.finished_time,
+            token_times=tuple(self._token_times),
+        )
+        return replace(result, metrics=metrics)
+
+    def news(self, seen: AllSeen, *, only_ended: bool = False) -> RequestOutput:
+        """See `Readable`."""
+        part = self.new_part(0, seen[0], only_ended=only_ended)
+        return self.result(() if part is None else (part,))
+
+    def new_part(self, index: int, seen: Seen, *, only_ended: bool) -> CompletionOutput | None:
+        """What is not seen of this sequence, which is seen then; None for nothing. index: its place in the request."""
+        if seen.ended or (only_ended and not self.finished):
+            return None
+        self._take_if_lazy()
+        if len(self._token_ids) == seen.tokens and not self.finished:
+            return None
+        part = self._completion(index, seen)
+        seen.tokens, seen.ended = len(self._token_ids), self.finished
+        seen.characters += len(part.text)
+        return part
+
+    def result(self, outputs: tuple[CompletionOutput, ...]) -> RequestOutput:
+        """The request with these parts of sequences; of times, those that the whole request has."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=(
-                CompletionOutput(
-                    index=0,
-                    text="" if self._text is None else self._text.text,
-                    token_ids=tuple(self._token_ids),
-                    cumulative_logprob=sum(self._logprobs) if wants_logprobs else None,
-                    logprobs=tuple(self._logprobs) if wants_logprobs else None,
-                    top_logprobs=tuple(self._top_logprobs) if self._params.logprobs else None,
-                    finish_reason=None if self._finish_reason is None else str(self._finish_reason),
-                    stop_reason=stop_reason,
-                ),
-            ),
+            outputs=outputs,
             finished=self.finished,
-            metrics=RequestMetrics(
-                arrival_time=self._arrival_time,
-                admitted_time=self._admitted_time,
-                first_token_time=self._token_times[0] if self._token_times else None,
-                finished_time=self._finished_time,
-                token_times=tuple(self._token_times),
-            ),
-            error=self._error,
+            metrics=RequestMetrics(arrival_time=self.arrival_time, finished_time=self.finished_time),
+            error=self.error,
             num_cached_tokens=self._num_cached_tokens,
             num_drafted_tokens=self._num_drafted,
             num_accepted_tokens=self._num_accepted,
-            prompt_logprobs=(None if self._params.prompt_logprobs is None else tuple(self._prompt_logprobs)),
+            prompt_logprobs=None
+            if self._params.prompt_logprobs is None
+            else MadeWhenRead(self._prompt_scores, self._by_id_or_none),
+            pooled=None if self.pooling is None else self.pooling.numbers,
+        )
+
+    def _by_id(self, score: Score) -> dict[int, Logprob]:
+        return by_id(*score, self._tokenizer)
+
+    def _by_id_or_none(self, score: Score | None) -> dict[int, Logprob] | None:
+        return None if score is None else self._by_id(score)
+
+    def _take_if_lazy(self) -> None:
+        if not self.eager:
+            with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
+                self.take()
+
+    def _completion(self, index: int, since: Seen) -> CompletionOutput:
+        """What comes after the tokens and characters seen."""
+        new = slice(since.tokens, None)
+        last = self._token_ids[-1] if self._token_ids else None
+        own_stop = self._finish_reason == FinishReason.STOP and last not in self._eos_ids
+        return CompletionOutput(
+            index=index,
+            text="" if self._text is None else self._text.text[since.characters :],
+            token_ids=tuple(self._token_ids[new]) if self.pooling is None else (),
+            logprobs=tuple(self._logprobs[new]) if self._params.logprobs is not None else None,
+            top_logprobs=MadeWhenRead(self._tops[new], self._by_id) if self._params.logprobs else None,
+            finish_reason=None if self._finish_reason is None else str(self._finish_reason),
+            stop_reason=self._stop_string or (last if own_stop else None),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from xla_engine.engine.requests.output_collector import AllSeen
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.outputs import RequestMetrics, RequestOutput
 
@@ -20,6 +21,22 @@ class SequenceGroup:
     @property
     def finished(self) -> bool:
         return all(part.finished for part in self.parts)
+
+    def news(self, seen: AllSeen, *, only_ended: bool = False) -> RequestOutput:
+        """See `Readable`."""
+        parts = [
+            part.new_part(index, seen[index], only_ended=only_ended) for index, part in enumerate(self.parts)
+        ]
+        ends = [part.finished_time or 0.0 for part in self.parts]
+        return replace(
+            self.parts[0].result(tuple(part for part in parts if part is not None)),
+            request_id=self.request_id,
+            finished=self.finished,
+            metrics=RequestMetrics(
+                arrival_time=self.parts[0].arrival_time, finished_time=max(ends) if self.finished else None
+            ),
+            error=next((part.error for part in self.parts if part.error is not None), None),
+        )
 
     def output(self) -> RequestOutput:
         """All sequences as they stand. Times are of the first to begin and the last to end; token times of all."""

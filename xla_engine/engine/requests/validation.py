@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.requests.pooling import params_for
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.pooling.params import PoolingParams
-from xla_engine.pooling.pooler import Pooler
+from xla_engine.model_loader.pooling import PoolingForm
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import Prompt, TextPair, prompt_parts
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import PRIORITIES, QueueFullError
@@ -41,7 +42,7 @@ def check_takes(closed: str | None, *, draining: bool) -> None:
     if closed is not None:
         raise EngineClosedError(f"the engine is closed ({closed}); make a new one")
     if draining:
-        raise EngineClosedError("the engine finishes what it has and takes no more requests")
+        raise EngineClosedError("the engine is draining and accepts no more requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class RequestValidator:
     max_num_seqs: int = 0
     takes_turns: bool = False
     has_dry: bool = False
-    pooler: Pooler | None = None
+    pooler: PoolingForm | None = None
     hidden_size: int = 0
     never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
     _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
@@ -142,7 +143,7 @@ class RequestValidator:
                 "this engine pools and does not generate: use embed, classify, score_documents or rerank, or start it "
                 'with runner="generate"'
             )
-        return self.pooler.checked(params, self.hidden_size)
+        return params_for(self.pooler, params, self.hidden_size)
 
     def check_more(self, prompt_tokens: int, tokens: int, more: object) -> None:
         """Raise InvalidRequestError unless a request of so many tokens may get so many `more`; TokenLimitError."""
@@ -260,7 +261,9 @@ class RequestValidator:
 
     def knows_constraint(self, params: SamplingParams) -> bool:
         """Whether `token_mask` has nothing to try, which may take a second. Raises InvalidRequestError."""
-        return params.structured_outputs is None or self._grammars().knows(params.structured_outputs)
+        if params.structured_outputs is None:
+            return True
+        return bool(self._compiler) and self._grammars().knows(params.structured_outputs)
 
     def dry_breakers(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the tokens that break a sequence for DRY. Raises InvalidRequestError, also where there is no DRY."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.json_fields import Fields
 
 ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
@@ -25,8 +26,8 @@ class Source:
 
     name: in the file.
     shape: in the file.
-    rotary_heads: so many heads stand in its first rows; each is put in the engine's rotary order
-        (`graphs.ops.rope.rotary_order`).
+    turned: where its first rows, those of heads that turn by position, stand once each head is in the engine's rotary
+        order (`turned_rows`); None: all rows stay as they are.
     offset: added in float32 (Gemma stores norm weights less one).
     order: its rows that the leaf takes, in the leaf's order; None: all of them as they stand.
     convert: what becomes of a block of its leading entries before it is cut into rows.
@@ -35,11 +36,17 @@ class Source:
 
     name: str
     shape: tuple[int, ...]
-    rotary_heads: int = 0
+    turned: np.ndarray[Any, Any] | None = None
     offset: float = 0.0
     order: np.ndarray[Any, Any] | None = None
     convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]] | None = None
     scales: str | None = None
+
+    def in_engine_order(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What stands for each row of the file, with the heads' rows in the engine's rotary order."""
+        if self.turned is None:
+            return rows
+        return np.concatenate([rows[self.turned], rows[len(self.turned) :]])
 
 
 # The sources of a leaf of this shape, their names below the layer.
@@ -120,18 +127,27 @@ def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Sourc
         if callable(names):
             sources[leaf] = tuple(_below(prefix, part) for part in names(config, shape))
             continue
-        rotary = config.rope_interleaved or config.rotary_dim != config.head_dim
         parts = zip(names, _rows(config, kind, shape, len(names)), strict=True)
         sources[leaf] = tuple(
             Source(
                 name=prefix + name,
                 shape=(rows, *shape[1:]),
-                rotary_heads=_rotary_heads(config, kind, name, rows) if rotary else 0,
+                turned=turned_rows(config, _rotary_heads(config, kind, name, rows)),
                 offset=family.norm_offset if kind.endswith("norm") else 0.0,
             )
             for name, rows in parts
         )
     return sources
+
+
+def turned_rows(config: ModelConfig, heads: int) -> np.ndarray[Any, Any] | None:
+    """The row of the file at each of the leaf's first rows, which are `heads` heads in the engine's rotary order;
+    None where that is the file's."""
+    if not heads or not (config.rope_interleaved or config.rotary_dim != config.head_dim):
+        return None
+    begins = np.arange(heads)[:, None] * config.head_dim
+    turned: np.ndarray[Any, Any] = (begins + rotary_order(config)).reshape(-1)
+    return turned
 
 
 def _below(prefix: str, part: Source) -> Source:

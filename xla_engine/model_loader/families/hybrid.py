@@ -9,7 +9,7 @@ import numpy as np
 
 from xla_engine.graphs.config import FULL, LINEAR, DeltaForm, ModelConfig
 from xla_engine.model_loader.families.experts import QWEN_EXPERTS, mlp_only_layers, routed_experts
-from xla_engine.model_loader.families.family import Family, Source, Tensors
+from xla_engine.model_loader.families.family import Family, Source, Tensors, turned_rows
 from xla_engine.model_loader.families.llama import ATTENTION, HEAD_NORMS, MLP, MODEL, PRE_NORMS
 from xla_engine.model_loader.families.windows import layer_count
 from xla_engine.model_loader.json_fields import Fields
@@ -23,18 +23,17 @@ def _gated_qkv(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...
     rows = np.arange(2 * heads * config.head_dim).reshape(heads, 2, config.head_dim)
     keys = (config.num_key_value_heads * config.head_dim, d)
     whole = (rows.size, d)
-    turned = config.rotary_dim != config.head_dim
     return (
         Source(
             name="self_attn.q_proj.weight",
             shape=whole,
             order=rows[:, 0].reshape(-1),
-            rotary_heads=heads if turned else 0,
+            turned=turned_rows(config, heads),
         ),
         Source(
             name="self_attn.k_proj.weight",
             shape=keys,
-            rotary_heads=config.num_key_value_heads if turned else 0,
+            turned=turned_rows(config, config.num_key_value_heads),
         ),
         Source(name="self_attn.v_proj.weight", shape=keys),
         Source(name="self_attn.q_proj.weight", shape=whole, order=rows[:, 1].reshape(-1)),

@@ -207,7 +207,9 @@ def _number(file: GgufReader, key: str) -> Any:
     values = value if isinstance(value, list) else [] if value is None else [value]
     for each in values:
         if isinstance(each, bool) or not isinstance(each, int | float):
-            raise CheckpointError(f"{file.path}: {key} = {shown(value)}: no number. Download the file again")
+            raise CheckpointError(
+                f"{file.path}: {key} = {shown(value)}: not a number. Download the file again"
+            )
     if isinstance(value, list) and len(set(values)) != 1:
         raise CheckpointError(
             f"{file.path}: {key} = {shown(value)}: layers that differ in it are not supported. Use another model"

@@ -7,6 +7,8 @@ block by block.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -26,7 +28,6 @@ _SCALARS = dict(enumerate(["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "|b1
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
-_QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _MOST_DIMENSIONS = 4
 _MOST_ITEMS = 1 << 24  # of a list in the metadata; vocabularies are the longest
 
@@ -40,6 +41,17 @@ def library(file: Path) -> ModuleType:
             f"{file}: GGUF files need the gguf package. Install it: {install('gguf')}"
         ) from error
     return gguf
+
+
+@functools.cache
+def quantised_kinds(gguf: ModuleType) -> tuple[str, ...]:
+    """The kinds of quantised tensors that the installed `gguf` package dequantises."""
+    found = []
+    for kind, (_, size) in gguf.GGML_QUANT_SIZES.items():
+        with contextlib.suppress(NotImplementedError):
+            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+            found.append(kind.name)
+    return tuple(name for name in found if name not in _PLAIN.values())
 
 
 class GgufReader:
@@ -93,41 +105,46 @@ class GgufReader:
 class GgufWeights(TensorFiles):
     """`TensorFiles` over a GGUF file. Quantised tensors are read as float32."""
 
-    dtypes = (*_PLAIN.values(), *_QUANTISED)
-
     def __init__(self, file: GgufReader, tensors: dict[str, TensorInfo]) -> None:
         super().__init__({file.path: file.mapped}, tensors)
         self._library = library(file.path)
+        self.dtypes = (*_PLAIN.values(), *quantised_kinds(self._library))
 
     def read(self, name: str) -> Array:
         info = self.tensors[name]
         if info.dtype in _PLAIN.values():
             return super().read(name)
-        return self._dequantised(info, self._rows(info))
+        return self._dequantised(info, self._rows(info)).reshape(info.shape)
 
     def blocks(self, name: str) -> Iterator[Array]:
         info = self.tensors[name]
         if info.dtype in _PLAIN.values():
             yield from super().blocks(name)
-            return
-        rows = self._rows(info)
-        for part in self._parts(info, rows):
-            yield self._dequantised(info, rows[part])
+        elif len(info.shape) == 1:  # its rows are numbers, many to a quantised block
+            yield self.read(name)
+        else:
+            rows = self._rows(info)
+            for part in self._parts(info, rows):
+                yield self._dequantised(info, rows[part])
 
     def rows(self, name: str, index: Array) -> Array:
         info = self.tensors[name]
         if info.dtype in _PLAIN.values():
             return super().rows(name, index)
-        return self._dequantised(info, np.ascontiguousarray(self._rows(info)[index]))
+        if len(info.shape) == 1:
+            return self.read(name)[index]
+        return self._dequantised(info, self._rows(info)[index])
 
     def _rows(self, info: TensorInfo) -> Array:
-        """The stored bytes of a quantised tensor, row by row."""
+        """The stored bytes of a quantised tensor, row by row; a vector is one row."""
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType[info.dtype]]
         columns = info.shape[-1] // block * size
         flat = np.frombuffer(self._whole(info.file), np.uint8, prod(info.shape[:-1]) * columns, info.start)
-        return flat.reshape(*info.shape[:-1], columns)
+        return flat.reshape(*(info.shape[:-1] or (1,)), columns)
 
     def _dequantised(self, info: TensorInfo, rows: Array) -> Array:
+        if not rows.size:  # a device without heads of this weight; the package takes one row at least
+            return np.empty((*rows.shape[:-1], info.shape[-1]), np.float32)
         array: Array = self._library.quants.dequantize(rows, self._library.GGMLQuantizationType[info.dtype])
         return array
 

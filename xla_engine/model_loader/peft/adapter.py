@@ -18,7 +18,6 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.lora.form import DOWN, RANKS, TARGETS, UP, LoraForm, part_ends
-from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.families.family import Source
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.safetensors_files import open_tensor_file
@@ -41,11 +40,14 @@ _REFUSED = {
 }
 _MODULES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 _MOST_RANK = 4096
+# What an adapter may add to an output for inputs of 1. With inputs as large as float16 has them, 2**16, the square of
+# the output is the largest that a float32 can be: norms and gates behind it need that.
+_LARGEST_CHANGE = 2.0**48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """leaves: by name as in `ModelSpec.adapter_leaves`, what one adapter has of each, in the form of the device.
+    """leaves: by name as in `Leaves.adapters`, what one adapter has of each, in the form of the device.
     fingerprint: sha256 of its files' contents."""
 
     leaves: Mapping[str, Array]
@@ -81,15 +83,16 @@ def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: 
         for source in parts:
             pair = pairs.pop(source.name.removesuffix(".weight"), None)
             if pair is not None:
-                a, b = _matrices(files, pair, source, fields, config)
-                up[: len(b), begin : begin + source.shape[0]] = b * np.float32(scale)
+                a, b = _matrices(files, pair, source, fields, scale)
+                up[: len(b), begin : begin + source.shape[0]] = b
                 for part in _parts(part_ends(config, target), begin, begin + source.shape[0]):
                     down[part, : len(a)], leaves[leaf + RANKS][part] = a, len(a)
             begin += source.shape[0]
     if pairs:
         raise CheckpointError(
-            f"{files.names}: the adapter changes {min(pairs)}, and only {_MODULES} of a dense model's layers can have "
-            "one here. Merge it into the checkpoint with PEFT's merge_and_unload()"
+            f"{files.names}: the adapter changes {min(pairs)}, and here it can only change {_MODULES} of this model's "
+            f"{config.num_hidden_layers} layers. Take an adapter of this very model, or merge it into the checkpoint "
+            "with PEFT's merge_and_unload()"
         )
     digest = hashlib.sha256(repr((scale, files.fingerprint())).encode())
     stored = {name: form.stored(each) if name.endswith(UP) else each for name, each in leaves.items()}
@@ -125,6 +128,11 @@ def _pairs(files: TensorFiles) -> dict[str, dict[str, str]]:
                 "into the checkpoint with PEFT's merge_and_unload()"
             )
         found.setdefault(match["module"], {})[match["which"]] = name
+    if not found:
+        raise CheckpointError(
+            f"{files.names}: has no tensors, so the adapter would change nothing. Save it again with PEFT's "
+            "save_pretrained()"
+        )
     for module, pair in found.items():
         if len(pair) < 2:
             raise CheckpointError(f"{files.names}: {module} has only one of A and B. Save the adapter again")
@@ -132,9 +140,9 @@ def _pairs(files: TensorFiles) -> dict[str, dict[str, str]]:
 
 
 def _matrices(
-    files: TensorFiles, pair: Mapping[str, str], source: Source, fields: Fields, config: ModelConfig
+    files: TensorFiles, pair: Mapping[str, str], source: Source, fields: Fields, scale: float
 ) -> tuple[Array, Array]:
-    """A `[r, K]` and B `[r, rows]` for a tensor of the checkpoint, in float32, rows in the order of the leaf."""
+    """A `[r, K]` and scaled B `[r, rows]` for a tensor of the model, in float32, rows in the order of the leaf."""
     if source.order is not None or source.convert is not None or source.scales is not None:
         raise CheckpointError(
             f"{files.names}: adapters for {source.name} are not built, as this family stores it in a form of its own. "
@@ -155,12 +163,14 @@ def _matrices(
             raise CheckpointError(
                 f"{info.file}: tensor {pair[which]} holds NaN or infinite values. Download the file again"
             )
-    rows = arrays["B"]
-    if source.rotary_heads:
-        order = rotary_order(config)
-        turned = (np.arange(source.rotary_heads)[:, None] * len(order) + order).reshape(-1)
-        rows = np.concatenate([rows[turned], rows[len(turned) :]])
-    return arrays["A"], rows.T
+    most = {which: float(np.abs(array).max()) for which, array in arrays.items()}
+    if not max(1, most["A"] * source.shape[1]) * max(1, most["B"] * rank * scale) < _LARGEST_CHANGE:
+        raise CheckpointError(
+            f"{files.names}: {pair['A']} and {pair['B']} hold values as large as {most['A']:.2g} and {most['B']:.2g}, "
+            f"which are scaled by {scale:.3g}: products of them overflow, and results would not be numbers. Save the "
+            "adapter again"
+        )
+    return arrays["A"], source.in_engine_order(arrays["B"]).T * np.float32(scale)
 
 
 def _parts(ends: tuple[int, ...], begin: int, end: int) -> list[int]:

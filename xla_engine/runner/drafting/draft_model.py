@@ -26,7 +26,7 @@ from xla_engine.utils.startup import silent
 
 
 class DraftModel:
-    """The `Guesser` of method "draft_model"."""
+    """The `DeviceProposer` of method "draft_model"."""
 
     reads_prompts = False
     taps = ()

@@ -1,4 +1,4 @@
-"""A draft head on the device: what the `Guesser`s of methods "mtp" and "eagle3" share."""
+"""A draft head on the device: what the `DeviceProposer`s of methods "mtp" and "eagle3" share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from xla_engine.runner import memory
 
 
 class DraftHead(ABC):
-    """A `Guesser` whose layer sees what prefill and verify steps make of positions."""
+    """A `DeviceProposer` whose layer sees what prefill and verify steps make of positions."""
 
     reads_prompts = True
 

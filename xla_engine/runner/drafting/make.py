@@ -11,20 +11,20 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.eagle3 import load_eagle3
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.drafting.draft_model import DraftModel
 from xla_engine.runner.drafting.eagle3 import Eagle3
-from xla_engine.runner.drafting.guesser import Guesser
 from xla_engine.runner.drafting.mtp import Mtp, load_mtp
 from xla_engine.speculative_config import ON_DEVICE
 from xla_engine.text.tokenizer import Tokenizer
 
-MakeGuesser = Callable[[EngineConfig, ModelConfig, int], Guesser]
+MakeProposer = Callable[[EngineConfig, ModelConfig, int], DeviceProposer]
 
 
-def guesser_of(
+def device_proposer_of(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None, draft: Checkpoint | None
-) -> MakeGuesser | None:
-    """What a runner makes its guesser with; None where none guesses on the device.
+) -> MakeProposer | None:
+    """What a runner makes its device_proposer with; None where none guesses on the device.
 
     draft: a draft model, or an MTP layer, that is there already; None reads the one that the options name, and that of
     the model. Raises ConfigError where a draft model has another tokenizer, and CheckpointError.

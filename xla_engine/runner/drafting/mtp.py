@@ -71,30 +71,30 @@ def load_mtp(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class Mtp(DraftHead):
-    """The `Guesser` of method "mtp"."""
+    """The `DeviceProposer` of method "mtp"."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, context_length: int) -> None:
         """checkpoint: of the layer, as `load_mtp` gives it. Raises ConfigError."""
         model = checkpoint.config.within(context_length)
         self._weights = checkpoint.weights
         self._spec = spec = make_spec(config, model, jnp.dtype(checkpoint.dtype))
-        own = [leaf for name, leaf in zip(spec.names, spec.leaves, strict=True) if name not in SHARED]
+        own = [leaf.on_devices() for name, leaf in spec.leaves.items() if name not in SHARED]
         joining = sum(prod(shape) for shape in joining_shapes(model).values())
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in own) + joining * spec.dtype.itemsize
         super().__init__("mtp", mtp_form(spec), config, context_length, size)
 
     def place(self, weights: Mapping[str, jax.Array]) -> tuple[MtpWeights, list[jax.Array]]:
         spec, found = self._spec, dict(weights)
-        for name in spec.sources:
+        for name in spec.leaves.sources:
             if name not in SHARED:
                 found |= {
                     part: jax.device_put(leaf)
-                    for part, leaf in spec.stored(name, self._weights[name]).items()
+                    for part, leaf in spec.leaves.stored(name, self._weights[name]).items()
                 }
         join, token_norm, hidden_norm = joining = [
             jax.device_put(packed(spec.products, self._weights[name]))
             for name in (JOIN, TOKEN_NORM, HIDDEN_NORM)
         ]
-        decoder = [found[name] for name in spec.names]
-        own = [*joining, *(found[name] for name in spec.names if name not in SHARED)]
+        decoder = [found[name] for name in spec.leaves]
+        own = [*joining, *(found[name] for name in spec.leaves if name not in SHARED)]
         return MtpWeights(join, token_norm, hidden_norm, decoder), own

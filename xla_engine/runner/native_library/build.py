@@ -72,7 +72,7 @@ def register(isa: str | None = None) -> str:
     if failed is not None:
         raise failed
     here = ", ".join(each.name for each in available()) or "none"
-    raise NativeBuildError(f"this machine does not serve {isa or 'any instruction set'} (it has: {here})")
+    raise NativeBuildError(f"this machine does not support {isa or 'any instruction set'} (it has: {here})")
 
 
 def library_digest(isa: str) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from xla_engine.graphs.config import MEAN
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.steps.pooling import MEAN
-from xla_engine.pooling.params import PoolingParams
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.programs import pool_name
 from xla_engine.runner.row_settings import RowSettings
@@ -36,7 +36,7 @@ class Pooling:
     def __init__(
         self, kind: str, inventory: Inventory, weights: list[jax.Array], put: Callable[..., Any]
     ) -> None:
-        """kind: one of `graphs.steps.pooling.POOLING_TYPES`."""
+        """kind: one of `graphs.config.POOLING_TYPES`."""
         self.kind = kind
         self._inventory = inventory
         self._weights = weights

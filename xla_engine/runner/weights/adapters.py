@@ -62,7 +62,7 @@ def writing(spec: ModelSpec, weights: list[Any]) -> list[Program]:
     def write(held: list[jax.Array], slot: jax.Array, new: list[jax.Array]) -> tuple[list[jax.Array]]:
         return ([every.at[slot].set(one) for every, one in zip(held, new, strict=True)],)
 
-    every = (weights[spec.names.index(name)] for name in spec.adapter_leaves)
+    every = (weights[spec.leaves.names.index(name)] for name in spec.leaves.adapters)
     held = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in every]
     new = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in held]
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
@@ -72,11 +72,11 @@ def writing(spec: ModelSpec, weights: list[Any]) -> list[Program]:
 def write_adapter(
     inventory: Inventory, spec: ModelSpec, weights: list[jax.Array], slot: jax.Array, new: list[jax.Array]
 ) -> None:
-    """Write an adapter to a slot, from 0: its part of each of `spec.adapter_leaves`, on the devices.
+    """Write an adapter to a slot, from 0: its part of each of `spec.leaves.adapters`, on the devices.
 
     weights: of the model, in the order of programs; changed in place. Steps that were started have the old ones.
     """
-    places = [spec.names.index(name) for name in spec.adapter_leaves]
+    places = [spec.leaves.names.index(name) for name in spec.leaves.adapters]
     (written,) = inventory(WRITE, [weights[place] for place in places], slot, new)
     for place, leaf in zip(places, written, strict=True):
         weights[place] = leaf
@@ -103,9 +103,5 @@ def random_adapter(spec: ModelSpec) -> dict[str, np.ndarray]:
 
 def _one(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """What one adapter has of each leaf, for all devices together."""
-    form = spec.lora
-    return {
-        name: jax.ShapeDtypeStruct(spec.shapes[name][1:], form.dtype_of(name))
-        for name in spec.adapter_leaves
-        if form is not None
-    }
+    every = {name: spec.leaves[name] for name in spec.leaves.adapters}
+    return {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in every.items()}

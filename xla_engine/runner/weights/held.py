@@ -17,7 +17,7 @@ from xla_engine.runner.weights.adapters import no_adapter, write_adapter
 class HeldWeights:
     """Owner of the leaves of a model on its devices. Steps that were started keep those that they were given.
 
-    _weights: the leaves as `ModelSpec.names` has them; programs are given this list.
+    _weights: the leaves as `ModelSpec.leaves` has them; programs are given this list.
     """
 
     _spec: ModelSpec
@@ -51,6 +51,6 @@ class HeldWeights:
             fresh |= self._devices.leaf(self._spec, weights, name)
         jax.block_until_ready(fresh)
         for name, leaf in fresh.items():
-            place = self._spec.names.index(name)
+            place = self._spec.leaves.names.index(name)
             self._weights[place].delete()
             self._weights[place] = leaf

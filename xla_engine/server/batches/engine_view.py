@@ -14,6 +14,7 @@ from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PRIORITIES
 from xla_engine.server.service import Service
@@ -32,7 +33,8 @@ class EngineView:
 
     A request without a seed gets the noise it would have in `xla-engine run`, of its line, whatever else runs.
 
-    name: of the batch; its requests are told apart by it. salt: keeps its cached prefixes from other tenants.
+    name: tells the batch's requests from others. Every key sees it in `/v1/requests`, so it is not the batch's id.
+    salt: keeps its cached prefixes from other tenants.
     expires_at: Unix seconds from which no line is begun.
     """
 
@@ -67,8 +69,8 @@ class EngineView:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
@@ -87,6 +89,7 @@ class EngineView:
             self.expired = True
             raise BatchExpiredError("the batch's completion_window was over before this line ran")
         assert request_id is not None
+        params = params or self._engine.default_params
         self._service.compile(params)
         if params.seed is None:
             params = replace(params, seed=self._engine.seed_of(request_id, params))

@@ -38,8 +38,8 @@ class Counts(msgspec.Struct):
 class BatchRecord(msgspec.Struct, kw_only=True):
     """A batch.
 
-    tenant, results_id, errors_id: not shown. The last two become `output_file_id` and `error_file_id` when the files
-    are whole.
+    tenant, results_id, errors_id, output_expires_s: not shown. The ids become `output_file_id` and `error_file_id`
+    when the files are whole, which expire after so many seconds; None keeps them.
     """
 
     id: str
@@ -66,6 +66,11 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     tenant: str = ""
     results_id: str = ""
     errors_id: str = ""
+    output_expires_s: int | None = None
+
+    def output_expiry(self) -> int | None:
+        """When files that are finished now expire, in Unix seconds."""
+        return None if self.output_expires_s is None else int(time.time()) + self.output_expires_s
 
     def enter(self, status: str) -> None:
         """Move to a status and note when."""
@@ -74,16 +79,15 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         if hasattr(self, name) and getattr(self, name) is None:
             setattr(self, name, int(time.time()))
 
-    def fail(self, *problems: dict[str, Any]) -> None:
-        """Move to "failed". problems: code, message, and the line where there is one."""
+    def note(self, *problems: dict[str, Any]) -> None:
+        """Say why it fails. problems: code, message, and the line where there is one."""
         data = [{"line": None, "param": None, **problem} for problem in problems]
         self.errors = {"object": "list", "data": data}
-        self.enter("failed")
 
 
 def shown(record: FileRecord | BatchRecord) -> dict[str, Any]:
     """What a client sees of a record."""
-    private = ("tenant", "results_id", "errors_id")
+    private = ("tenant", "results_id", "errors_id", "output_expires_s")
     return {name: value for name, value in msgspec.structs.asdict(record).items() if name not in private}
 
 

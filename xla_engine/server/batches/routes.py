@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,16 +19,20 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from xla_engine.batch.envelope import URLS
+from xla_engine.batch.fields import check_labels
+from xla_engine.errors import InvalidRequestError
 from xla_engine.server.batches.records import UNFINISHED, BatchRecord, new_id, shown
-from xla_engine.server.batches.store import owned, page
+from xla_engine.server.batches.store import owned, page, room_on_disk
 from xla_engine.server.batches.worker import Batches
-from xla_engine.server.bodies import read_body
-from xla_engine.server.errors import ApiError
+from xla_engine.server.errors import ApiError, ClientGone
 from xla_engine.server.info import JsonResponse
 from xla_engine.server.service import Service
+from xla_engine.server.wire import typed_body
 
 FORM_SLACK = 64 << 10  # bytes of a form beside its file
-MOST_METADATA = 16
+UPLOADS = 8  # of one tenant at the same time: each has a temporary file
+MOST_BATCHES = 100  # of one list
+MAX_BATCH_BODY = 256 << 10  # bytes of a POST to /v1/batches
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 _SECONDS = {"h": 3600, "d": 86400}
 
@@ -50,6 +56,7 @@ class BatchRoutes:
         self._service = service
         self._batches = batches
         self._store = batches.store
+        self._uploads: Counter[str] = Counter()
 
     def routes(self) -> list[Route]:
         return [
@@ -66,30 +73,46 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> Response:
         """Take a file, whose bytes go to disk as they come."""
-        settings = self._service.settings
         limited = Request(request.scope, self._limited(request))
-        try:
-            form = await limited.form(max_files=1, max_fields=8, max_part_size=FORM_SLACK)
-        except MultiPartException as error:
-            raise ApiError(400, error.message, code="invalid_request") from error
-        async with _closing(form):
-            file, purpose = form.get("file"), form.get("purpose")
-            if not isinstance(file, UploadFile):
-                raise ApiError(400, 'no "file" in the form', code="invalid_request", param="file")
-            if purpose != "batch":
-                message = f'purpose must be "batch", not {purpose!r}'
-                raise ApiError(400, message, code="invalid_request", param="purpose")
-            if (file.size or 0) > settings.max_file_bytes:
-                raise self._too_large()
-            record = await asyncio.to_thread(
-                self._store.add_file,
-                file.file,
-                filename=(file.filename or "batch.jsonl")[:255],
-                purpose="batch",
-                tenant=_tenant(request),
-                expires_at=_expiry(form),
-            )
+        with self._uploading(_tenant(request)), room_on_disk():
+            try:
+                form = await limited.form(max_files=1, max_fields=8, max_part_size=FORM_SLACK)
+            except MultiPartException as error:
+                raise ApiError(400, error.message, code="invalid_request") from error
+            async with _closing(form):
+                file, purpose = form.get("file"), form.get("purpose")
+                if not isinstance(file, UploadFile):
+                    raise ApiError(400, 'no "file" in the form', code="invalid_request", param="file")
+                if purpose != "batch":
+                    message = f'purpose must be "batch", not {purpose!r}'
+                    raise ApiError(400, message, code="invalid_request", param="purpose")
+                if (file.size or 0) > self._service.settings.max_file_bytes:
+                    raise self._too_large()
+                record = await asyncio.to_thread(
+                    self._store.add_file,
+                    file.file,
+                    filename=(file.filename or "batch.jsonl")[:255],
+                    purpose="batch",
+                    tenant=_tenant(request),
+                    expires_at=_expiry(form),
+                )
         return JsonResponse(shown(record))
+
+    @contextlib.contextmanager
+    def _uploading(self, tenant: str) -> Iterator[None]:
+        """Let one of few uploads of a tenant in. Raises ApiError."""
+        if self._uploads[tenant] >= UPLOADS:
+            raise ApiError(
+                429,
+                f"{UPLOADS} uploads are under way; send this one when another is done",
+                code="too_many_uploads",
+                headers={"retry-after": "1"},
+            )
+        self._uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
 
     def _limited(self, request: Request) -> Callable[[], Awaitable[Message]]:
         """`receive` with a bound to the whole form and to the wait for each piece."""
@@ -102,6 +125,8 @@ class BatchRoutes:
             except TimeoutError as error:
                 late = "the file does not come; send it faster"
                 raise ApiError(408, late, code="request_timeout", headers={"connection": "close"}) from error
+            if message["type"] == "http.disconnect":
+                raise ClientGone
             size += len(message.get("body", b""))
             if size > settings.max_file_bytes + FORM_SLACK:
                 raise self._too_large()
@@ -115,7 +140,6 @@ class BatchRoutes:
             413,
             f"the file has more than {limit} bytes; send it in parts",
             code="file_too_large",
-            headers={"connection": "close"},
         )
 
     async def list_files(self, request: Request) -> Response:
@@ -126,7 +150,7 @@ class BatchRoutes:
             if record.tenant == _tenant(request) and purpose in (None, record.purpose)
         ]
         newest = request.query_params.get("order", "desc") != "asc"
-        return _list(*page(mine, *_window(request, 10_000), newest_first=newest))
+        return _list(*page(mine, *_window(request, 10_000, most=10_000), newest_first=newest))
 
     async def file(self, request: Request) -> Response:
         return JsonResponse(shown(self._file(request)))
@@ -145,11 +169,8 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         service = self._service
-        raw = await read_body(request.scope, request.receive, service.settings, service.bodies)
-        try:
-            body = msgspec.json.decode(raw, type=CreateBatch)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ApiError(400, f"the body is not what is asked for: {error}", code="invalid_json") from error
+        async with service.bodies.whole(request.scope, request.receive, MAX_BATCH_BODY) as raw:
+            body = typed_body(raw, CreateBatch)
         if service.refusing:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"retry-after": "1"})
         if body.endpoint not in URLS:
@@ -159,7 +180,10 @@ class BatchRoutes:
         if window is None:
             message = f'completion_window must be hours or days, as "24h", not {body.completion_window!r}'
             raise ApiError(400, message, code="invalid_request", param="completion_window")
-        _check_metadata(body.metadata)
+        try:
+            check_labels({"metadata": body.metadata})
+        except InvalidRequestError as error:
+            raise ApiError(400, str(error), code="invalid_request", param="metadata") from error
         source = owned(self._store.files, body.input_file_id, _tenant(request), "file")
         if source.purpose != "batch":
             message = 'the input must be a file of purpose "batch"'
@@ -177,6 +201,7 @@ class BatchRoutes:
             tenant=_tenant(request),
             results_id=new_id("file-"),
             errors_id=new_id("file-"),
+            output_expires_s=_output_expiry(body.output_expires_after),
         )
         await asyncio.to_thread(self._store.add_batch, record)
         self._batches.wake()
@@ -184,7 +209,7 @@ class BatchRoutes:
 
     async def list_batches(self, request: Request) -> Response:
         mine = [record for record in list(self._store.batches.values()) if record.tenant == _tenant(request)]
-        return _list(*page(mine, *_window(request, 20), newest_first=True))
+        return _list(*page(mine, *_window(request, 20, most=MOST_BATCHES), newest_first=True))
 
     async def batch(self, request: Request) -> Response:
         return JsonResponse(shown(self._batch(request)))
@@ -219,10 +244,10 @@ def _tenant(request: Request) -> str:
     return str(request.scope["state"].get("tenant", ""))
 
 
-def _window(request: Request, default: int) -> tuple[str | None, int]:
+def _window(request: Request, default: int, *, most: int) -> tuple[str | None, int]:
     limit = request.query_params.get("limit", str(default))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 10_000):
-        raise ApiError(400, "limit must be from 1 to 10000", code="invalid_request", param="limit")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+        raise ApiError(400, f"limit must be from 1 to {most}", code="invalid_request", param="limit")
     return request.query_params.get("after"), int(limit)
 
 
@@ -238,18 +263,25 @@ def _expiry(form: Any) -> int | None:
     seconds = form.get("expires_after[seconds]")
     if seconds is None:
         return None
-    if not (isinstance(seconds, str) and seconds.isdigit() and 3600 <= int(seconds[:9]) <= 2_592_000):
-        message = "expires_after[seconds] must be from 3600 to 2592000"
-        raise ApiError(400, message, code="invalid_request", param="expires_after")
-    return int(time.time()) + int(seconds)
+    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit()):
+        raise _no_expiry("expires_after")
+    return int(time.time()) + _checked_seconds(int(seconds[:9]), "expires_after")
 
 
-def _check_metadata(metadata: dict[str, str] | None) -> None:
-    for key, value in (metadata or {}).items():
-        if len(key) > 64 or len(value) > 512:
-            message = "metadata has keys of at most 64 characters and values of at most 512"
-            raise ApiError(400, message, code="invalid_request", param="metadata")
-    if len(metadata or {}) > MOST_METADATA:
-        raise ApiError(
-            400, f"metadata has at most {MOST_METADATA} pairs", code="invalid_request", param="metadata"
-        )
+def _output_expiry(fields: dict[str, Any] | None) -> int | None:
+    if fields is None:
+        return None
+    if fields.get("anchor") != "created_at" or type(seconds := fields.get("seconds")) is not int:
+        raise _no_expiry("output_expires_after")
+    return _checked_seconds(seconds, "output_expires_after")
+
+
+def _checked_seconds(seconds: int, param: str) -> int:
+    if not 3600 <= seconds <= 2_592_000:
+        raise _no_expiry(param)
+    return seconds
+
+
+def _no_expiry(param: str) -> ApiError:
+    message = f'{param} must have the anchor "created_at" and from 3600 to 2592000 seconds'
+    return ApiError(400, message, code="invalid_request", param=param)

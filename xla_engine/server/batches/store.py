@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -15,11 +16,14 @@ import msgspec
 
 from xla_engine.errors import ConfigError
 from xla_engine.server.batches.records import UNFINISHED, BatchRecord, FileRecord, new_id, save, sync_folder
+from xla_engine.server.batches.stored_bytes import StoredBytes
 from xla_engine.server.errors import ApiError
 
 MAX_FILES = 10_000  # of one tenant
 MAX_UNFINISHED = 1_000  # batches of one tenant
+MAX_ENDED = 1_000  # batches of one tenant that are over; the oldest are forgotten
 _COPY_BYTES = 1 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 R = TypeVar("R", FileRecord, BatchRecord)
 
@@ -29,9 +33,11 @@ class Store:
 
     One process owns a folder. A file without meta.json is one that is being written. Raises ConfigError where another
     server has the folder, and OSError.
+
+    max_stored_bytes: of the files and results of one tenant.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_stored_bytes: int = 10 << 30) -> None:
         self._files_folder, self._batches_folder = folder / "files", folder / "batches"
         for each in (self._files_folder, self._batches_folder):
             each.mkdir(parents=True, exist_ok=True)
@@ -50,7 +56,15 @@ class Store:
             ) from error
         self.files = _load(self._files_folder, "meta.json", FileRecord)
         self.batches = _load(self._batches_folder, "batch.json", BatchRecord)
-        self._drop_torn_files()
+        self.stored = StoredBytes(max_stored_bytes)
+        self._drop_torn_folders()
+        for file in self.files.values():
+            self.stored.replace(file.id, file.tenant, file.bytes)
+        for batch in self.batches.values():
+            if batch.status in UNFINISHED:
+                self.count_results(batch)
+        for tenant in {batch.tenant for batch in self.batches.values()}:
+            self.forget_ended(tenant)
 
     def close(self) -> None:
         """Give the folder back."""
@@ -64,23 +78,34 @@ class Store:
     def add_file(
         self, source: BinaryIO, *, filename: str, purpose: str, tenant: str, expires_at: int | None
     ) -> FileRecord:
-        """Take what an upload holds."""
-        if sum(record.tenant == tenant for record in list(self.files.values())) >= MAX_FILES:
-            raise ApiError(429, f"there are {MAX_FILES} files; delete some", code="too_many_files")
-        file_id = self.open_file()
-        with open(self.data_path(file_id), "wb") as target:
-            shutil.copyfileobj(source, target, _COPY_BYTES)
-            target.flush()
-            os.fsync(target.fileno())
-        return self.finish_file(
-            file_id, filename=filename, purpose=purpose, tenant=tenant, expires_at=expires_at
-        )
+        """Take what an upload holds, or nothing. Raises ApiError where the tenant, or the disk, has no room for it."""
+        self._check_number_of_files(tenant)
+        file_id = new_id("file-")
+        try:
+            self.stored.add(file_id, tenant, source.seek(0, os.SEEK_END))
+            source.seek(0)
+            with room_on_disk():
+                self.open_file(file_id)
+                with open(self.data_path(file_id), "wb") as target:
+                    shutil.copyfileobj(source, target, _COPY_BYTES)
+                    target.flush()
+                    os.fsync(target.fileno())
+                return self.finish_file(
+                    file_id, filename=filename, purpose=purpose, tenant=tenant, expires_at=expires_at
+                )
+        except BaseException:
+            self._remove(file_id)
+            raise
 
-    def open_file(self, file_id: str | None = None) -> str:
+    def _check_number_of_files(self, tenant: str) -> None:
+        if sum(record.tenant == tenant for record in list(self.files.values())) >= MAX_FILES:
+            raise ApiError(
+                429, f"there are {MAX_FILES} files; delete some (DELETE /v1/files/ID)", code="too_many_files"
+            )
+
+    def open_file(self, file_id: str) -> None:
         """Make room for a file that is written from now on; nobody sees it."""
-        file_id = file_id or new_id("file-")
         (self._files_folder / file_id).mkdir(exist_ok=True)
-        return file_id
 
     def finish_file(
         self, file_id: str, *, filename: str, purpose: str, tenant: str, expires_at: int | None = None
@@ -97,16 +122,22 @@ class Store:
         )
         save(self._files_folder / file_id / "meta.json", record)
         sync_folder(self._files_folder)
+        self.stored.replace(file_id, tenant, record.bytes)
         self.files[file_id] = record
         return record
 
     def delete_file(self, file_id: str) -> None:
         """Forget a file. Raises ApiError where a batch still reads it."""
         for batch in list(self.batches.values()):
-            if batch.status in UNFINISHED and batch.input_file_id == file_id:
+            reads = batch.status in UNFINISHED and batch.status != "finalizing"
+            if reads and batch.input_file_id == file_id:
                 message = f"batch {batch.id} still reads this file; cancel it first"
                 raise ApiError(409, message, code="file_in_use")
+        self._remove(file_id)
+
+    def _remove(self, file_id: str) -> None:
         self.files.pop(file_id, None)
+        self.stored.remove(file_id)
         folder = self._files_folder / file_id
         with contextlib.suppress(FileNotFoundError):
             (folder / "meta.json").unlink()
@@ -119,28 +150,89 @@ class Store:
                 with contextlib.suppress(ApiError):
                     self.delete_file(record.id)
 
-    def _drop_torn_files(self) -> None:
-        """Uploads that a killed server did not finish; not the results of a batch that goes on."""
-        kept = {name for batch in self.batches.values() for name in (batch.results_id, batch.errors_id)}
+    def _drop_torn_folders(self) -> None:
+        """What a killed server did not finish: uploads and new batches; not the results of a batch that goes on."""
+        unfinished = [batch for batch in self.batches.values() if batch.status in UNFINISHED]
+        kept = {name for batch in unfinished for name in (batch.results_id, batch.errors_id)}
         for folder in self._files_folder.iterdir():
             if folder.name not in self.files and folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+        for folder in self._batches_folder.iterdir():
+            if folder.name not in self.batches:
                 shutil.rmtree(folder, ignore_errors=True)
 
     # -- batches ----------------------------------------------------------------------------------------------
 
     def add_batch(self, record: BatchRecord) -> None:
+        """Take a new batch. Raises ApiError where the tenant, or the disk, has no room for it or its results."""
         mine = [each for each in list(self.batches.values()) if each.tenant == record.tenant]
         if sum(each.status in UNFINISHED for each in mine) >= MAX_UNFINISHED:
             message = f"{MAX_UNFINISHED} batches are not finished; wait for one or cancel it"
             raise ApiError(429, message, code="too_many_batches")
-        (self._batches_folder / record.id).mkdir()
-        self.save_batch(record)
-        sync_folder(self._batches_folder)
+        self._check_number_of_files(record.tenant)
+        folder = self._batches_folder / record.id
+        try:
+            with room_on_disk():
+                folder.mkdir()
+                self.save_batch(record)
+                sync_folder(self._batches_folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self.batches[record.id] = record
+
+    def count_results(self, record: BatchRecord) -> None:
+        """Take the counts of a batch from its files of results, and cut off what a write left torn at their ends."""
+        counts = record.request_counts
+        paths = self.data_path(record.results_id), self.data_path(record.errors_id)
+        (counts.completed, end), (counts.failed, other_end) = map(_whole_lines, paths)
+        for file_id, path, size in zip(
+            (record.results_id, record.errors_id), paths, (end, other_end), strict=True
+        ):
+            if path.exists():
+                os.truncate(path, size)
+                self.stored.replace(file_id, record.tenant, size)
+
+    def forget_ended(self, tenant: str) -> None:
+        """Keep the latest `MAX_ENDED` of a tenant's batches that are over. Their files stay until they are deleted."""
+        ended = [
+            batch
+            for batch in list(self.batches.values())
+            if batch.tenant == tenant and batch.status not in UNFINISHED
+        ]
+        for batch in sorted(ended, key=lambda batch: (batch.created_at, batch.id))[:-MAX_ENDED]:
+            self.batches.pop(batch.id, None)
+            shutil.rmtree(self._batches_folder / batch.id, ignore_errors=True)
 
     def save_batch(self, record: BatchRecord) -> None:
         with self._saving:  # the event loop and the batch's own thread may do so at a time
             save(self._batches_folder / record.id / "batch.json", record)
+
+
+@contextlib.contextmanager
+def room_on_disk() -> Iterator[None]:
+    """Raises ApiError with status 507 in place of an OSError that says that the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise ApiError(
+            507,
+            "the server's disk is full; delete files (DELETE /v1/files/ID), or ask its operator for room",
+            code="insufficient_storage",
+        ) from error
+
+
+def _whole_lines(path: Path) -> tuple[int, int]:
+    """How many whole lines a file has, and where the last of them ends; nothing for a file that is not there."""
+    lines = end = read = 0
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        while block := file.read(_COPY_BYTES):
+            lines += block.count(b"\n")
+            end = read + block.rfind(b"\n") + 1 if b"\n" in block else end
+            read += len(block)
+    return lines, end
 
 
 def owned(records: dict[str, R], name: str, tenant: str, what: str) -> R:

@@ -8,26 +8,27 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from hashlib import blake2b
+from typing import Any
 
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.resume import FinishedLines
+from xla_engine.batch.resume import FinishedLines, Sink
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals
+from xla_engine.errors import XlaEngineError
 from xla_engine.server.batches.engine_view import EngineView
 from xla_engine.server.batches.records import UNFINISHED, BatchRecord, Counts
-from xla_engine.server.batches.store import Store
+from xla_engine.server.batches.store import Store, room_on_disk
 from xla_engine.server.batches.validate import problems_of
+from xla_engine.server.errors import ApiError
 from xla_engine.server.service import Service
-
-if TYPE_CHECKING:
-    from xla_engine.engine.protocol import Engine
 
 RUNNING = 4  # batches at a time: their lines take turns
 TICK_S = 0.5
 SAVE_S = 5.0  # between the counts that are written while a batch runs
 EXPIRE_S = 60.0  # between looks for files that are to be deleted
+RETRY_S = 5.0  # between attempts to show the results of a batch while the disk is full
 
 log = logging.getLogger("xla_engine.server.batches")
 
@@ -65,6 +66,18 @@ class Job:
         return True
 
 
+class _CountedSink:
+    """Takes lines for a file of results whose bytes count as its tenant's. Raises ApiError when there is no room."""
+
+    def __init__(self, sink: Sink, store: Store, file_id: str, tenant: str) -> None:
+        self._sink, self._store = sink, store
+        self._file_id, self._tenant = file_id, tenant
+
+    def write(self, data: bytes) -> None:
+        self._store.stored.add(self._file_id, self._tenant, len(data))
+        self._sink.write(data)
+
+
 class Batches:
     """Runs the batches of a store beside the interactive requests of a service, behind them in the queue.
 
@@ -77,6 +90,9 @@ class Batches:
         self.stopping = False
         self._service = service
         self._jobs: dict[str, Job] = {}
+        self._retry_at: dict[
+            str, float
+        ] = {}  # batches whose results could not be shown, and when to try again
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,7 +132,7 @@ class Batches:
     def cancel(self, record: BatchRecord) -> None:
         """End a batch: what has a result keeps it, the rest has none."""
         record.enter("cancelling")
-        self.store.save_batch(record)
+        self._save(record)
         if (job := self._jobs.get(record.id)) is not None:
             job.stopped.set()
             job.view.halted.set()
@@ -141,7 +157,9 @@ class Batches:
         waiting = [
             record
             for record in self.store.batches.values()
-            if record.status in UNFINISHED and record.id not in self._jobs
+            if record.status in UNFINISHED
+            and record.id not in self._jobs
+            and time.monotonic() >= self._retry_at.get(record.id, 0.0)
         ]
         tenants = [job.record.tenant for job in self._jobs.values()]
         return min(waiting, key=lambda record: (tenants.count(record.tenant), record.id), default=None)
@@ -149,7 +167,7 @@ class Batches:
     def _begin(self, record: BatchRecord) -> None:
         assert self._loop is not None
         view = EngineView(
-            self._service, self._loop, record.id, salt=record.tenant, expires_at=record.expires_at
+            self._service, self._loop, shown_name(record), salt=record.tenant, expires_at=record.expires_at
         )
         job = self._jobs[record.id] = Job(record, view)
         if record.status == "cancelling":
@@ -163,20 +181,43 @@ class Batches:
     def _run(self, job: Job) -> None:
         record = job.record
         try:
-            self._run_to_end(job)
+            with room_on_disk():
+                over = self._run_to_end(job)
         except Exception as error:
             log.exception("batch %s failed", record.id)
-            record.fail({"code": "internal_error", "message": f"{type(error).__name__}: {error}"})
-        try:
-            self.store.save_batch(record)
-        except OSError:
-            log.exception("the state of batch %s could not be written", record.id)
+            over = True
+            if record.status != "cancelling":
+                record.note(_problem(error))
+                record.enter("finalizing")
+                self._save(record)
+        if over:
+            self._end(job)
+        self._save(record)
+        self.store.forget_ended(record.tenant)
         self._jobs.pop(record.id, None)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self.wake)
 
-    def _run_to_end(self, job: Job) -> None:
+    def _end(self, job: Job) -> None:
+        """Show what a batch has, however it ended. It stays unfinished, for another attempt, if the disk is full."""
+        record = job.record
+        try:
+            self._finalize(job)
+        except OSError as error:
+            log.warning("batch %s cannot be finished; trying again in %g s: %s", record.id, RETRY_S, error)
+            self._retry_at[record.id] = time.monotonic() + RETRY_S
+        else:
+            self._retry_at.pop(record.id, None)
+
+    def _save(self, record: BatchRecord) -> None:
+        try:
+            self.store.save_batch(record)
+        except OSError as error:
+            log.error("the state of batch %s could not be written: %s", record.id, error)
+
+    def _run_to_end(self, job: Job) -> bool:
+        """Check a batch's file and run its lines; whether it is over, and not left to the next server."""
         record, store, settings = job.record, self.store, self._service.settings
         source = store.data_path(record.input_file_id)
         if record.status == "validating":
@@ -185,33 +226,38 @@ class Batches:
             )
             record.request_counts = Counts(total=total)
             if problems:
-                record.fail(*problems)
-                return
+                record.note(*problems)
+                return True
             if record.status == "validating":  # and was not cancelled meanwhile
                 record.enter("in_progress")
             store.save_batch(record)
         if record.status in ("in_progress", "cancelling"):
             if not self._run_lines(job):
-                return  # it goes on with the next server
+                return False
             if record.status == "in_progress":
                 record.enter("finalizing")
                 store.save_batch(record)
-        self._finalize(job)
+        return True
 
     def _run_lines(self, job: Job) -> bool:
         """Run the lines that have no result; whether the batch is over."""
         record, service = job.record, self._service
         done = FinishedLines()
         with contextlib.ExitStack() as stack:
-            paths = [self.store.data_path(self.store.open_file(name)) for name in _result_ids(record)]
+            for name in _result_ids(record):
+                self.store.open_file(name)
+            paths = [self.store.data_path(name) for name in _result_ids(record)]
             outputs = [stack.enter_context(OutputFile(str(path), Mode.RESUME)) for path in paths]
             for output in outputs:
                 output.claim(done)
             before = (done.results, done.errors)
-            results, errors = (output.begin() for output in outputs)
+            results, errors = (
+                _CountedSink(output.begin(), self.store, name, record.tenant)
+                for output, name in zip(outputs, _result_ids(record), strict=True)
+            )
             source = stack.enter_context(open(self.store.data_path(record.input_file_id), "rb"))
             run = BatchRun(
-                cast("Engine", job.view),  # a run asks for no more of an engine than a view has
+                job.view,
                 job.lines(read_lines(source)),
                 results,
                 errors=errors,
@@ -234,13 +280,20 @@ class Batches:
     def _finalize(self, job: Job) -> None:
         """Show the files that hold something. May be done again by the next server."""
         record, store = job.record, self.store
+        store.count_results(record)
         shown: list[str | None] = []
         for file_id, word in zip(_result_ids(record), ("output", "error"), strict=True):
             path = store.data_path(file_id)
-            if path.exists() and path.stat().st_size:
-                if file_id not in store.files:
+            if path.exists() and (size := path.stat().st_size):
+                if file_id not in store.files or store.files[file_id].bytes != size:
                     name = f"{record.id}_{word}.jsonl"
-                    store.finish_file(file_id, filename=name, purpose="batch_output", tenant=record.tenant)
+                    store.finish_file(
+                        file_id,
+                        filename=name,
+                        purpose="batch_output",
+                        tenant=record.tenant,
+                        expires_at=record.output_expiry(),
+                    )
                 shown.append(file_id)
             else:
                 store.delete_file(file_id)
@@ -248,8 +301,22 @@ class Batches:
         record.output_file_id, record.error_file_id = shown
         if record.status == "cancelling":
             record.enter("cancelled")
+        elif record.errors is not None:
+            record.enter("failed")
         else:
             record.enter("expired" if job.view.expired else "completed")
+
+
+def shown_name(record: BatchRecord) -> str:
+    """What the requests of a batch are called in `/v1/requests`, which shows those of every key."""
+    return f"batch-{blake2b(record.id.encode(), digest_size=6).hexdigest()}"
+
+
+def _problem(error: Exception) -> dict[str, Any]:
+    """Why a batch ended early, as its client sees it."""
+    if isinstance(error, ApiError | XlaEngineError):
+        return {"code": error.code, "message": str(error)}
+    return {"code": "internal_error", "message": f"{type(error).__name__}: {error}"}
 
 
 def _result_ids(record: BatchRecord) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_engine.server.errors import ApiError
+from xla_engine.utils.json_line import kind
 
 # Fields that name what this server does not keep or do, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -51,6 +52,11 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     text, reasoning = rest.pop("text", None) or {}, rest.pop("reasoning", None) or {}
     if not isinstance(text, Mapping) or not isinstance(reasoning, Mapping):
         raise _wrong("text", "and reasoning must be objects")
+    _check_names("text", text, ("format", "verbosity"))
+    _check_names("reasoning", reasoning, ("effort", "summary", "generate_summary"))
+    for name, value in reasoning.items():
+        if not isinstance(value, str | None):
+            raise _wrong(f"reasoning.{name}", f"must be a string, not {kind(value)}")
     if (form := text.get("format")) is not None:
         chat["response_format"] = _format(form)
     if (effort := reasoning.get("effort")) is not None:
@@ -135,6 +141,12 @@ def _format(form: object) -> dict[str, Any]:
             "json_schema": {key: form[key] for key in ("name", "schema") if key in form},
         }
     return dict(form)
+
+
+def _check_names(param: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise _wrong(f"{param}.{name[:100]}", f"is not known; {param} may hold {' and '.join(known)}")
 
 
 def _wrong(param: str, message: str) -> ApiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from xla_engine.server.responses.memory import Memory
 from xla_engine.server.service import Service, Submission
 from xla_engine.server.wire import Call, parse_call, read_json
 from xla_engine.text.parsers.formats import Plain
+from xla_engine.text.parsers.scan import Parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +55,14 @@ class Responses(Generation):
         tenant, previous = scope["state"].get("tenant", ""), body.get("previous_response_id")
         items = items_of(body.get("input"))
         if previous is not None:
-            found = self.memory.find(tenant, previous) if isinstance(previous, str) else None
+            found = self.memory.items(tenant, previous) if isinstance(previous, str) else None
             if found is None:
                 message = (
                     f"previous_response_id {str(previous)[:100]!r} is not kept here; send its items as input"
                 )
                 code = "previous_response_not_found"
                 raise ApiError(400, message, code=code, param="previous_response_id")
-            items = found[1] + items
+            items = found + items
         chat = chat_body({**body, "input": items})
         call = parse_call(chat, CHAT_URL, service.defaults(), service.settings.model_names)
         fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
@@ -74,7 +75,7 @@ class Responses(Generation):
 
     async def read(self, request: Request) -> Response:
         """`GET /v1/responses/ID`."""
-        return JsonResponse(self.memory.response(*_names(request)))
+        return Response(self.memory.response(*_names(request)), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         """`DELETE /v1/responses/ID`."""
@@ -90,16 +91,13 @@ class Responses(Generation):
     async def _answer(
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
+        (output,) = await self._whole(call, submission, gone)
         builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
-        while not submission.finished:
-            await next_news(submission, gone)
-            for _, output in submission.take():
-                if (error := output_error(call.request, output)) is not None:
-                    raise ended(error)
         completion = output.outputs[0]
         for _ in builder.add([*parser.feed(completion.text), *parser.finish()]):
             pass
-        for _ in builder.end(reason=completion.finish_reason, usage=_usage(output), now=int(time.time())):
+        usage = _usage(output, len(completion.token_ids))
+        for _ in builder.end(reason=completion.finish_reason, usage=usage, now=int(time.time())):
             pass
         self._keep(call, builder)
         await send_json(send, 200, msgspec.json.encode(builder.response))
@@ -107,37 +105,43 @@ class Responses(Generation):
     async def _stream(
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
-        patience = self._service.settings.send_timeout_s
+        turns = self._service.turns
         builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
-        sent = 0
+        tokens = 0
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        await send_part(send, b"".join(map(_event, builder.begin())), patience)
+        async for part in turns.parts(map(_event, builder.begin())):
+            await send_part(send, part)
         while not submission.finished:
             await next_news(submission, gone)
-            pieces: list[bytes] = []
-            for _, output in submission.take():
-                completion = output.outputs[0]
-                events = parser.feed(completion.text[sent:])
-                sent = len(completion.text)
-                if output.finished and (error := output_error(call.request, output)) is not None:
-                    failure = ended(error)
-                    pieces.append(_event(builder.failed(failure.code, failure.message)))
-                    break
-                if output.finished:
-                    events += parser.finish()
-                pieces += map(_event, builder.add(events))
-                if output.finished:
-                    reason, now = completion.finish_reason, int(time.time())
-                    pieces += map(_event, builder.end(reason=reason, usage=_usage(output), now=now))
-                    self._keep(call, builder)
-            if pieces:
-                await send_part(send, b"".join(pieces), patience)
-        await send_part(send, DONE, patience)
-        await send_part(send, b"", patience, last=True)
+            news = [output for _, output in submission.take()]
+            tokens += sum(len(output.outputs[0].token_ids) for output in news)
+            async for part in turns.parts(self._events(call, builder, parser, news, tokens)):
+                await send_part(send, part)
+        await send_part(send, DONE)
+        await send_part(send, b"", last=True)
+
+    def _events(
+        self, call: Call, builder: ResponseBuilder, parser: Parser, news: list[RequestOutput], tokens: int
+    ) -> Iterator[bytes]:
+        """What a stream tells of news. tokens: those of the answer, the new ones included."""
+        for output in news:
+            completion = output.outputs[0]
+            events = parser.feed(completion.text)
+            if (error := output_error(call.request, output)) is not None:
+                failure = ended(error)
+                yield _event(builder.failed(failure.code, failure.message))
+                return
+            if output.finished:
+                events += parser.finish()
+            yield from map(_event, builder.add(events))
+            if output.finished:
+                usage, now = _usage(output, tokens), int(time.time())
+                yield from map(_event, builder.end(reason=completion.finish_reason, usage=usage, now=now))
+                self._keep(call, builder)
 
 
-def _usage(output: RequestOutput) -> dict[str, Any]:
-    prompt, new = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+def _usage(output: RequestOutput, new: int) -> dict[str, Any]:
+    prompt = len(output.prompt_token_ids)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": output.num_cached_tokens},

@@ -19,30 +19,31 @@ class Memory:
     def __init__(self, tenant_bytes: int = TENANT_BYTES, total_bytes: int = TOTAL_BYTES) -> None:
         self._tenant_bytes = tenant_bytes
         self._total_bytes = total_bytes
-        self._kept: defaultdict[str, OrderedDict[str, bytes]] = defaultdict(OrderedDict)
+        self._kept: defaultdict[str, OrderedDict[str, tuple[bytes, bytes]]] = defaultdict(OrderedDict)
         self._held: defaultdict[str, int] = defaultdict(int)
 
     def keep(self, tenant: str, response: dict[str, Any], items: list[Any]) -> None:
         """Remember a response. items: all that it answers, and its own output, for one that follows it."""
-        data = msgspec.json.encode((response, items))
+        data = msgspec.json.encode(response), msgspec.json.encode(items)
         self._kept[tenant][response["id"]] = data
-        self._held[tenant] += len(data)
+        self._held[tenant] += sum(map(len, data))
         while self._held.get(tenant, 0) > self._tenant_bytes:
             self._forget(tenant)
         while sum(self._held.values()) > self._total_bytes:
             self._forget(max(self._held, key=self._held.__getitem__))
 
-    def find(self, tenant: str, name: str) -> tuple[dict[str, Any], list[Any]] | None:
-        """A response and its items."""
+    def items(self, tenant: str, name: str) -> list[Any] | None:
+        """The items of a response."""
         data = self._kept[tenant].get(name) if tenant in self._kept else None
-        return None if data is None else tuple(msgspec.json.decode(data))
+        return None if data is None else list(msgspec.json.decode(data[1]))
 
-    def response(self, tenant: str, name: str) -> dict[str, Any]:
-        """Raises ApiError where there is none, or another's."""
-        if (found := self.find(tenant, name)) is None:
+    def response(self, tenant: str, name: str) -> bytes:
+        """A response as JSON, which all who read it share. Raises ApiError if there is none, or it is another's."""
+        data = self._kept[tenant].get(name) if tenant in self._kept else None
+        if data is None:
             message = f"no response found with id {name[:100]!r}; those with store: true are kept for a while"
             raise ApiError(404, message, code="not_found", param="id")
-        return found[0]
+        return data[0]
 
     def delete(self, tenant: str, name: str) -> None:
         """Raises ApiError as `response` does."""
@@ -53,6 +54,6 @@ class Memory:
         """Drop one response, or the tenant's oldest."""
         kept = self._kept[tenant]
         data = kept.popitem(last=False)[1] if name is None else kept.pop(name)
-        self._held[tenant] -= len(data)
+        self._held[tenant] -= sum(map(len, data))
         if not kept:
             del self._kept[tenant], self._held[tenant]

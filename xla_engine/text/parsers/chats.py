@@ -96,6 +96,8 @@ def _template_options(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise InvalidRequestError(f"chat_template_kwargs must be an object, not {kwargs!r}")
     if effort is not None:
+        if not isinstance(effort, str):
+            raise InvalidRequestError(f"reasoning_effort must be a string, not {effort!r}")
         options["chat_template_kwargs"] = {"reasoning_effort": effort, **kwargs}
     return options
 

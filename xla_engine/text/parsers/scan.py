@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+_PIECE = 4096  # characters
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -106,6 +108,7 @@ class Message:
 def message_of(parser: Parser, text: str) -> Message:
     """The message of a whole text."""
     message = Message()
-    message.add(parser.feed(text))
+    for begin in range(0, len(text), _PIECE):  # a parser copies what is left of its piece at every tag
+        message.add(parser.feed(text[begin : begin + _PIECE]))
     message.add(parser.finish())
     return message

@@ -58,7 +58,7 @@ class BuildLibraries(Command):  # type: ignore[misc]
         assert self.build_lib is not None
         folder = Path(self.build_lib) / _FOLDER / "libraries"
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
-        self.built = compile_libraries(_ROOT / "graphs" / "native", folder)
+        self.built = compile_libraries(_ROOT / "xla_engine" / "graphs" / "native", folder)
 
     def get_source_files(self) -> list[str]:
         return []  # they are package data

@@ -1,0 +1,139 @@
+"""The arrays of a model: their names in checkpoints, their order in graphs, and how each is packed and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.linear.int8 import SUFFIX, quantize_weight
+from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.lora.form import LoraForm
+from xla_engine.graphs.sharding import Cut, Sharding
+
+Param = nnx.Param[jax.Array]
+Path = tuple[str | int, ...]  # of a parameter in a `Decoder`: attributes, and the index of a layer
+Role = Literal["plain", "linear", "head", "scale", "adapter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """What is static of one array.
+
+    shape: in the whole model. dtype: as graphs receive it.
+    cut: the part of it that each device holds; None: every device has all of it.
+    role: "plain" leaves stay as in the checkpoint; "linear" and "head" lie in the order of `Products.pack` and
+        `Products.pack_head`; a "scale" is of a weight in int8, an "adapter" holds matrices of adapters.
+    """
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    cut: Cut | None = None
+    role: Role = "plain"
+
+    def on_devices(self, count: int = 1) -> jax.ShapeDtypeStruct:
+        """What `count` devices hold of it together."""
+        shape = self.shape if self.cut is None else self.cut.shape(self.shape, count)
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMaker:
+    """Makes the parameters of modules, without values. dtype: of matrices; vectors are float32."""
+
+    sharding: Sharding
+    dtype: jnp.dtype
+    lora: LoraForm | None = None
+
+    def vector(self, size: int, cut: Cut | None = None, role: Role = "plain") -> Param:
+        return self.parameter(Leaf(shape=(size,), dtype=jnp.dtype(jnp.float32), cut=cut, role=role))
+
+    def vectors(self, shape: tuple[int, int], cut: Cut | None) -> Param:
+        """Vectors side by side in a flat one. cut: of each, along axis 1."""
+        return self.vector(prod(shape), None if cut is None else cut.flat(*shape))
+
+    def matrix(self, shape: tuple[int, ...], cut: Cut | None = None, role: Role = "plain") -> Param:
+        return self.parameter(Leaf(shape=shape, dtype=self.dtype, cut=cut, role=role))
+
+    def parameter(self, leaf: Leaf) -> Param:
+        value: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return nnx.Param(value, leaf=leaf)
+
+
+class Leaves(Mapping[str, Leaf]):
+    """The leaves of a model by name, in the order in which graphs receive them: by name, and layers by number.
+
+    names: of all. paths: where each is in the `Decoder`.
+    sources: names of those that a checkpoint has to have. adapters: of those that hold adapters' matrices.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parameters: Iterable[tuple[Any, Any]], products: Products | None
+    ) -> None:
+        """parameters: as a `LeafMaker` made them, by path. products: None is XLA's."""
+        found = {leaf_name(config, path): (path, each.get_metadata("leaf")) for path, each in parameters}
+        self.names = tuple(sorted(found, key=_place))
+        self.paths = tuple(found[name][0] for name in self.names)
+        self._leaves: dict[str, Leaf] = {name: found[name][1] for name in self.names}
+        self._products = products
+        self.sources = self._of("plain", "linear", "head")
+        self.adapters = self._of("adapter")
+
+    def __getitem__(self, name: str) -> Leaf:
+        return self._leaves[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def on_device(self) -> list[jax.ShapeDtypeStruct]:
+        """What one device holds of each: the abstract values of what graphs receive."""
+        return [leaf.on_devices() for leaf in self._leaves.values()]
+
+    def check_names(self, weights: Mapping[str, Any]) -> None:
+        """Raise KeyError unless `weights` has exactly the names that a checkpoint has to have."""
+        if set(weights) != set(self.sources):
+            raise KeyError(f"weights do not match the model: {sorted(set(weights) ^ set(self.sources))}")
+
+    def stored(self, name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        """What the model keeps, by name, of the leaf `name` of a checkpoint, as products read it."""
+        leaf = self._leaves[name]
+        if leaf.dtype == jnp.int8:
+            values, scale = quantize_weight(values)
+            return {name: self._packed(leaf, values), name + SUFFIX: scale}
+        return {name: self._packed(leaf, values)}
+
+    def _packed(self, leaf: Leaf, values: np.ndarray) -> np.ndarray:
+        if self._products is None or leaf.role == "plain":
+            return values
+        return (self._products.pack_head if leaf.role == "head" else self._products.pack)(values)
+
+    def _of(self, *roles: Role) -> tuple[str, ...]:
+        return tuple(name for name, leaf in self._leaves.items() if leaf.role in roles)
+
+
+def leaf_name(config: ModelConfig, path: Path) -> str:
+    """The name in checkpoints and stores of the parameter at `path`."""
+    match path:
+        case "layers", int(index), "mixer", *inside:
+            place = f"layers.{index}." + ("delta." if config.is_linear(index) else "")
+        case "layers", int(index), "mlp", *inside:
+            place = f"layers.{index}." + ("" if config.experts_of(index) is None else "experts.")
+        case "layers", int(index), *inside:
+            place = f"layers.{index}."
+        case _:
+            place, inside = "", [*path]
+    return place + "_".join(str(part) for part in inside if part != "weight")
+
+
+def _place(name: str) -> tuple[str | int, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in name.split("."))

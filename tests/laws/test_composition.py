@@ -1,0 +1,111 @@
+"""Parts hold parts: our classes inherit from none of ours but for exceptions, protocols, modules and records.
+
+A class that inherits code is read in two files at once, and its base uses what only the descendant has. The exceptions
+stand below, each with its reason; the list may only get shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("xla_engine", "graphs", "scheduler")
+RECORDS = {"dataclass", "NamedTuple", "TypedDict", "Protocol", "Immutable", "Struct"}
+
+INHERITS = {
+    # records with the fields of another
+    "PoolingParams": "takes SamplingParams' place wherever parameters go; callers build both",
+    "AsyncEngineArgs": "a public name of vLLM's, with fields of EngineArgs and more",
+    # one contract, two forms of the code behind it
+    "GgufWeights": "tensors of another file format behind TensorFiles' lookups",
+    "GivenTensors": "tensors of a mapping behind TensorFiles' lookups",
+    "ByteLevelDetokenizer": "the abstract form of its file, which says what both share",
+    "PieceDetokenizer": "the same",
+    "GzipSink": "a PlainSink whose bytes are compressed",
+    "Eagle3": "a draft head: DraftHead is what both heads do",
+    "Mtp": "the same",
+    "MetricsFile": "a LiveFile of another content",
+    "StatusFile": "the same",
+    "Runner": "the weights that it holds, which WeightUpdates replace",
+    "RecordedClock": "a Clock that is told instead of computing",
+    "AsyncLife": "a life in an event loop: its rounds are those of Life",
+    "FaultyTokenizer": "plants faults below the methods of the class that it replaces",
+    "_FailingDetokenizer": "the same",
+    "_Ends": "an OutputCollector that hears of ends",
+    "Responses": "an endpoint that differs from Generation in its shapes",
+    # peers of the benchmark, each a variant of one program
+    "Q8": "a variant of one peer",
+    "Continuous": "the same",
+    "Wide": "the same",
+    "U8Cache": "the same",
+    "Int8": "the same",
+    "W8A8": "the same",
+    "Blocks": "the same",
+    # to be taken apart
+    "ChangingAdapters": "the data-parallel engine is spread over three classes",
+    "DataParallelEngine": "the same",
+}
+
+
+def _files() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if not any(part.is_symlink() for part in path.parents):
+                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def _classes() -> dict[str, list[ast.ClassDef]]:
+    found: dict[str, list[ast.ClassDef]] = {}
+    for _, tree in _files():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def _name(node: ast.expr) -> str:
+    """Of a base or a decorator: the last part, without type arguments or a call."""
+    while isinstance(node, (ast.Subscript, ast.Call)):
+        node = node.value if isinstance(node, ast.Subscript) else node.func
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_free(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> bool:
+    """Whether others may inherit from it: an exception, a protocol, a module, or a record."""
+    words = {_name(each) for each in (*node.bases, *node.decorator_list)}
+    if words & RECORDS or node.name in RECORDS or "Module" in words:
+        return True
+    if any(word.endswith(("Error", "Exception", "Warning", "Interrupt")) for word in (node.name, *words)):
+        return True
+    ours = [classes[word] for word in words if word in classes and word != node.name]
+    return any(all(_is_free(each, classes) for each in nodes) for nodes in ours)
+
+
+def test_our_classes_hold_parts_and_inherit_no_code() -> None:
+    classes, found = _classes(), set[str]()
+    for name, nodes in classes.items():
+        for node in nodes:
+            # A base with a dot is another package's.
+            plain = [base for base in node.bases if not isinstance(base, ast.Attribute)]
+            ours = [base for base in map(_name, plain) if base in classes]
+            if "Protocol" in map(_name, plain):
+                continue
+            if any(not all(_is_free(each, classes) for each in classes[base]) for base in ours):
+                found.add(name)
+    assert found - INHERITS.keys() == set(), "compose it, or give the reason in INHERITS"
+    assert INHERITS.keys() - found == set(), "no longer needed: take it off the list"
+
+
+def test_no_class_of_ours_is_cast_to_another() -> None:
+    """A cast makes one thing pass for another where no checker looks; a protocol says what both have."""
+    classes, found = _classes(), set[str]()
+    for place, tree in _files():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _name(node.func) == "cast" and node.args:
+                target = node.args[0]
+                word = target.value if isinstance(target, ast.Constant) else ast.unparse(target)
+                if isinstance(word, str) and word in classes:
+                    found.add(f"{place}: {word}")
+    assert found == set()

@@ -1,0 +1,627 @@
+"""Clients that stop, flood or do not read, at every point of HTTP: none keeps others out or grows memory.
+
+The server has short timers here, and room for few connections, so that each attack is over soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.conftest import ENGINE, Running
+from xla_engine.async_llm import AsyncLLM
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.server import launch, protocol
+from xla_engine.server.bodies import BODIES
+from xla_engine.server.service import Service
+from xla_engine.server.settings import ServerSettings
+from xla_engine.server.turns import PART_BYTES
+from xla_engine.utils import json_line
+from xla_engine.utils.json_line import load_object
+
+PLACES = 64  # connections
+KEY = b"authorization: Bearer alpha\r\n"
+CHUNKED = b"host: x\r\ntransfer-encoding: chunked\r\n"
+TEXT = b'{"prompt":"x","max_tokens":1}'
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    limits = ServerSettings(
+        api_keys=("alpha", "beta"),
+        header_timeout_s=0.5,
+        body_timeout_s=0.5,
+        send_timeout_s=0.5,
+        max_body_bytes=MB,
+        batch_dir=tmp_path_factory.mktemp("batches"),
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(protocol, "REST_S", 0.5)
+        patched.setattr(protocol, "KEEP_ALIVE_S", 0.5)
+        patched.setattr(launch, "KEEP_ALIVE_S", 3600)  # uvicorn's own timer, which data cancel
+        service = Service(AsyncLLM.from_engine(XlaBatchEngine.from_pretrained(None, ENGINE)), limits)
+        found = Running(service, max_connections=PLACES)
+    found.server.servers[0].sockets[0].setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+    )  # the kernel holds little
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def server(running: Running) -> Iterator[Running]:
+    """The server, of which nothing may be left over after a test."""
+    yield running
+    service = running.service
+    running.wait_until(lambda: not running.server.server_state.connections)
+    running.wait_until(lambda: service.live == 0 and service.bodies.held == 0)
+
+
+def connect(server: Running, receive_buffer: int | None = None) -> socket.socket:
+    one = socket.socket()
+    if receive_buffer is not None:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    one.settimeout(30)
+    one.connect(("127.0.0.1", server.port))
+    return one
+
+
+def sent(one: socket.socket, data: bytes) -> bool:
+    """Whether the server has taken it, or hung up."""
+    try:
+        one.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def head_of(one: socket.socket) -> bytes:
+    """The status line and headers of an answer; empty if the server hung up."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while b"\r\n\r\n" not in answer and (part := one.recv(65536)):
+            answer += part
+    return answer
+
+
+def until_closed(one: socket.socket) -> bytes:
+    """What the server still sends; raises TimeoutError if it keeps the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while part := one.recv(65536):
+            answer += part
+    one.close()
+    return answer
+
+
+def others_are_served(server: Running) -> bool:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        asked = {"prompt": "x", "max_tokens": 1}
+        answer = client.post("/v1/completions", json=asked, headers={"authorization": "Bearer beta"})
+        return answer.status_code == 200 and client.get("/health").status_code == 200
+
+
+def memory() -> int:
+    """Bytes of this process, in which the server is."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def grows_by_at_most(limit: int) -> Iterator[None]:
+    """Memory does not grow by more at any moment within."""
+    gc.collect()
+    before, most, done = memory(), 0, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not done.wait(0.005):
+            most = max(most, memory())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    assert most - before <= limit, f"{(most - before) / MB:.0f} MB"
+
+
+def upload(key: bytes) -> bytes:
+    part = b"--B\r\ncontent-disposition: form-data; name="
+    form = part + b'"purpose"\r\n\r\nbatch\r\n' + part + b'"file"; filename="a"\r\n\r\n{}\r\n--B--\r\n'
+    return (
+        b"POST /v1/files HTTP/1.1\r\nhost: x\r\n"
+        + key
+        + b"content-type: multipart/form-data; boundary=B\r\ncontent-length: %d\r\n\r\n" % len(form)
+        + form
+    )
+
+
+def post(path: bytes, key: bytes, body: bytes, more: bytes = b"") -> bytes:
+    return (
+        b"POST "
+        + path
+        + b" HTTP/1.1\r\nhost: x\r\n"
+        + key
+        + more
+        + b"content-length: %d\r\n\r\n" % len(body)
+        + body
+    )
+
+
+def chunked(path: bytes, key: bytes, body: bytes) -> bytes:
+    half = len(body) // 2
+    parts = b"".join(b"%x;a=b\r\n%s\r\n" % (len(each), each) for each in (body[:half], body[half:]))
+    return b"POST " + path + b" HTTP/1.1\r\n" + CHUNKED + key + b"\r\n" + parts + b"0\r\nx-trailer: y\r\n\r\n"
+
+
+REQUESTS = {
+    "get": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    "old": b"GET /v1/models HTTP/1.0\r\n\r\n",
+    "upgrade": b"GET /v1/models HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nx",
+    "no key": post(b"/v1/completions", b"", TEXT),
+    "key": post(b"/v1/completions", KEY, TEXT),
+    "expects": post(b"/v1/completions", KEY, TEXT, b"expect: 100-continue\r\n"),
+    "chunks, no key": chunked(b"/v1/completions", b"", TEXT),
+    "chunks": chunked(b"/v1/chat/completions", KEY, b'{"messages":[]}'),
+    "no path": chunked(b"/nothing", KEY, TEXT),
+    "tokenize": post(b"/tokenize", KEY, b'{"prompt":"x"}'),
+    "responses": post(b"/v1/responses", KEY, b'{"input":"x","stream":true,"max_output_tokens":1}'),
+    "upload": upload(KEY),
+    "upload, no key": upload(b""),
+    "two": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + post(b"/tokenize", KEY, b'{"prompt":"x"}'),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_client_may_stop_at_any_byte(server: Running, name: str) -> None:
+    """Its connection ends by a timer, whatever was sent of the request, and nothing is kept of it."""
+    request = REQUESTS[name]
+    for begin in range(0, len(request) + 1, PLACES):
+        waiting = []
+        for end in range(begin, min(begin + PLACES, len(request) + 1)):
+            one = connect(server)
+            one.sendall(request[:end])
+            waiting.append(one)
+        for one in waiting:
+            until_closed(one)
+
+
+EARLY = {
+    "401": b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"\r\n",
+    "401 upload": b"POST /v1/files HTTP/1.1\r\n" + CHUNKED + b"content-type: multipart/form-data\r\n\r\n",
+    "404": b"POST /nothing HTTP/1.1\r\n" + CHUNKED + KEY + b"\r\n",
+    "405": b"PUT /v1/completions HTTP/1.1\r\n" + CHUNKED + KEY + b"\r\n",
+    "200": b"GET /health HTTP/1.1\r\n" + CHUNKED + b"\r\n",
+    "413": b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + KEY + b"content-length: 99999999\r\n\r\n",
+    "409": b"POST /v1/batches/batch_0/cancel HTTP/1.1\r\n" + CHUNKED + KEY + b"\r\n",
+    "431": b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 200,
+    "400": b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + KEY + b"x-request-timeout-ms: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_an_answer_before_the_body_keeps_no_connection(server: Running, name: str) -> None:
+    """With a body that goes on a little after the answer, and then not at all."""
+    waiting = []
+    for _ in range(PLACES // 2):
+        one = connect(server)
+        assert sent(one, EARLY[name] + b"1\r\n{\r\n")
+        waiting.append(one)
+    for one in waiting:
+        assert head_of(one).startswith(b"HTTP/1.1 ")
+        sent(one, b"1\r\n{\r\n")
+    assert others_are_served(server)
+    for one in waiting:
+        until_closed(one)
+
+
+def test_an_answer_before_the_body_is_read_by_who_still_sends(server: Running) -> None:
+    """The connection is not reset under a client that sends all before it reads, and may be used again."""
+    one = connect(server)
+    one.sendall(post(b"/v1/completions", b"", b"x" * 300_000))
+    assert head_of(one).startswith(b"HTTP/1.1 401")
+    one.sendall(post(b"/tokenize", KEY, b'{"prompt":"x"}'))
+    assert b"HTTP/1.1 200" in until_closed(one)
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        b"",
+        b"GET /health HT",
+        b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"\r\n1\r\n{\r\n",
+        4 * b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+def test_who_has_no_key_keeps_nobody_out(server: Running, begins: bytes) -> None:
+    """Three times as many connections as there may be, all held open; a stream that runs meanwhile is not cut off."""
+    stream = connect(server)
+    body = b'{"prompt":"x","max_tokens":400,"ignore_eos":true,"stream":true}'
+    stream.sendall(post(b"/v1/completions", KEY + b"connection: close\r\n", body))
+    assert head_of(stream).startswith(b"HTTP/1.1 200")
+    waiting = []
+    for _ in range(3 * PLACES):
+        one = connect(server, 4096)
+        sent(one, begins)
+        waiting.append(one)
+        if len(waiting) % PLACES == 0:
+            assert others_are_served(server)
+    assert len(server.server.server_state.connections) <= PLACES
+    assert b"data: [DONE]" in until_closed(stream)
+    for one in waiting:
+        until_closed(one)
+
+
+@pytest.mark.full
+def test_more_connections_with_keys_than_there_may_be_get_503(server: Running) -> None:
+    """Those that are there go on."""
+    asked = b'{"prompt":"x","max_tokens":150,"ignore_eos":true,"stream":true}'
+    streams = []
+    for _ in range(PLACES):
+        one = connect(server)
+        one.sendall(post(b"/v1/completions", KEY + b"connection: close\r\n", asked))
+        streams.append(one)
+    for one in streams:
+        assert head_of(one).startswith(b"HTTP/1.1 200")
+    late = connect(server)
+    late.sendall(post(b"/tokenize", KEY, b'{"prompt":"x"}'))
+    assert until_closed(late).startswith(b"HTTP/1.1 503")
+    assert all(b"data: [DONE]" in until_closed(one) for one in streams)
+
+
+def floods() -> dict[str, tuple[bytes, bytes]]:
+    """What a connection begins with, and what it then sends without end."""
+    begun = b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"%s\r\n"
+    found = {
+        "line": (b"GET /", b"y" * 65536),
+        "method": (b"", b"G" * 65536),
+        "empty lines": (b"", b"\r\n" * 32768),
+        "value": (b"GET /health HTTP/1.1\r\nx: ", b"y" * 65536),
+        "name": (b"GET /health HTTP/1.1\r\n", b"y" * 65536),
+        "headers": (b"GET /health HTTP/1.1\r\n", b"a:\r\n" * 16384),
+        "pipeline": (b"", b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 2000),
+    }
+    for name, key in {"": b"", " with a key": KEY}.items():
+        begin = begun % key
+        found |= {
+            "size" + name: (begin, b"0" * 65536),
+            "extension" + name: (begin + b"1;", b"y" * 65536),
+            "extensions" + name: (begin, (b"1;" + b"y" * 60000 + b"\r\nx\r\n")),
+            "trailers" + name: (begin + b"0\r\n", b"x: " + b"y" * 60000 + b"\r\n"),
+            "small trailers" + name: (begin + b"0\r\n", b"a:\r\n" * 16384),
+            "trailer" + name: (begin + b"1\r\n{\r\n0\r\nx: ", b"y" * 65536),
+            "body" + name: (begin, b"10000\r\n" + b"y" * 65536 + b"\r\n"),
+            "bytes" + name: (begin, b"1\r\ny\r\n" * 10000),
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", floods())
+def test_a_flood_in_any_part_of_http_ends(server: Running, name: str) -> None:
+    """Each of sixteen connections ends, and together they grow no memory."""
+    begin, without_end = floods()[name]
+    ended = []
+
+    def flood() -> None:
+        one = connect(server, 4096)
+        until = time.monotonic() + 60
+        going_on = sent(one, begin)
+        while going_on and time.monotonic() < until:
+            going_on = sent(one, without_end)
+        ended.append(not going_on)
+        one.close()
+
+    threads = [threading.Thread(target=flood) for _ in range(16)]
+    with grows_by_at_most(32 * MB):
+        for thread in threads:
+            thread.start()
+        assert others_are_served(server)
+        for thread in threads:
+            thread.join()
+    assert ended == [True] * 16
+
+
+@pytest.mark.parametrize("where", ["head", "trailers"])
+@pytest.mark.parametrize(
+    ("fields", "is_taken"),
+    [
+        (b"a:\r\n" * 90, True),
+        (b"a:\r\n" * 101, False),
+        (b"a: " + b"y" * 15_000 + b"\r\n", True),
+        (b"a: " + b"y" * 17_000 + b"\r\n", False),
+        ((b"a: " + b"y" * 1700 + b"\r\n") * 10, False),
+    ],
+)
+def test_fields_are_bounded_in_number_and_size(
+    server: Running, where: str, fields: bytes, is_taken: bool
+) -> None:
+    """Those of 4 bytes cost 150 each."""
+    one = connect(server)
+    head, trailers = (fields, b"") if where == "head" else (b"", fields)
+    request = b"POST /tokenize HTTP/1.1\r\n" + CHUNKED + KEY + head + b"\r\n"
+    sent(one, request + b'e\r\n{"prompt":"x"}\r\n0\r\n' + trailers + b"\r\n")
+    answer = until_closed(one)
+    assert answer.startswith(b"HTTP/1.1 200") if is_taken else b"HTTP/1.1 200" not in answer
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("what", ["response", "file", "metrics"])
+def test_answers_that_are_not_read_are_not_held(server: Running, what: str, closes: bool) -> None:
+    """Of 15 MB each, for twenty clients; and of 1 MB in all where each answer is small."""
+    kept = {"id": "resp_x", "text": "x" * (15 * MB)}
+    responses = next(
+        route.endpoint
+        for route in server.server.config.loaded_app.app.routes
+        if getattr(route, "path", "") == "/v1/responses"
+    )
+    tenant = hashlib.sha256(b"alpha").hexdigest()[:16]
+    path, times = b"/metrics", 4
+    if what == "response":
+        responses.memory.keep(tenant, kept, [])
+        path, times = b"/v1/responses/resp_x", 1
+    elif what == "file":
+        answer = httpx.post(
+            f"{server.url}/v1/files",
+            files={"file": ("a.jsonl", b"x" * (15 * MB))},
+            data={"purpose": "batch"},
+            headers={"authorization": "Bearer alpha"},
+            timeout=30,
+        )
+        path, times = b"/v1/files/" + answer.json()["id"].encode() + b"/content", 1
+    ask = b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n" + KEY
+    with grows_by_at_most(20 * MB):
+        waiting = []
+        for _ in range(20):
+            one = connect(server, 4096)
+            one.sendall((ask + b"\r\n") * (times - closes) + (ask + b"connection: close\r\n\r\n") * closes)
+            waiting.append(one)
+        assert others_are_served(server)
+        for connection in list(server.server.server_state.connections):
+            if connection.transport is not None:
+                assert connection.transport.get_write_buffer_size() <= 3 * PART_BYTES
+        server.wait_until(lambda: not server.server.server_state.connections)
+    for one in waiting:
+        one.close()
+
+
+SHAPES = {
+    "objects": (b'{"prompt":[', b"{},", b"{}]}"),
+    "lists": (b'{"prompt":[', b"[],", b"[]]}"),
+    "nested": (b'{"prompt":[', b"[" * 60 + b"]" * 60 + b",", b"[]]}"),
+    "strings": (b'{"prompt":[', b'"",', b'""]}'),
+    "names": (b'{"x":0', b',"":0', b"}"),
+    "half": (b'{"prompt":[', b"[{", b""),
+    "quotes": (b"", b'"', b""),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [("/v1/completions", shape) for shape in SHAPES]
+    + [(path, "objects") for path in ("/v1/responses", "/tokenize", "/detokenize")],
+)
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
+    server: Running, path: str, shape: str
+) -> None:
+    begin, part, end = SHAPES[shape]
+    body = begin + part * ((MB - 100) // len(part)) + end
+    with grows_by_at_most(8 * MB):
+        answer = httpx.post(
+            server.url + path, content=body, headers={"authorization": "Bearer alpha"}, timeout=30
+        )
+    assert answer.status_code == 400
+    assert "65536 strings, names, lists and objects" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [b"1", b"0.5"])
+def test_a_prompt_of_many_numbers_is_parsed_while_other_threads_go_on(
+    monkeypatch: pytest.MonkeyPatch, number: bytes
+) -> None:
+    """As the event loop does; and no bound but that of bytes holds for token ids."""
+    raw = b'{"prompt":[' + (number + b",") * 1_000_000 + number + b"]}"
+    done, turns, within = threading.Event(), 0, []
+    loads = json.loads
+
+    def counted(*args: Any, **options: Any) -> Any:
+        before = turns
+        try:
+            return loads(*args, **options)
+        finally:
+            within.append(turns - before)
+
+    def others() -> None:
+        nonlocal turns
+        while not done.wait(0.0005):
+            turns += 1
+
+    monkeypatch.setattr(json_line.json, "loads", counted)
+    thread = threading.Thread(target=others)
+    thread.start()
+    assert len(load_object(raw)["prompt"]) == 1_000_001
+    done.set()
+    thread.join()
+    assert within[0] > 3
+
+
+values = st.recursive(
+    st.none()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.text(max_size=5)
+    | st.sampled_from(['"', "\\", '\\"[{']),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=5),
+    max_leaves=40,
+)
+
+
+def count(value: Any) -> int:
+    """Strings, names, lists and objects."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(count, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(count, value))
+    return int(isinstance(value, str))
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=values, part=st.integers(1, 20), ascii_only=st.booleans())
+def test_values_are_counted_as_the_parser_finds_them(value: Any, part: int, ascii_only: bool) -> None:
+    """However a line is cut into parts: within an escape, a string, or a character."""
+    raw = json.dumps({"x": value}, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_line, "_SCANNED", part)
+        assert sum(json_line._values(raw)) == count({"x": value})
+        patched.setattr(json_line, "MAX_VALUES", count({"x": value}) - 1)
+        if len(raw) > json_line.MAX_VALUES:
+            with pytest.raises(ValueError, match="strings, names, lists and objects"):
+                load_object(raw)
+        patched.setattr(json_line, "MAX_VALUES", count({"x": value}))
+        assert load_object(raw) == {"x": value}
+
+
+def test_large_bodies_of_one_key_leave_room_for_others(server: Running) -> None:
+    """One key's may have half of what all may have; a usual body is never refused for them."""
+    body = b'{"prompt":"' + b"x" * (MB - 1000)
+    waiting, refused = [], 0
+    for _ in range(BODIES):
+        one = connect(server)
+        one.sendall(post(b"/tokenize", KEY, body + b"..")[:-2])
+        waiting.append(one)
+    server.wait_until(lambda: server.service.bodies.held > (BODIES // 2 - 1) * (MB - (80 << 10)))
+    assert others_are_served(server)
+    whole = json.dumps({"prompt": "x" * (MB - 1000)})
+    other = httpx.post(
+        f"{server.url}/tokenize", content=whole, headers={"authorization": "Bearer beta"}, timeout=30
+    )
+    assert other.status_code == 200
+    assert server.service.bodies.held <= BODIES // 2 * MB
+    for one in waiting:
+        refused += until_closed(one).startswith(b"HTTP/1.1 429")
+    assert refused >= BODIES // 2 - 1
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+LABELLED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 1},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "x", "max_output_tokens": 16},
+}
+WRONG: list[tuple[str, Any]] = [
+    ("metadata", 5),
+    ("metadata", {"a": 5}),
+    ("metadata", {"a": {"b": "c"}}),
+    ("metadata", {"a": None}),
+    ("metadata", {"a": "x" * 513}),
+    ("metadata", {"x" * 65: "a"}),
+    ("metadata", {str(number): "a" for number in range(17)}),
+    ("user", {}),
+    ("user", 5),
+    ("user", "x" * 513),
+    ("safety_identifier", ["x"]),
+    ("prompt_cache_key", "x" * 100_000),
+    ("service_tier", "best"),
+    ("service_tier", {}),
+    ("store", "yes"),
+    ("parallel_tool_calls", 1),
+]
+
+
+@pytest.mark.parametrize("path", LABELLED)
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_labels_have_openai_s_types_and_sizes(server: Running, path: str, name: str, value: Any) -> None:
+    body = {**LABELLED[path], name: value}
+    answer = httpx.post(
+        server.url + path, json=body, headers={"authorization": "Bearer alpha"}, timeout=30
+    ).json()
+    assert answer["error"]["param"] == name and answer["error"]["code"] == "invalid_request"
+    assert len(answer["error"]["message"]) < 600
+
+
+@pytest.mark.parametrize("path", LABELLED)
+def test_labels_within_bounds_are_taken(server: Running, path: str) -> None:
+    most = {f"{number:064}": "x" * 512 for number in range(16)}
+    body = {**LABELLED[path], "metadata": most, "user": "x" * 512, "service_tier": "auto", "store": False}
+    answer = httpx.post(server.url + path, json=body, headers={"authorization": "Bearer alpha"}, timeout=30)
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:  # the embedded model has no template for chats
+        assert answer.json()["error"]["param"] not in ("metadata", "user", "service_tier", "store")
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+        ({"reasoning": {"effort": ["low"]}}, "reasoning.effort"),
+        ({"reasoning": {"summary": {}}}, "reasoning.summary"),
+        ({"reasoning": {"x": "y"}}, "reasoning.x"),
+        ({"text": {"x": "y" * 100_000}}, "text.x"),
+    ],
+)
+def test_parts_of_a_response_s_fields_are_checked(server: Running, field: dict[str, Any], param: str) -> None:
+    body = {"input": "x", **field}
+    headers = {"authorization": "Bearer alpha"}
+    answer = httpx.post(f"{server.url}/v1/responses", json=body, headers=headers, timeout=30)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_the_effort_of_a_chat_is_a_string(server: Running) -> None:
+    headers = {"authorization": "Bearer alpha"}
+    body = {**CHAT, "reasoning_effort": 5}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "reasoning_effort"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_ends_an_idle_server_and_a_second_one_a_busy_one(tmp_path: Path, signals: int) -> None:
+    """As a user starts it, with fewer open files than it would have connections."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "xla_engine", "serve", "--port", "0", "--drain-timeout", "3600"]
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            ["sh", "-c", 'ulimit -n 512; exec "$@"', "sh", *command], stderr=file, stdout=file
+        )
+    try:
+        while "running on http" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        assert "--max-connections is 256, not 4096" in log.read_text()
+        if signals == 2:
+            url = next(word for word in log.read_text().split() if word.startswith("http://"))
+            one = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60)
+            body = b'{"prompt":"x","n":128,"temperature":1,"max_tokens":400,"ignore_eos":true,"stream":true}'
+            one.sendall(post(b"/v1/completions", b"", body))
+            assert one.recv(4096)
+            process.terminate()
+            while "draining" not in log.read_text():
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.terminate()
+            assert process.wait(20) == -signal.SIGTERM, "it waits for what is under way"
+            one.close()
+        else:
+            process.terminate()
+            assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()

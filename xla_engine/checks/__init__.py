@@ -1,1 +1,0 @@
-"""Checks of the values of options and of sampling parameters."""

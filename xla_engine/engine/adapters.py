@@ -1,0 +1,131 @@
+"""The adapters that an engine has loaded: which slot each has on the device, and which makes room for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from xla_engine.errors import AdaptersBusyError, CheckpointError, InvalidRequestError
+from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.model_loader.peft.adapter import read_adapter
+from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.runner.runner import Runner
+
+
+class LoadedAdapter(NamedTuple):
+    """slot: on the device, from 1. key: the same for the same content."""
+
+    slot: int
+    key: str
+    request: LoRARequest | None
+
+
+NO_ADAPTER = LoadedAdapter(0, "", None)
+
+
+class Adapters:
+    """Adapters by id, loaded when a request first asks for one.
+
+    Where all slots are taken, the adapter that was asked for longest ago makes room, unless a request has it or it is
+    pinned.
+    """
+
+    def __init__(
+        self, runner: Runner, checkpoint: Checkpoint, slots_in_use: Callable[[], Collection[int]]
+    ) -> None:
+        """slots_in_use: those that requests have which may still run."""
+        self._runner = runner
+        self._checkpoint = checkpoint
+        self._slots_in_use = slots_in_use
+        self._loaded: dict[int, LoadedAdapter] = {}  # the latest used is last
+        self._pinned: set[int] = set()
+
+    @property
+    def ids(self) -> set[int]:
+        """Of those that are loaded."""
+        return set(self._loaded)
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that are loaded, as requests call them."""
+        return [each.request.lora_name for each in self._loaded.values() if each.request is not None]
+
+    def of(self, request: LoRARequest | None) -> LoadedAdapter:
+        """The adapter that a request asks for, loaded if need be.
+
+        Raises InvalidRequestError; AdaptersBusyError, one of these, where all room is taken by adapters with requests.
+        """
+        if request is None:
+            return NO_ADAPTER
+        found = self._loaded.pop(request.lora_int_id, None)
+        if found is None:
+            found = self._load(request)
+        self._loaded[request.lora_int_id] = found
+        if found.request != request:
+            raise InvalidRequestError(
+                f"lora_int_id {request.lora_int_id} is {found.request}; give {request.lora_name!r} another id, or "
+                "remove that one first"
+            )
+        return found
+
+    def in_slot(self, slot: int) -> LoRARequest | None:
+        """Which adapter a slot holds."""
+        return next((each.request for each in self._loaded.values() if each.slot == slot), None)
+
+    def named(self, name: str | None) -> LoRARequest | None:
+        """A loaded adapter of this name; None where there is none."""
+        found = (each.request for each in self._loaded.values() if each.request is not None)
+        return next((request for request in found if request.lora_name == name), None)
+
+    @property
+    def pinned(self) -> dict[str, str]:
+        """Keys of the pinned ones by name."""
+        found = ((number, each) for number, each in self._loaded.items() if number in self._pinned)
+        return {each.request.lora_name: each.key for _, each in sorted(found) if each.request is not None}
+
+    def pin(self, lora_int_id: int) -> bool:
+        """Keep an adapter until it is removed; False where it is not loaded."""
+        if lora_int_id in self._loaded:
+            self._pinned.add(lora_int_id)
+        return lora_int_id in self._loaded
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Let go of an adapter; False where it is not loaded. Raises InvalidRequestError while requests have it."""
+        found = self._loaded.get(lora_int_id)
+        if found is None:
+            return False
+        if found.slot in self._slots_in_use():
+            raise InvalidRequestError(
+                f"adapter {lora_int_id} has requests that run, wait or are kept; abort them, or wait for their end"
+            )
+        self._pinned.discard(lora_int_id)
+        del self._loaded[lora_int_id]
+        return True
+
+    def _load(self, request: LoRARequest) -> LoadedAdapter:
+        form = self._runner.spec.lora
+        if form is None:
+            raise InvalidRequestError("lora_request needs an engine that was started with enable_lora=True")
+        if not self._checkpoint.sources:
+            raise InvalidRequestError("adapters need a model from files, whose weights have names")
+        try:
+            adapter = read_adapter(request.lora_path, self._checkpoint.sources, self._checkpoint.config, form)
+        except CheckpointError as error:
+            raise InvalidRequestError(f"adapter {request.lora_name!r}: {error}") from error
+        slot = self._free_slot(form.slots)
+        self._runner.write_adapter(slot, adapter.leaves)
+        return LoadedAdapter(slot, adapter.fingerprint, request)
+
+    def _free_slot(self, slots: int) -> int:
+        taken = {each.slot for each in self._loaded.values()}
+        if free := set(range(1, slots + 1)) - taken:
+            return min(free)
+        busy = self._slots_in_use()
+        for number, each in self._loaded.items():
+            if number not in self._pinned and each.slot not in busy:
+                del self._loaded[number]
+                return each.slot
+        raise AdaptersBusyError(
+            f"{slots} adapters are loaded (max_loras), and all are pinned or have requests: start the engine with "
+            "more max_loras, or submit when those requests have ended"
+        )

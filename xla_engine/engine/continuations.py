@@ -1,0 +1,241 @@
+"""Requests that go on after their end, or from where they were saved, and requests that begin as others went."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+from xla_engine.engine.adapters import Adapters
+from xla_engine.engine.intake import Intake
+from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.requests.kept import FINAL, KeptRequest
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.seeds import sequence_ids
+from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.engine.state import EngineState, SavedSequence
+from xla_engine.errors import InvalidRequestError
+from xla_engine.runner.row_settings import RowSettings
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import Request
+from xla_engine.scheduler.continuation import go_on, request_of
+from xla_engine.text.token_mask import TokenMask
+
+
+class ForkedPrompt(NamedTuple):
+    """What is submitted for a request that begins as another one went."""
+
+    prompt: list[int]
+    params: SamplingParams
+    options: RequestOptions
+
+
+class Continuations:
+    """Requests that have ended and are kept (`EngineConfig.keep_finished`), and requests that were saved."""
+
+    def __init__(
+        self, state: EngineState, intake: Intake, validator: RequestValidator, adapters: Adapters
+    ) -> None:
+        self._state = state
+        self._intake = intake
+        self._validator = validator
+        self._adapters = adapters
+
+    def extend(
+        self, request_id: str, max_tokens: int, collector: OutputCollector, options: RequestOptions
+    ) -> None:
+        """As `XlaBatchEngine.extend`."""
+        self._intake.check_open()
+        kept = self._kept(request_id)
+        self._check_options(options)
+        parts: list[tuple[LiveSequence, RowSettings]] = []
+        requests: list[Request] = []
+        for part, row in kept.parts:
+            if part.finish_reason not in FINAL:
+                part, row = self._longer(part, row, max_tokens, collector, part.request_id)
+                before = request_of(self._state.scheduler, part.request_id)
+                assert before is not None
+                requests.append(self._asked_again(before, row, options))
+            parts.append((part, row))
+        self._queue_again(request_id, parts, requests)
+        assert self._state.table.kept is not None
+        self._state.table.kept.take(request_id)
+
+    def save(self, request_id: str, name: str | None, collector: OutputCollector) -> str:
+        """As `XlaBatchEngine.save`; collector: of requests without another."""
+        saved = self._state.saved
+        if name is None:
+            name = next(free for at in count() if (free := f"{request_id}@{at}") not in saved)
+        if self._state.table.kept is None:
+            raise InvalidRequestError("this engine does not keep finished requests: set keep_finished")
+        if name in saved:
+            raise InvalidRequestError(
+                f"{name!r} is the name of another saved request; free it or choose another"
+            )
+        if len(saved) >= (most := self._state.table.kept.most):
+            raise InvalidRequestError(f"{most} requests are saved, as many as keep_finished allows; free one")
+        sequences: list[SavedSequence] = []
+        for part, row in self._known(request_id):
+            request = request_of(self._state.scheduler, part.request_id)
+            if part.finish_reason not in FINAL:
+                row = replace(row, mask=_copied(row.mask))
+                part.tokens_from(0)  # takes what was read of its tokens
+                part = part.successor(part.request_id, row.params, row.mask, collector)
+            sequences.append(SavedSequence(part, row, request))
+        saved[name] = tuple(sequences)
+        return name
+
+    def free(self, name: str) -> bool:
+        """Let go of a saved request; False where none has this name."""
+        return self._state.saved.pop(name, None) is not None
+
+    def forget_all(self) -> None:
+        """Let go of all requests that have ended, and of all that were saved."""
+        self._state.saved.clear()
+        if self._state.table.kept is not None:
+            self._state.table.kept.clear()
+
+    def restore(
+        self,
+        name: str,
+        max_tokens: int | None,
+        request_id: str | None,
+        collector: OutputCollector,
+        options: RequestOptions,
+    ) -> str:
+        """As `XlaBatchEngine.restore`."""
+        self._intake.check_open()
+        table = self._state.table
+        if (saved := self._state.saved.get(name)) is None:
+            raise InvalidRequestError(f"no request is saved as {name!r}")
+        self._check_options(options)
+        request_id = table.free_id(len(saved)) if request_id is None else request_id
+        table.check_free(request_id, len(saved))
+        parts: list[tuple[LiveSequence, RowSettings]] = []
+        requests: list[Request] = []
+        for own, (part, row, request) in zip(sequence_ids(request_id, len(saved)), saved, strict=True):
+            if part.finished or request is None:
+                ended = copy.copy(part)
+                ended.request_id = own
+                parts.append((ended, row))
+                continue
+            more = row.max_tokens - part.num_tokens if max_tokens is None else max_tokens
+            row = replace(row, mask=_copied(row.mask))
+            longer, row = self._longer(part, row, more, collector, own)
+            parts.append((longer, row))
+            requests.append(self._asked_again(replace(request, request_id=own), row, options))
+        if not requests:
+            raise InvalidRequestError(
+                f"what is saved as {name!r} ended with stop or error: it has no more tokens"
+            )
+        self._queue_again(request_id, parts, requests)
+        return request_id
+
+    def forked(
+        self,
+        source: str,
+        suffix: str | Sequence[int],
+        params: SamplingParams | None,
+        *,
+        seed: int | None,
+        index: int,
+        options: RequestOptions,
+    ) -> ForkedPrompt:
+        """What `XlaBatchEngine.fork` submits."""
+        found = self._state.saved.get(source)
+        parts = self._known(source) if found is None else [(part, row) for part, row, _ in found]
+        if not isinstance(index, int) or not 0 <= index < len(parts):
+            raise InvalidRequestError(f"index is {index!r}, and {source!r} has {len(parts)} sequences")
+        part, row = parts[index]
+        request = (
+            request_of(self._state.scheduler, part.request_id) if found is None else found[index].request
+        )
+        if params is None:
+            params = replace(row.params, seed=row.seed)
+        if seed is not None:
+            params = replace(params, seed=seed)
+        if isinstance(suffix, str):
+            if self._validator.tokenizer is None:
+                raise InvalidRequestError("the model has no tokenizer.json; pass the suffix as token ids")
+            suffix = self._validator.tokenizer.encode(suffix, add_special_tokens=False)
+        if request is not None:
+            options.setdefault("cache_salt", request.cache_salt)
+        options.setdefault("lora_request", self._adapters.in_slot(row.adapter))
+        prompt = [*part.prompt_token_ids, *part.tokens_from(0), *suffix]
+        return ForkedPrompt(prompt, params, options)
+
+    def _known(self, request_id: str) -> list[tuple[LiveSequence, RowSettings]]:
+        """The sequences of a request that is live, or has ended and is kept. Raises InvalidRequestError."""
+        if not self._state.table.taken(request_id):
+            return list(self._kept(request_id).parts)
+        return self._state.table.parts(request_id)
+
+    def _kept(self, request_id: str) -> KeptRequest:
+        """A request that may go on. Raises InvalidRequestError."""
+        if (kept := self._state.table.kept) is None:
+            raise InvalidRequestError("this engine does not keep finished requests: set keep_finished")
+        if self._state.table.taken(request_id):
+            raise InvalidRequestError(
+                f"request {request_id!r} is still running; extend it when it has finished"
+            )
+        if (found := kept.get(request_id)) is None:
+            raise InvalidRequestError(
+                f"request {request_id!r} cannot go on: no such request has ended, it ended with stop or error, or it "
+                f"was forgotten, as the latest {kept.most} are kept (keep_finished); submit it anew"
+            )
+        self._state.table.check_free(request_id, len(found.parts))
+        return found
+
+    def _check_options(self, options: RequestOptions) -> None:
+        self._validator.check_options(**options)
+        for name in ("cache_salt", "lora_request"):
+            if name in options:
+                raise InvalidRequestError(f"{name} cannot change when a request goes on: leave it out")
+
+    def _longer(
+        self, part: LiveSequence, row: RowSettings, max_tokens: int, collector: OutputCollector, name: str
+    ) -> tuple[LiveSequence, RowSettings]:
+        """A sequence as it goes on, under a name, with what the device is told."""
+        self._validator.check_more(len(part.prompt_token_ids), part.num_tokens, max_tokens)
+        cap = part.num_tokens + max_tokens
+        row = replace(row, max_tokens=cap, params=replace(row.params, max_tokens=cap))
+        return part.successor(name, row.params, row.mask, collector), row
+
+    def _asked_again(self, request: Request, row: RowSettings, options: RequestOptions) -> Request:
+        """A request that goes on, for the scheduler."""
+        now = self._state.clock()
+        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
+        return replace(
+            request,
+            max_tokens=row.max_tokens,
+            priority=options.get("priority", request.priority),
+            quantum=options.get("quantum", request.quantum),
+            deadline=None if deadline is None else now + deadline,
+            queue_deadline=None if queue_timeout is None else now + queue_timeout,
+        )
+
+    def _queue_again(
+        self, request_id: str, parts: Sequence[tuple[LiveSequence, RowSettings]], requests: Sequence[Request]
+    ) -> None:
+        self._validator.check_queue(
+            len(requests), self._state.scheduler.num_waiting, self._state.scheduler.num_free
+        )
+        self._state.table.open_again(request_id, parts)
+        self._intake.queue(request_id, requests, self._go_on)
+        for part, _ in parts:
+            if part.constrained:
+                self._state.masks.add(part)
+        if (kept := self._state.table.kept) is not None:
+            kept.settings.update((part.request_id, row) for part, row in parts if part.finished)
+
+    def _go_on(self, request: Request) -> None:
+        part = self._state.table[request.request_id]
+        if go_on(self._state.scheduler, request, part.received):
+            part.rewind()
+
+
+def _copied(mask: TokenMask | None) -> TokenMask | None:
+    return None if mask is None else mask.copy()

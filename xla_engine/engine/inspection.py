@@ -1,0 +1,235 @@
+"""What a model is and what memory it needs here, before any weight is loaded: `xla-engine inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from xla_engine.config import AUTO, SMALLEST_BATCH, EngineConfig
+from xla_engine.errors import ConfigError, XlaEngineError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.model_loader.checkpoint import load_weights
+from xla_engine.model_loader.config_json import overridden, read_model, read_special_tokens
+from xla_engine.model_loader.describe import describe_decoder
+from xla_engine.model_loader.model_files import ModelFiles, open_model
+from xla_engine.model_loader.pooling import choose_runner, decoder_fields
+from xla_engine.model_loader.tensor_files import TensorInfo
+from xla_engine.model_loader.weights import DTYPES
+from xla_engine.runner import memory
+from xla_engine.runner.backends import library_of, make_spec, serving_device
+from xla_engine.runner.memory import size
+from xla_engine.runner.sizing import resolve_length, resolve_sizes
+from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.tables import aligned
+
+_LENGTHS = tuple(1 << power for power in range(9, 21, 2))
+_SLOTS = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(slots=True, kw_only=True)
+class Inspection:
+    """What is known of a model. What could not be found out is None, and `problems` says why.
+
+    path: the directory or file.
+    architecture: as its configuration names it.
+    stored: tensors, parameters and bytes in the files, by dtype.
+    parameters: of the model, tied ones once.
+    shape: the fields of `ModelConfig`.
+    layers: how many there are of each type.
+    eos_token_ids: ids that end a text.
+    tokenizer: one more than its highest token id.
+    chat_template: whether there is one.
+    dtype: of the engine.
+    backends: what would serve.
+    memory: the configuration asked for, in bytes, with what a token and a slot take.
+    fits: for each max_model_len the bytes needed by max_num_seqs, and how many slots fit at most.
+    problems: why the model cannot run, or a part of the report is missing.
+    """
+
+    path: str
+    architecture: str | None = None
+    stored: dict[str, dict[str, int]] = field(default_factory=dict)
+    parameters: int | None = None
+    shape: dict[str, Any] | None = None
+    layers: dict[str, int] | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+    tokenizer: int | None = None
+    chat_template: bool | None = None
+    dtype: str | None = None
+    backends: dict[str, str] | None = None
+    memory: dict[str, Any] | None = None
+    fits: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self)
+
+
+def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspection:
+    """Look at a model without reading its weights. Raises CheckpointError where there is none at all."""
+    files = open_model(model)
+    report = Inspection(path=str(files.path))
+    read: ModelConfig | None = None
+    with _problems(report):
+        names = files.config_fields().values.get("architectures")
+        report.architecture = ", ".join(map(str, names)) if isinstance(names, list) else None
+    with _problems(report):
+        report.stored = _stored(files.tensors().tensors.values())
+    with _problems(report):
+        fields = overridden(files.config_fields(), config.hf_overrides or {})
+        config = choose_runner(files, fields, config)
+        read, _ = read_model(files, decoder_fields(files, fields, config))
+        report.shape = asdict(read)
+        report.layers = dict(Counter(read.layer_type(index) for index in range(read.num_hidden_layers)))
+        report.parameters = sum(map(prod, parameter_shapes(read).values()))
+        report.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
+    with _problems(report):
+        # Checks the tensors against the configuration.
+        report.dtype = load_weights(describe_decoder(files, config)).dtype
+    with _problems(report):
+        tokenizer = Tokenizer.of_model(files)
+        report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
+    with _problems(report):
+        report.chat_template = files.chat_template() is not None
+    if read is not None:
+        with _problems(report):
+            _account(report, read, config)
+    return report
+
+
+@contextmanager
+def _problems(report: Inspection) -> Iterator[None]:
+    """An error in the block becomes a problem of the report, once."""
+    try:
+        yield
+    except XlaEngineError as error:
+        if str(error) not in report.problems:
+            report.problems.append(str(error))
+
+
+def _serving(found: dict[str, str]) -> str:
+    isa = "" if found["isa"] == "none" else f" ({found['isa']}; C++ {found['library']})"
+    return f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
+
+
+def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for info in tensors:
+        sums = found.setdefault(info.dtype, {"tensors": 0, "parameters": 0, "bytes": 0})
+        sums["tensors"] += 1
+        sums["parameters"] += prod(info.shape)
+        sums["bytes"] += info.size
+    return found
+
+
+def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> None:
+    """Fill in backends, memory and what fits. Raises ConfigError where the configuration does not."""
+    assert report.dtype is not None
+    dtype, device = DTYPES[report.dtype], serving_device()
+    free = memory.available_to_each(device, config.tensor_parallel_size)
+    budget = None if free is None else int(free * config.memory_utilization)
+    specs: dict[ModelConfig, ModelSpec] = {}
+
+    def spec_of(length: int) -> ModelSpec:
+        bounded = model.within(length)
+        if bounded not in specs:
+            specs[bounded] = make_spec(config, bounded, dtype)
+        return specs[bounded]
+
+    config = resolve_length(config, model, report.dtype, device)
+    length = config.context_length(model.max_position_embeddings)
+    spec = spec_of(length)
+    refusal = None
+    try:
+        config = resolve_sizes(config, spec, length, device)
+    except ConfigError as error:
+        refusal = error
+        if config.max_num_seqs == AUTO:
+            config = replace(config, max_num_seqs=SMALLEST_BATCH)
+    plan = memory.plan_memory(spec, config, length, budget)
+    report.backends = {
+        "attention": spec.attention.name,
+        "linear": "xla" if spec.products is None else "native",
+        "isa": spec.isa or "none",
+        "library": library_of(spec) or "none",
+        "device": f"{device.platform} ({device.device_kind})",
+    }
+    report.memory = {
+        "max_model_len": length,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_bytes_per_token": memory.kv_bytes_per_token(spec_of(model.max_position_embeddings)),
+        **asdict(plan),
+        "needed": plan.needed,
+        "arithmetic": plan.arithmetic(),
+    }
+    longest = min(model.max_position_embeddings, _LENGTHS[-1])
+    for length in (*(length for length in _LENGTHS if length < longest), longest):
+        plan = memory.plan_memory(spec_of(length), config, length, budget)
+        needed = {slots: replace(plan, slots=slots).needed for slots in _SLOTS}
+        report.fits.append({"max_model_len": length, "needed": needed, "most_slots": plan.most_slots})
+    if refusal is not None:
+        raise refusal
+
+
+def report_lines(report: Inspection) -> list[str]:
+    """The report for people."""
+    lines = [_row("model", report.path), _row("architecture", report.architecture or "unknown")]
+    window = None
+    if report.shape is not None:
+        shape = report.shape
+        kinds = ", ".join(f"{count} {kind}" for kind, count in (report.layers or {}).items())
+        window = shape["sliding_window"]
+        lines += [
+            _row("parameters", f"{report.parameters or 0:,}"),
+            _row("layers", kinds + (f" (window {window})" if window and "sliding" in kinds else "")),
+            _row(
+                "shape",
+                f"hidden {shape['hidden_size']}, {shape['num_attention_heads']} heads of {shape['head_dim']}, "
+                f"{shape['num_key_value_heads']} for keys, MLP {shape['intermediate_size']}, vocabulary "
+                f"{shape['vocab_size']}, context {shape['max_position_embeddings']}",
+            ),
+        ]
+    for dtype, sums in sorted(report.stored.items()):
+        lines.append(_row(f"stored {dtype}", f"{size(sums['bytes'])} in {sums['tensors']} tensors"))
+    tokenizer = "none: pass token ids" if report.tokenizer is None else f"{report.tokenizer} tokens"
+    lines.append(_row("tokenizer", tokenizer + (", chat template" if report.chat_template else "")))
+    if report.backends is not None and report.memory is not None:
+        found, account = report.backends, report.memory
+        lines += [
+            _row("serves", _serving(found)),
+            _row("engine dtype", str(report.dtype)),
+            _row("KV per token", size(account["kv_bytes_per_token"]) + (" beyond windows" if window else "")),
+            _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),
+            _row("needed", account["arithmetic"]),
+            "",
+            *_table(report.fits, account["available"]),
+        ]
+    return lines + [line for problem in report.problems for line in ("", f"cannot run: {problem}")]
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<14} {text}"
+
+
+def _table(fits: list[dict[str, Any]], available: int | None) -> list[str]:
+    """Bytes needed; a cell that is more than what is available stands in brackets."""
+    rows = [("max_model_len", *(f"{slots} seqs" for slots in _SLOTS), "most")]
+    for row in fits:
+        cells = (
+            size(needed) if available is None or needed <= available else f"({size(needed)})"
+            for needed in row["needed"].values()
+        )
+        rows.append((str(row["max_model_len"]), *cells, "?" if available is None else str(row["most_slots"])))
+    return aligned(rows, right=range(len(rows[0])))

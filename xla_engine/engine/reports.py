@@ -1,0 +1,143 @@
+"""What an engine says of itself: where it stands, what it would do next, and what it has done."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.faults import Faults
+from xla_engine.engine.identity import EngineIdentity
+from xla_engine.engine.state import EngineState
+from xla_engine.engine.weight_updates import WeightUpdates
+from xla_engine.observability.metrics import EngineFacts, engine_metrics
+from xla_engine.observability.prometheus import Family
+from xla_engine.observability.stats import EngineStats
+from xla_engine.runner.runner import Runner
+from xla_engine.scheduler import Peek, Snapshot
+from xla_engine.scheduler.peek import peek
+
+
+class Reports:
+    """Answers questions. Nothing here touches the device."""
+
+    def __init__(
+        self, state: EngineState, runner: Runner, config: EngineConfig, faults: Faults, weights: WeightUpdates
+    ) -> None:
+        self._state = state
+        self._runner = runner
+        self._config = config
+        self._faults = faults
+        self._weights = weights
+
+    def snapshot(self) -> Snapshot:
+        """Slots, queue, times, and the reason of each sequence's last scheduling decision."""
+        state = self._state
+        now = state.clock()
+        found = state.scheduler.snapshot(lambda name: state.table[name].times(now))
+        pending = tuple(one.view for one in state.pending.values())
+        return replace(found, waiting=(*found.waiting, *pending)) if pending else found
+
+    def peek(self) -> Peek:
+        """What the next turn would plan, and why the sequences that are not in that plan wait; changes nothing.
+
+        It is what comes, unless a request comes or ends before. A restart after a failed step is not foreseen.
+        """
+        state = self._state
+        now, speculator = state.clock(), state.speculator
+        blocked = state.masks.make() if state.masks else ()
+        wanted = None if speculator is None else speculator.foreseen(state.scheduler.decoding)
+        return peek(state.scheduler, wanted, held=blocked, now=now)
+
+    def stats(self) -> EngineStats:
+        """Counters and distributions since start-up, and how many sequences are where now."""
+        state = self._state
+        counters, work, scheduler = state.scheduler.counters(), state.work, state.scheduler
+        speculator, slots = state.speculator, self._config.num_slots
+        return EngineStats(
+            steps=work.steps,
+            prefill_calls=self._runner.prefill_calls,
+            prompt_tokens=work.prompt_tokens,
+            generation_tokens=state.table.token_buffer.num_tokens,
+            finished={str(reason): count for reason, count in state.table.finished.items()},
+            recoveries=self._faults.count,
+            cached_tokens=counters.cached_tokens,
+            preemptions=counters.preemptions,
+            slot_steps_busy=work.slot_steps_busy,
+            slot_steps_total=work.decode_steps * slots,
+            drafted_tokens=0 if speculator is None else speculator.drafted,
+            accepted_tokens=0 if speculator is None else speculator.accepted,
+            shadow_requests=0 if state.shadow is None else state.shadow.requests,
+            shadow_mismatches=0 if state.shadow is None else state.shadow.mismatches,
+            compiles_warmup=self._runner.compiles.before,
+            compiles_after_warmup=self._runner.compiles.after,
+            load_seconds=self._runner.load_seconds,
+            compile_seconds=self._runner.compile_seconds,
+            last_step_age_s=state.clock() - state.last_answer if state.has_work else 0.0,
+            submitted=state.table.submitted,
+            waiting=state.num_waiting,
+            running=scheduler.num_running,
+            slots_used=slots - scheduler.num_free,
+            slots=slots,
+            kv_usage=self._kv_usage(),
+            phases=None if state.timer is None else state.timer.times,
+            distributions=state.table.token_buffer.histograms.now(),
+        )
+
+    def _kv_usage(self) -> float:
+        """Share of the blocks that sequences hold, or of the positions of all slots."""
+        scheduler = self._state.scheduler
+        if (blocks := scheduler.blocks_used) is not None:
+            return blocks / (self._config.num_blocks or 1)
+        return scheduler.positions_used / (self._config.num_slots * self._runner.context_length)
+
+    def metrics(self, model_name: str | None = None) -> list[Family]:
+        """Everything that monitoring is told: counters, gauges and histograms, as docs/operators.md explains them.
+
+        model_name: the label of each; None takes the name of the checkpoint.
+        """
+        config, length = self._config, self._runner.context_length
+        facts = EngineFacts(
+            model_name=self._weights.checkpoint.path.name if model_name is None else model_name,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks or config.num_slots * -(-length // config.block_size),
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        return engine_metrics(self.stats(), facts)
+
+    def identity(self) -> EngineIdentity:
+        """Everything the bits of a result may depend on beside the request."""
+        options = json.loads(json.dumps(self._config.bit_options()))
+        if pinned := self._weights.adapters.pinned:  # which results may name as their model
+            options["adapters"] = pinned
+        return EngineIdentity(
+            model=self._weights.checkpoint.fingerprint,
+            dtype=self._weights.checkpoint.dtype,
+            config=options,
+            platform=self._runner.platform,
+        )
+
+    def limits(self) -> dict[str, Any]:
+        """The limits in force, those among them that the options left to the engine."""
+        config, runner, scheduler = self._config, self._runner, self._state.scheduler.config
+        blocks = f"{config.num_blocks} of {config.block_size} tokens" if config.num_blocks else None
+        return {
+            "model": self._weights.checkpoint.path.name,
+            "dtype": self._weights.checkpoint.dtype,
+            "max_num_seqs": config.num_slots,
+            "max_model_len": self._runner.context_length,
+            "kv_blocks": blocks,
+            "max_num_batched_tokens": config.token_budget,
+            "chunk_size": config.chunk_size,
+            "prefill_lanes": runner.lane_choices,
+            "key_buckets": runner.bucket_choices,
+            "max_waiting": config.max_waiting,
+            "scheduling_policy": config.scheduling_policy,
+            "preemption": scheduler.preemption,
+            "prefix_caching": scheduler.enable_prefix_caching,
+            "speculation": None if config.speculation is None else config.speculation.method,
+            "lag": self._state.pipeline.lag,
+            "step_timeout_s": config.step_timeout_s,
+            **{name: runner.platform[name] for name in ("device", "attention", "linear")},
+        }

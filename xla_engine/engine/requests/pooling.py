@@ -1,0 +1,109 @@
+"""The host's side of a request that pools: its vector, in place of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from xla_engine.errors import InvalidRequestError
+from xla_engine.graphs.config import MEAN
+from xla_engine.model_loader.pooling import PoolingForm
+from xla_engine.pooling_params import PoolingParams
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class PooledPrompt:
+    """The part of a sequence that collects what the device pools of its prompt.
+
+    numbers: what the request gets, once it has ended.
+    """
+
+    def __init__(self, form: PoolingForm, params: PoolingParams) -> None:
+        self.numbers: tuple[float, ...] | None = None
+        self._form, self._params = form, params
+        self._chunks: dict[int, Array] = {}  # by their start; after a preemption some come again
+
+    def add(self, start: int, vectors: Array) -> None:
+        """Take what was pooled of the chunk at this position, f32 `[G, D]`."""
+        self._chunks[start] = vectors
+
+    def finish(self, tokens: int, *, whole: bool) -> None:
+        """Make the numbers of a prompt of so many tokens, if the whole of it was pooled; chunks are forgotten.
+
+        Raises InvalidRequestError where none can be made.
+        """
+        parts = [self._chunks[start] for start in sorted(self._chunks)]
+        self._chunks.clear()
+        if whole:
+            vector = pooled_vector(self._form, parts, tokens)
+            self.numbers = pooled_numbers(self._form, vector, self._params)
+
+
+def params_for(form: PoolingForm, params: PoolingParams, hidden_size: int) -> PoolingParams:
+    """A request as a model of this form runs it. Raises InvalidRequestError for what it cannot do."""
+    classes = 0 if form.classifier is None else len(form.classifier)
+    if params.task != "embed" and not classes:
+        raise InvalidRequestError(
+            "this model has no classifier, it makes embeddings: use embed, and compare the vectors"
+        )
+    if params.task == "score" and classes != 1:
+        raise InvalidRequestError(f"the model's classifier has {classes} classes and no score; use classify")
+    wanted = params.dimensions
+    if wanted is not None and wanted != hidden_size:
+        if form.dimensions is not None and wanted not in form.dimensions:
+            remedy = f"use {', '.join(map(str, form.dimensions))}" if form.dimensions else "leave them out"
+            raise InvalidRequestError(
+                f"the model is not said to be trained for {wanted} dimensions: {remedy}, or say it with "
+                'hf_overrides {"is_matryoshka": true}'
+            )
+        if wanted > hidden_size:
+            raise InvalidRequestError(f"dimensions must be at most {hidden_size}, not {wanted}")
+    return replace(params, pooling_type=form.pooling_type)
+
+
+def pooled_vector(form: PoolingForm, parts: Sequence[Array], tokens: int) -> Array:
+    """The vector f32 `[D]` of a prompt of so many tokens, from the `[G, D]` of its chunks, in order.
+
+    Sums go on row after row, so that the cut into chunks shows in no bit.
+    """
+    if form.pooling_type != MEAN:
+        return np.asarray(parts[-1][-1])
+    total: Array = np.zeros(parts[0].shape[1], np.float32)
+    for part in parts:
+        for row in part:
+            total += row
+    return total / np.float32(tokens)
+
+
+def pooled_numbers(form: PoolingForm, vector: Array, params: PoolingParams) -> tuple[float, ...]:
+    """What the request gets of its vector f32 `[D]`: its numbers, or those of the classes, as float32.
+
+    Sums are in float64 over arrays of one shape: they depend on nothing else. Raises InvalidRequestError for a
+    vector that is none.
+    """
+    if not np.isfinite(vector).all():
+        raise InvalidRequestError("no vector could be made: the model's numbers are not finite")
+    wide: Array = vector.astype(np.float64)
+    active = form.use_activation if params.use_activation is None else params.use_activation
+    if params.task == "embed":
+        wide = wide[: params.dimensions]
+        if active:
+            wide = wide / max(float(np.sqrt((wide * wide).sum())), 1e-12)
+    else:
+        assert form.classifier is not None
+        wide = (form.classifier * wide).sum(axis=1)
+        wide = _activated(form.activation, wide) if active else wide
+    return tuple(wide.astype(np.float32).tolist())
+
+
+def _activated(name: str, numbers: Array) -> Array:
+    if name == "identity":
+        return numbers
+    if name == "sigmoid":
+        return np.tanh(numbers / 2) / 2 + 0.5  # the sigmoid, without overflow
+    exponentials = np.exp(numbers - numbers.max())
+    return exponentials / exponentials.sum()

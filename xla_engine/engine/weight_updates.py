@@ -1,0 +1,81 @@
+"""What callers change of the weights between two steps: adapters, and the weights of the model themselves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.adapters import Adapters
+from xla_engine.engine.continuations import Continuations
+from xla_engine.engine.state import EngineState
+from xla_engine.errors import CheckpointError, InvalidRequestError
+from xla_engine.model_loader.checkpoint import Checkpoint, given_weights
+from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.runner.runner import Runner
+from xla_engine.scheduler.continuation import forget_slots
+
+
+class WeightUpdates:
+    """Changes weights while an engine runs. Nothing is compiled for it.
+
+    checkpoint: as it is now.
+    """
+
+    def __init__(
+        self,
+        state: EngineState,
+        runner: Runner,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        adapters: Adapters,
+        continuations: Continuations,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.adapters = adapters
+        self._state = state
+        self._runner = runner
+        self._config = config
+        self._continuations = continuations
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; False where it was loaded."""
+        known = lora_request.lora_int_id in self.adapters.ids
+        self.adapters.of(lora_request)
+        return not known
+
+    def adapter_named(self, name: str | None) -> LoRARequest | None:
+        """As `XlaBatchEngine.adapter_named`."""
+        if name is None or not self.adapters.ids:
+            return None
+        found, own = self.adapters.named(name), self.checkpoint.path.name
+        if found is None and name != own:
+            raise InvalidRequestError(
+                f"there is no model {name!r}; here are {', '.join((own, *self.adapters.names))}"
+            )
+        return found
+
+    def update(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """As `XlaBatchEngine.update_weights`, with no step under way."""
+        state = self._state
+        if state.has_work:
+            raise InvalidRequestError(
+                "requests are under way, and each has one set of weights: call update_weights when they have ended "
+                "(drain), or abort them (abort_all)"
+            )
+        if self._config.speculation is not None and self._config.speculation.method == "mtp":
+            raise InvalidRequestError("the layer of method 'mtp' would keep its weights: use another method")
+        fresh, digest = given_weights(self.checkpoint, dict(weights))
+        try:
+            self._runner.replace_weights(fresh)
+        except MemoryError as error:
+            raise CheckpointError(f"no memory for old and new weights together: {error}") from error
+        state.scheduler.reset_prefix_cache()
+        forget_slots(state.scheduler)
+        self._continuations.forget_all()
+        if state.shadow is not None:
+            state.shadow.forget_all()
+        identity = hashlib.sha256(f"{self.checkpoint.fingerprint}\0{digest}".encode()).hexdigest()
+        self.checkpoint = replace(self.checkpoint, fingerprint=identity)

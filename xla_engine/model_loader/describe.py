@@ -1,0 +1,119 @@
+"""What a model is, in one record: all that its files say beside weights and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from xla_engine.config import EngineConfig
+from xla_engine.errors import CheckpointError, InvalidRequestError
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.chat_templates import ChatTemplate
+from xla_engine.model_loader.config_json import (
+    SpecialTokens,
+    overridden,
+    read_special_tokens,
+    transformers_model,
+)
+from xla_engine.model_loader.families import Family, tensor_sources
+from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.model_files import ModelFiles, open_model
+from xla_engine.model_loader.pooling import (
+    Encode,
+    PoolingForm,
+    choose_runner,
+    decoder_fields,
+    is_headless,
+    read_pooling,
+)
+from xla_engine.model_loader.weights import Sources
+from xla_engine.sampling_params import SamplingParams
+
+# Their name to ours: the fields that vLLM takes, too. `do_sample` is not among them, as it is not there.
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model as its files describe it.
+
+    files: where its weights are. options: of the engine, with the runner that the files ask for.
+    fields: config.json, with `hf_overrides`. config: its shape. family: what names its tensors.
+    sources: by leaf, the tensors that it is made of as transformers has them, whatever files they are in here.
+    headless: whether its output head is left out.
+    sampling_defaults: fields of `SamplingParams` that it recommends, where `generation_config` asks for them.
+    pooling: how it makes vectors of prompts; None where it generates.
+    """
+
+    files: ModelFiles
+    options: EngineConfig
+    fields: Fields
+    config: ModelConfig
+    family: Family
+    sources: Sources
+    special_tokens: SpecialTokens
+    headless: bool = False
+    chat_template: ChatTemplate | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    pooling: PoolingForm | None = None
+
+
+def describe(files: ModelFiles, options: EngineConfig, encode: Encode | None = None) -> ModelDescription:
+    """Describe a model for an engine with these options.
+
+    encode: the token ids of a text, for a classifier that is made of tokens; None where there is no tokenizer.
+    Raises CheckpointError naming file, field and remedy; ConfigError for options that the model contradicts.
+    """
+    model = describe_decoder(files, options)
+    recommends = model.options.generation_config == "model"
+    return replace(
+        model,
+        chat_template=files.chat_template(),
+        sampling_defaults=sampling_defaults(files) if recommends else {},
+        pooling=read_pooling(files, model.fields, model.options, encode),
+    )
+
+
+def describe_decoder(files: ModelFiles, options: EngineConfig) -> ModelDescription:
+    """What weights are loaded by: `describe` without template, sampling defaults and pooling, which are not read."""
+    fields = overridden(files.config_fields(), options.hf_overrides or {})
+    options = choose_runner(files, fields, options)
+    original = transformers_model(files, decoder_fields(files, fields, options))
+    config, family = files.as_stored(*original)
+    return ModelDescription(
+        files=files,
+        options=options,
+        fields=fields,
+        config=config,
+        family=family,
+        sources=tensor_sources(*original),
+        special_tokens=read_special_tokens(files, config),
+        headless=is_headless(files, fields, options),
+    )
+
+
+def sampling_defaults(model: ModelFiles | Path | str) -> dict[str, Any]:
+    """Fields of `SamplingParams` that a model (`open_model`) recommends; empty where it has no such file.
+
+    Raises CheckpointError naming file, field and remedy.
+    """
+    fields = open_model(model).generation_config()
+    if fields is None:
+        return {}
+    found = {ours: fields.values[theirs] for theirs, ours in _NAMES.items() if fields.given(theirs)}
+    try:
+        SamplingParams.from_mapping(found)
+    except InvalidRequestError as error:
+        raise CheckpointError(
+            f"{fields.file}: {error}. Correct the file, or leave its sampling defaults out (generation_config engine)"
+        ) from error
+    return found

@@ -1,0 +1,32 @@
+"""An engine from a model's name and options: one in this process, or several side by side behind the same methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.client import EngineClient
+from xla_engine.utils.startup import StartupProgress, silent
+from xla_engine.vllm_options import VLLM_OPTIONS
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of options by their names here, or by vLLM's. Raises ConfigError."""
+    return EngineConfig.of(options, VLLM_OPTIONS)
+
+
+def open_engine(
+    model: str | Path | None, config: EngineConfig, *, engines: int = 1, progress: StartupProgress = silent
+) -> EngineClient:
+    """Load a model and compile. model, config, progress: as in `XlaBatchEngine.from_pretrained`.
+
+    engines: more than one run in processes of their own. Raises CheckpointError and ConfigError.
+    """
+    if engines == 1:
+        return XlaBatchEngine.from_pretrained(model, config, progress=progress)
+    from xla_engine.distributed.data_parallel.engine import DataParallelEngine
+
+    return DataParallelEngine(model, config, engines=engines, progress=progress)

@@ -1,0 +1,72 @@
+"""What a request asks of a model that pools. Names and meaning are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from xla_engine.errors import InvalidRequestError
+from xla_engine.sampling_params import SamplingParams, check_integer
+from xla_engine.utils.shown import shown
+
+TASKS = ("embed", "classify", "score")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams(SamplingParams):
+    """A request for one vector in place of text. The fields of sampling keep their values: they are there because the
+    engine runs both kinds of request alike.
+
+    task: "embed" for the vector, "classify" for the probabilities of a classifier's classes, "score" for the one
+        number of a classifier that has one.
+    dimensions: so many numbers of the vector, of a model that was trained for it (Matryoshka); None is all.
+    use_activation: scale a vector to length 1, or put a classifier's numbers through sigmoid or softmax; None is what
+        the model says.
+    pooling_type: filled in by the engine.
+    """
+
+    task: str = "embed"
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    pooling_type: str | None = None
+    temperature: float = 0.0
+    max_tokens: int | None = 1
+    ignore_eos: bool = True
+    detokenize: bool = False
+
+    def __post_init__(self) -> None:
+        SamplingParams.__post_init__(self)
+        own = {each.name for each in fields(SamplingParams)}
+        for each in fields(self):
+            if each.name in own and getattr(self, each.name) != each.default:
+                raise InvalidRequestError(f"{each.name} is for requests that generate; remove it")
+        if self.task not in TASKS:
+            raise InvalidRequestError(f"task must be one of {', '.join(TASKS)}, not {shown(self.task)}")
+        if self.dimensions is not None:
+            check_integer("dimensions", self.dimensions, low=1)
+            if self.task != "embed":
+                raise InvalidRequestError("dimensions are for embeddings; remove them")
+        if not isinstance(self.use_activation, bool | None):
+            raise InvalidRequestError(
+                f"use_activation must be true or false, not {shown(self.use_activation)}"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], **_: Any) -> PoolingParams:
+        """Build from JSON-like fields; an unknown field is an error that names it."""
+        known = ("task", "dimensions", "use_activation")
+        if unknown := [name for name in values if name not in known]:
+            raise InvalidRequestError(f"unknown field {shown(unknown[0])}; known fields: {', '.join(known)}")
+        return cls(**values)
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """A mean needs every position."""
+        return 0 if self.pooling_type == "MEAN" else None
+
+    def to_mapping(self) -> NoReturn:
+        """Raises: requests that pool are neither recorded nor sent to another process."""
+        raise InvalidRequestError(
+            "pooling runs on one engine: set data_parallel_size to 1, and do not record it"
+        )

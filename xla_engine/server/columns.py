@@ -1,0 +1,137 @@
+"""Blocks of log-probabilities as JSON, encoded a few tokens at a time, so that none of them holds the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from xla_engine.batch.results import (
+    Offsets,
+    TokenText,
+    chat_logprobs,
+    prompt_block,
+    prompt_logprobs,
+    text_logprobs,
+)
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.sampling_params import SamplingParams
+
+ENTRIES = 512  # log-probabilities between two pauses, about half a millisecond of work
+
+PAUSE = b""  # what a generator yields when its caller may let others go on
+Pauses = Generator[bytes, None, "Columns"]
+_encode = msgspec.json.Encoder().encode
+
+
+class Columns:
+    """An object whose lists grow, as JSON.
+
+    before: its lists come first. They are shared and not copied, so that what choices have in common is encoded and
+    held once.
+    """
+
+    def __init__(self, before: Columns | None = None) -> None:
+        shared = {} if before is None else before._lists
+        self._lists: dict[str, list[bytes]] = {name: list(parts) for name, parts in shared.items()}
+        self._others: dict[str, bytes] = {}
+
+    def add(self, block: Mapping[str, Any]) -> None:
+        """Extend the lists by those of a block; other values are the last one's."""
+        for name, value in block.items():
+            if not isinstance(value, list):
+                self._others[name] = _encode(value)
+            elif value:
+                self._lists.setdefault(name, []).append(_encode(value)[1:-1])
+            else:
+                self._lists.setdefault(name, [])
+
+    def pieces(self) -> Iterator[bytes]:
+        """The JSON in pieces of bounded size."""
+        between = b"{"
+        for name, parts in self._lists.items():
+            yield between + _encode(name) + b":"
+            yield from _list_of(parts)
+            between = b","
+        for name, value in self._others.items():
+            yield between + _encode(name) + b":" + value
+            between = b","
+        yield b"}"
+
+    def list_pieces(self, name: str) -> Iterator[bytes]:
+        """The JSON of one of the lists."""
+        return _list_of(self._lists[name])
+
+
+def _list_of(parts: Sequence[bytes]) -> Iterator[bytes]:
+    """A list in JSON, whose parts are not copied."""
+    yield b"["
+    for number, part in enumerate(parts):
+        if number:
+            yield b","
+        yield part
+    yield b"]"
+
+
+def completion_columns(
+    completion: CompletionOutput,
+    params: SamplingParams,
+    tokenizer: TokenText | None,
+    *,
+    offsets: Offsets | None,
+    before: Columns | None = None,
+) -> Pauses:
+    """The block of a completion that has log-probabilities. offsets: None in a chat."""
+    columns = Columns(before)
+    for part in _parts(len(completion.token_ids), params.logprobs):
+        tops = completion.top_logprobs
+        few = replace(
+            completion,
+            token_ids=completion.token_ids[part],
+            logprobs=None if completion.logprobs is None else completion.logprobs[part],
+            top_logprobs=None if tops is None else tops[part],
+        )
+        if offsets is None:
+            columns.add(chat_logprobs(few, params, tokenizer) or {})
+        else:
+            columns.add(text_logprobs(few, params, tokenizer, offsets) or {})
+        yield PAUSE
+    return columns
+
+
+def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: TokenText | None) -> Pauses:
+    """The block of a prompt that is repeated."""
+    columns, offsets = Columns(), Offsets(params, tokenizer)
+    for part in _parts(len(output.prompt_token_ids), params.logprobs):
+        columns.add(prompt_block(output, params, tokenizer, part, offsets))
+        yield PAUSE
+    return columns
+
+
+def prompt_logprobs_pieces(output: RequestOutput, params: SamplingParams) -> Iterator[bytes]:
+    """`prompt_logprobs` in vLLM's form."""
+    columns = Columns()
+    for part in _parts(len(output.prompt_token_ids), params.prompt_logprobs):
+        columns.add({"found": prompt_logprobs(output, part)})
+        yield PAUSE
+    yield from columns.list_pieces("found")
+
+
+def spelled(output: RequestOutput, tokenizer: TokenText | None) -> Generator[bytes, None, str]:
+    """The prompt as it was given, or what its token ids spell."""
+    if output.prompt is not None or tokenizer is None:
+        return output.prompt or ""
+    text = tokenizer.incremental()
+    pieces: list[str] = []
+    for part in _parts(len(output.prompt_token_ids), None):
+        pieces += text.push_all(output.prompt_token_ids[part])
+        yield PAUSE
+    return "".join(pieces) + text.flush()
+
+
+def _parts(tokens: int, logprobs: int | None) -> Iterator[slice]:
+    """So few tokens at a time, at least once."""
+    size = max(ENTRIES // (1 + (logprobs or 0)), 1)
+    return (slice(begin, begin + size) for begin in range(0, max(tokens, 1), size))

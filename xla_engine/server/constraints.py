@@ -1,0 +1,54 @@
+"""Constraints are compiled beside the event loop, in an order that is fair to keys, and only so many at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.server.errors import ApiError
+from xla_engine.server.fair_worker import FairWorker
+
+MAX_WAITING = (
+    256  # constraints that wait or are compiled, a second each at most; each key may have half of them
+)
+
+
+class Constraints:
+    """Compiles what texts must match, before their requests are queued."""
+
+    def __init__(
+        self, compile_: Callable[[SamplingParams], object], knows: Callable[[SamplingParams], bool]
+    ) -> None:
+        """compile_: may take a second, in any thread. knows: whether it has nothing to do. Both raise
+        InvalidRequestError."""
+        self._compile = compile_
+        self._knows = knows
+        self._worker = FairWorker("constraints")
+        self._waiting: Counter[str] = Counter()  # by key
+
+    async def compile(self, params: SamplingParams, key: str) -> None:
+        """Compile the constraint of a request when its turn has come; one that is known does not wait.
+
+        key: whose it is. Raises InvalidRequestError, and ApiError where too many wait.
+        """
+        if params.structured_outputs is None or self._knows(params):
+            return
+        if self._waiting.total() >= MAX_WAITING or self._waiting[key] >= MAX_WAITING // 2:
+            raise ApiError(
+                429,
+                "too many constraints wait to be compiled; ask again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+        self._waiting[key] += 1
+        try:
+            await self._worker.run(lambda: self._compile(params), key)
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def close(self) -> None:
+        """Compile no more."""
+        self._worker.close()
