@@ -52,8 +52,8 @@ class LLM:
     """A model ready to generate.
 
     Arguments:
-        model: a Hugging Face model directory, a .gguf file or a hub id; None is the small model that ships with the
-            package.
+        model: a Hugging Face model directory, a .gguf file, a hub id, or "package:NAME", the model in an installed
+            Python package; None is the small model that ships with this one.
         max_num_seqs: requests decoded together; "auto" takes what the device has memory for.
         max_model_len: prompt plus generated tokens at most; None takes the model's limit, or less
             where that would need more than a quarter of the memory.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ def test_a_stack_of_other_length_is_refused(tmp_path: Path) -> None:
     at = content.index(key) + len(key)
     path.write_bytes(content[:at] + struct.pack("<I", 4) + content[at + 4 :])  # of five
     assert_refused(path, "experts.0.w2.weight is missing")
-
-
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert_refused(path, "[gguf]")
 
 
 def test_paths_that_are_no_gguf_file(tmp_path: Path) -> None:

@@ -145,12 +145,6 @@ def test_offline_mode_is_respected(cache: Path, no_network: None, monkeypatch: p
         open_model("owner/name")
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"pip install '\.\[hub\]'"):
-        open_model("owner/name")
-
-
 def test_only_ids_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     for name in ("name", "./owner/name", "/owner/name", "a/b/c", "../b", "owner/name.gguf", "~/b", "a/b c"):

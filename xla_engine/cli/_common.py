@@ -60,7 +60,8 @@ data_parallel_option = click.option(
 model_option = click.option(
     "--model",
     metavar="MODEL",
-    help="Hugging Face model directory, .gguf file, or hub id (OWNER/NAME, OWNER/NAME:Q8_0 for GGUF).  "
+    help="Hugging Face model directory, .gguf file, hub id (OWNER/NAME, OWNER/NAME:Q8_0 for GGUF), or package:NAME, "
+    "the model in an installed Python package.  "
     "[default: embedded model]",
 )
 

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, through `huggingface_hub` (extra `hub`): its cache, its settings, its token.
+"""Models of the Hugging Face hub, through `huggingface_hub`: its cache, its settings, its token.
 
 A complete snapshot in the cache is used as it is, without a look at the network. Only JSON, chat templates and
 safetensors are fetched, or one GGUF file, never code or pickles.
@@ -14,7 +14,6 @@ from typing import Any
 
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.gguf.file import SUFFIX
-from xla_engine.utils.extras import install
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 _UNWANTED = [
@@ -70,14 +69,8 @@ def _repository(name: str) -> str:
 def _fetch(name: str, wanted: list[str], unwanted: list[str], complete: Callable[[Path], bool]) -> Path:
     """The directory of a repository's files, from the cache if they are `complete` there, else from the network."""
     repository, _, revision = name.partition("@")
-    try:
-        import huggingface_hub as hub
-        from huggingface_hub import errors
-    except ImportError as error:
-        raise CheckpointError(
-            f"{name}: no such directory; as an id of the Hugging Face hub it needs the huggingface_hub package. "
-            f"Install it: {install('hub')}, or name a local directory"
-        ) from error
+    import huggingface_hub as hub  # here, so that a local model never loads it
+    from huggingface_hub import errors
 
     def fetch(**options: Any) -> Path:
         return Path(

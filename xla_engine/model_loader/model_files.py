@@ -1,4 +1,5 @@
-"""What a model brings, from whatever files it is in: a Hugging Face directory, a snapshot of its hub, a GGUF file."""
+"""What a model brings, from whatever files it is in: a Hugging Face directory, a snapshot of its hub, a GGUF file,
+an installed Python package."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from xla_engine.model_loader.families import Family
 from xla_engine.model_loader.gguf.file import SUFFIX, GgufFile
 from xla_engine.model_loader.hub import gguf_file, snapshot
 from xla_engine.model_loader.huggingface import HuggingFaceDirectory
+from xla_engine.model_loader.installed_package import PREFIX, model_in_package
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tensor_files import TensorFiles
 
@@ -54,10 +56,13 @@ def open_model(model: ModelFiles | Path | str) -> ModelFiles:
 
     A path is a model directory or a .gguf file. "OWNER/NAME", with "@REVISION" if need be, is an id of the Hugging
     Face hub unless there is such a path; its snapshot is taken from the local cache, or else downloaded. With ":Q8_0"
-    or another quantisation it is the one GGUF file of that kind. Raises CheckpointError.
+    or another quantisation it is the one GGUF file of that kind. "package:NAME" is the one model inside an installed
+    Python package (`model_in_package`). Raises CheckpointError.
     """
     if not isinstance(model, Path | str):
         return model
+    if str(model).startswith(PREFIX):
+        return open_model(model_in_package(str(model)))
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -74,6 +79,6 @@ def open_model(model: ModelFiles | Path | str) -> ModelFiles:
     if not gguf and (name := _HUB_ID.fullmatch(str(model))):
         return GgufFile(gguf_file(name[0])) if name["gguf"] else HuggingFaceDirectory(snapshot(name[0]))
     raise CheckpointError(
-        f"{path}: no such directory. Name a local model directory, a .gguf file, or an id of the Hugging Face hub "
-        "(OWNER/NAME, or OWNER/NAME:Q8_0 for a GGUF file)"
+        f"{path}: no such directory. Name a local model directory, a .gguf file, an id of the Hugging Face hub "
+        "(OWNER/NAME, or OWNER/NAME:Q8_0 for a GGUF file), or package:NAME"
     )

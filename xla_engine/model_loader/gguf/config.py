@@ -179,7 +179,7 @@ def as_stored(file: GgufReader, config: ModelConfig, family: Family) -> tuple[Mo
 
 def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str, int | None]]:
     """The `wanted` names of transformers to the file's; of an expert's tensor, to that of all and its place there."""
-    gguf = library(file.path)
+    gguf = library()
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     layers = _number(file, "{arch}.block_count")
     names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)

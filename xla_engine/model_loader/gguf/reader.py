@@ -1,8 +1,8 @@
 """The format GGUF: one file with metadata and tensors, checked before one byte of weights is read.
 
 The format is that of ggml's `docs/gguf.md`, versions 2 and 3, little endian. Every length is compared with what is
-left of the file before anything is made of it. Quantised tensors become float32 by the `gguf` library (extra `gguf`),
-block by block.
+left of the file before anything is made of it. Quantised tensors become float32 by the `gguf` library, block
+by block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
-from xla_engine.utils.extras import install
 
 _VERSIONS = (2, 3)
 _SCALARS = dict(enumerate(["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "|b1"]))
@@ -32,14 +31,10 @@ _MOST_DIMENSIONS = 4
 _MOST_ITEMS = 1 << 24  # of a list in the metadata; vocabularies are the longest
 
 
-def library(file: Path) -> ModuleType:
-    """The `gguf` package, or a CheckpointError that says how to get it."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            f"{file}: GGUF files need the gguf package. Install it: {install('gguf')}"
-        ) from error
+def library() -> ModuleType:
+    """The `gguf` package, imported by those alone who read such a file."""
+    import gguf
+
     return gguf
 
 
@@ -66,7 +61,7 @@ class GgufReader:
         try:
             with path.open("rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            self.metadata, self.tensors = _Header(self._map, path, library(path)).read()
+            self.metadata, self.tensors = _Header(self._map, path, library()).read()
         except CheckpointError:
             raise
         except (OSError, ValueError) as error:  # ValueError: an empty file, bad UTF-8
@@ -107,7 +102,7 @@ class GgufWeights(TensorFiles):
 
     def __init__(self, file: GgufReader, tensors: dict[str, TensorInfo]) -> None:
         super().__init__({file.path: file.mapped}, tensors)
-        self._library = library(file.path)
+        self._library = library()
         self.dtypes = (*_PLAIN.values(), *quantised_kinds(self._library))
 
     def read(self, name: str) -> Array:
