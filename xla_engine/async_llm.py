@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from xla_engine.engine.client import EngineClient
-from xla_engine.engine.protocol import RequestOptions, drained, pop_options
+from xla_engine.engine.protocol import RequestOptions, check_options, drained, pop_options
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.turn import Turn, Wait, answer_turn
 from xla_engine.engine.waiter import Pending, Waiter, device_lost
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM
 from xla_engine.outputs import RequestOutput
-from xla_engine.prompts import Prompt
-from xla_engine.sampling_params import SamplingParams
-from xla_engine.text.chat_template import Message
+from xla_engine.prompts import Params, Prompt, sampling_params_of
+from xla_engine.text.chat_template import CHAT_OPTIONS, Message
 
 
 class AsyncLLM:
@@ -57,7 +56,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
@@ -68,11 +67,12 @@ class AsyncLLM:
         The request is submitted when the first output is asked for. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
         """
+        check_options("generate", options)
         outputs = self._read(
             partial(
                 self.engine.submit,
                 prompt,
-                sampling_params,
+                None if sampling_params is None else sampling_params_of(sampling_params),
                 request_id=request_id,
                 add_special_tokens=add_special_tokens,
                 **options,
@@ -132,12 +132,13 @@ class AsyncLLM:
     async def chat(
         self,
         messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Like `generate` for one conversation; options are also those of `XlaBatchEngine.render_chat`."""
+        check_options("chat", options, *CHAT_OPTIONS)
         request_options = pop_options(options)
         prompt = await asyncio.to_thread(self.engine.render_chat, messages, **options)
         outputs = self.generate(

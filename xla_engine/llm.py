@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from xla_engine.engine.client import EngineClient
-from xla_engine.engine.protocol import RequestOptions, SharedOptions, pop_options
+from xla_engine.engine.protocol import RequestOptions, SharedOptions, check_options, pop_options
 from xla_engine.engine.requests.callbacks import Callbacks, OnOutput
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
@@ -19,6 +19,7 @@ from xla_engine.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     RequestOutput,
+    RequestOutputs,
     RerankResult,
     Score,
     ScoringRequestOutput,
@@ -31,16 +32,19 @@ from xla_engine.outputs import (
 )
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import (
+    Params,
     Prompt,
     TextOrIds,
     TextPair,
+    conversations,
     pair_messages,
     per_prompt,
     prompt_list,
+    sampling_params_of,
     score_requests,
 )
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.text.chat_template import Message
+from xla_engine.text.chat_template import CHAT_OPTIONS, Message
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.progress import prompts_bar
 from xla_engine.utils.startup import startup_line
@@ -119,18 +123,18 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         lora_request: Adapter = None,
         **options: Unpack[SharedOptions],
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Complete all prompts; results in the order of the prompts.
 
         Arguments:
             prompts: text, token ids, vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of these.
-            sampling_params: one for all, or one per prompt.
+            sampling_params: one for all, or one per prompt; a dict of fields may stand for each.
             use_tqdm: show a progress bar.
             priority: -10 (soonest) to 10, one for all or one per prompt.
             lora_request: an adapter for all, or for each prompt one or None; needs `enable_lora`.
@@ -138,6 +142,7 @@ class LLM:
 
         Raises InvalidRequestError naming the first bad prompt before any of them runs.
         """
+        check_options("generate", options)
         many = prompt_list(prompts)
         return self._complete(
             many, sampling_params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request, **options
@@ -146,13 +151,13 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         lora_request: Adapter = None,
         **options: Any,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Answer one conversation or a list of them; results in their order.
 
         Arguments:
@@ -165,9 +170,10 @@ class LLM:
         Raises InvalidRequestError naming the first bad conversation before any of them runs; ChatTemplateError, one of
         these, where the checkpoint has no chat template.
         """
+        check_options("chat", options, *CHAT_OPTIONS)
         shared = pop_options(options)
         prompts: list[Prompt] = []
-        for index, conversation in enumerate(_as_conversations(messages)):
+        for index, conversation in enumerate(conversations(messages)):
             try:
                 prompts.append(self.engine.render_chat(conversation, **options))
             except InvalidRequestError as error:
@@ -185,7 +191,7 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         lora_request: Adapter = None,
@@ -197,6 +203,7 @@ class LLM:
         Several streams may be read in turns: each read runs the engine for all. For readers that run at the same time
         there is `AsyncLLM`.
         """
+        check_options("stream", options)
         many = prompt_list(prompts)
         outputs = self._run(
             many,
@@ -339,7 +346,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         **options: Unpack[RequestOptions],
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Give requests that have ended up to `max_tokens` more tokens each; results in the order of `outputs`.
 
         outputs: what `generate`, `chat` or `extend` returned for them. An `LLM(keep_finished=N)` keeps the latest N.
@@ -358,27 +365,27 @@ class LLM:
             for place, output in self._read(collector, queue(), only_finished=True):
                 done[place] = output
                 bar.update()
-        return [done[place] for place in range(len(many))]
+        return RequestOutputs(done[place] for place in range(len(many)))
 
     def _complete(
         self,
         prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: Params | Sequence[Params] | None,
         *,
         use_tqdm: bool,
         **options: Any,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         done: dict[int, RequestOutput] = {}
         with prompts_bar(len(prompts), enabled=use_tqdm) as bar:
             for place, output in self._run(prompts, sampling_params, only_finished=True, **options):
                 done[place] = output
                 bar.update()
-        return [done[place] for place in range(len(prompts))]
+        return RequestOutputs(done[place] for place in range(len(prompts)))
 
     def _run(
         self,
         prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: Params | Sequence[Params] | None,
         *,
         only_finished: bool,
         priority: int | Sequence[int],
@@ -387,9 +394,11 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs with their prompt's place until all have ended; those left when the caller stops are aborted."""
         collector = OutputCollector(every_token=not only_finished)
-        params = per_prompt(
-            "sampling_params", sampling_params or self.engine.default_params, SamplingParams, len(prompts)
-        )
+        given = self.engine.default_params if sampling_params is None else sampling_params
+        params = [
+            sampling_params_of(each)
+            for each in per_prompt("sampling_params", given, SamplingParams, len(prompts))
+        ]
         priorities = per_prompt("priorities", priority, int, len(prompts))
         adapters = per_prompt("lora_requests", lora_request, LoRARequest, len(prompts))
 
@@ -451,7 +460,7 @@ class LLM:
     def submit(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         on_output: OnOutput,
         only_finished: bool = False,
@@ -470,9 +479,9 @@ class LLM:
         """
         if self._callbacks is None:
             raise EngineClosedError("no thread runs the requests of submit(); call start() first")
-        return self._callbacks.submit(
-            prompt, sampling_params, on_output, only_finished=only_finished, **options
-        )
+        check_options("submit", options, "request_id", "on_refused")
+        params = None if sampling_params is None else sampling_params_of(sampling_params)
+        return self._callbacks.submit(prompt, params, on_output, only_finished=only_finished, **options)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Take no more requests by `submit`, wait for those there are, and end the thread.
@@ -488,15 +497,15 @@ class LLM:
         self.stop(timeout_s=0)
         self.engine.close()
 
+    def __repr__(self) -> str:
+        if self.engine.closed_because is not None:
+            return f"LLM(closed: {self.engine.closed_because})"
+        limits = self.engine.limits()
+        shown = ("model", "dtype", "max_num_seqs", "max_model_len", "device")
+        return f"LLM({', '.join(f'{name}={limits[name]!r}' for name in shown if name in limits)})"
+
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _as_conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> Sequence[Sequence[Message]]:
-    one = bool(messages) and isinstance(messages[0], Mapping)
-    return [messages] if one else messages  # type: ignore[list-item,return-value]

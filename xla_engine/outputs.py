@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from xla_engine.errors import InvalidRequestError
+from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.utils.html import table
+from xla_engine.utils.shown import shown
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RequestOutput:
     """One request and what was generated for it so far; `finished` is true exactly once per request.
 
@@ -101,6 +102,42 @@ class RequestOutput:
     num_accepted_tokens: int = 0
     pooled: tuple[float, ...] | None = None
 
+    @property
+    def text(self) -> str:
+        """The text of a request with one answer. Raises InvalidRequestError where `n` gave it several."""
+        if len(self.outputs) != 1:
+            raise InvalidRequestError(
+                f"request {self.request_id} has {len(self.outputs)} answers; read .outputs[i].text"
+            )
+        return self.outputs[0].text
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One flat record for each answer: those of `RequestOutputs.to_records`."""
+        return [
+            {
+                "request_id": self.request_id,
+                "index": each.index,
+                "prompt": self.prompt,
+                "generated_text": each.text,
+                "finish_reason": each.finish_reason,
+                "num_input_tokens": len(self.prompt_token_ids),
+                "num_generated_tokens": len(each.token_ids),
+                "cumulative_logprob": each.cumulative_logprob,
+                "error": self.error,
+            }
+            for each in self.outputs
+        ]
+
+    def __repr__(self) -> str:
+        """What a person reads: the texts and how they end; token ids and times are counted, not listed."""
+        answers = ", ".join(
+            f"{each.text!r} ({len(each.token_ids)} tokens, {each.finish_reason or 'running'})"
+            for each in self.outputs
+        )
+        prompt = f"{len(self.prompt_token_ids)} tokens" if self.prompt is None else shown(self.prompt)
+        error = "" if self.error is None else f", error={self.error!r}"
+        return f"RequestOutput({self.request_id!r}, prompt={prompt}, outputs=[{answers}]{error})"
+
     def _repr_html_(self) -> str:
         """Prompt and text of each sequence, as a table for notebooks."""
         rows = [
@@ -116,6 +153,26 @@ class RequestOutput:
         if self.error is not None:
             caption += f": {self.error}"
         return table(("", "prompt and text", "tokens", "ends"), rows, caption=caption)
+
+
+class RequestOutputs(list[RequestOutput]):
+    """The list that `LLM.generate` and `chat` return, which also makes a table of itself."""
+
+    __slots__ = ()
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One dict for each answer, in order, with the names that a run's tables have: `generated_text`,
+        `finish_reason`, `num_input_tokens`, `num_generated_tokens`, `error`; and `request_id`, `index` (of the answer
+        among the request's), `prompt` and `cumulative_logprob`."""
+        return [record for output in self for record in output.to_records()]
+
+    def to_pandas(self) -> Any:
+        """`to_records` as a pandas DataFrame. Raises ConfigError where pandas is not installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("to_pandas needs pandas: pip install pandas; or use to_records()") from error
+        return pandas.DataFrame(self.to_records())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

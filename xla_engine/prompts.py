@@ -45,6 +45,7 @@ class TextPair:
     second: str
 
 
+Params = SamplingParams | Mapping[str, Any]  # a dict of fields stands for them
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair
 
 
@@ -87,7 +88,11 @@ def content_of(prompt: Prompt) -> str | Sequence[int]:
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. Columns of pandas and of datasets, and arrays of token ids, are taken too."""
+    """One prompt or many, as a list. Columns of pandas and of datasets, and arrays of token ids, are taken too.
+
+    Raises InvalidRequestError for a table, which has columns.
+    """
+    _refuse_table(prompts, "prompts")
     prompts = plain(prompts)
     if isinstance(prompts, str | Mapping | TextPair):
         return [prompts]  # type: ignore[list-item]
@@ -99,6 +104,54 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if items and all(isinstance(plain(item), int) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def conversations(messages: Any) -> list[Any]:
+    """One conversation or many, as a list of them; a column of pandas, pyarrow or datasets holds many.
+
+    Raises InvalidRequestError for a table, and for a text in a conversation's place.
+    """
+    _refuse_table(messages, "conversations")
+    messages = plain(messages)
+    if not isinstance(messages, str | Mapping) and isinstance(messages, Iterable):
+        many = [plain(each) for each in messages]
+        many = [many] if many and isinstance(many[0], Mapping) else many
+        if not any(isinstance(each, str) for each in many):
+            return many
+        messages = next(each for each in many if isinstance(each, str))
+    if isinstance(messages, str):
+        raise InvalidRequestError(
+            "a conversation is a list of messages, not text; write "
+            f"[{{'role': 'user', 'content': {shown(messages)}}}], or use generate for text as it is"
+        )
+    raise InvalidRequestError(
+        f"messages must be a list of {{'role': ..., 'content': ...}}, or a list of such lists, not {shown(messages)}"
+    )
+
+
+def _refuse_table(given: object, what: str) -> None:
+    if isinstance(given, str | list | tuple | Mapping):
+        return
+    names = getattr(given, "column_names", None) or getattr(given, "columns", None)
+    if names is None or callable(names):
+        return
+    names = [str(name) for name in names]
+    usual = [name for name in ("messages", "prompt", "question", "text") if name in names]
+    raise InvalidRequestError(
+        f"a table is no list of {what}; give one of its columns ({', '.join(names[:8])}), for example "
+        f"table[{(usual or names or ['prompt'])[0]!r}]"
+    )
+
+
+def sampling_params_of(given: object) -> SamplingParams:
+    """`SamplingParams`, or a dict of its fields, as the former. Raises InvalidRequestError."""
+    if isinstance(given, Mapping):
+        return SamplingParams.from_mapping(given)
+    if isinstance(given, SamplingParams):
+        return given
+    raise InvalidRequestError(
+        f"sampling_params must be SamplingParams(...) or a dict of its fields, not {shown(given)}"
+    )
 
 
 def _of_mapping(fields: Mapping[str, Any]) -> PromptParts:
@@ -126,7 +179,7 @@ def token_ids_of(prompt: object) -> tuple[int, ...]:
 
 def per_prompt(name: str, given: T | Sequence[T], kind: type[T], count: int) -> list[T]:
     """One of `given` for each of so many prompts. Raises InvalidRequestError where there are more, or fewer."""
-    if isinstance(given, kind) or not isinstance(given, Sequence):
+    if isinstance(given, kind | Mapping) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
         raise InvalidRequestError(f"{len(given)} {name} for {count} prompts; give one or {count}")

@@ -7,12 +7,15 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Peek, Snapshot
+from xla_engine.utils.did_you_mean import did_you_mean
+from xla_engine.utils.shown import shown
 
 
 class SharedOptions(TypedDict, total=False):
@@ -44,6 +47,23 @@ class RequestOptions(SharedOptions, total=False):
     priority: int
     quantum: int | None
     lora_request: LoRARequest | None
+
+
+def check_options(call: str, options: Mapping[str, Any], *also: str) -> None:
+    """Raise InvalidRequestError for an option that a call does not have; a sampling field is told where it belongs.
+
+    also: the call's options beside those of `RequestOptions`.
+    """
+    known = sorted((*RequestOptions.__annotations__, "add_special_tokens", *also))
+    for name in options:
+        if name in SamplingParams.__dataclass_fields__:
+            raise InvalidRequestError(
+                f"{call}() has no option {name!r}: it is a sampling parameter; write "
+                f"{call}(..., SamplingParams({name}={shown(options[name])}))"
+            )
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; its options are {', '.join(known)}"
+            raise InvalidRequestError(f"{call}() has no option {name!r}{hint}")
 
 
 def pop_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,17 @@ from typing import Any
 from xla_engine.errors import ChatTemplateError, InvalidRequestError
 from xla_engine.model_loader.chat_templates import MAX_TEMPLATE, ChatTemplate
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
+from xla_engine.utils.plain import plain as as_plain
 
 Message = Mapping[str, Any]
 
+CHAT_OPTIONS = (  # of a chat in Python, beside those of a request
+    "chat_template",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
 CPU_LIMIT_S = 5.0  # processor time of one rendering
 MAX_CHARACTERS = 1 << 24  # of a rendered conversation
 MAX_CONVERSATION = 1 << 26  # bytes of messages and tools as JSON
@@ -75,7 +83,7 @@ def render_chat(
         raise InvalidRequestError(
             "add_generation_prompt and continue_final_message exclude each other; set the first to false"
         )
-    plain = _plain_messages(messages)
+    plain = _plain_messages(as_plain(messages))
     final = str(plain[-1].get("content") or "")
     if continue_final_message:
         plain[-1]["content"] = final + _MARK
@@ -110,8 +118,8 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{where} must be an object with a 'role' that is text")
-    plain = dict(message)
-    content = message.get("content")
+    plain = {name: as_plain(value) for name, value in message.items()}
+    content = plain.get("content")
     if isinstance(content, list | tuple):
         plain["content"] = "\n".join(
             _text_of(f"{where}.content[{n}]", part) for n, part in enumerate(content)
@@ -120,7 +128,7 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} has no content; give text")
     elif content is not None and not isinstance(content, str):
         raise InvalidRequestError(f"{where}.content must be text or a list of text parts")
-    if (calls := message.get("tool_calls")) is not None:
+    if (calls := plain.get("tool_calls")) is not None:
         plain["tool_calls"] = _plain_calls(f"{where}.tool_calls", calls)
     return plain
 
