@@ -43,8 +43,8 @@ log
 # The cost model is fitted by least squares. The recorded run is simulated first and compared with its own times.
 
 # %%
-from xla_engine.simulator.compare import compare
-from xla_engine.simulator.fit import fit
+from xla_engine.tools.simulator.compare import compare
+from xla_engine.tools.simulator.fit import fit
 
 cost = fit(log)
 print("\n".join(compare(log, cost).lines()))
@@ -55,11 +55,11 @@ print("\n".join(compare(log, cost).lines()))
 
 # %%
 from xla_engine.scheduler import SchedulerConfig
-from xla_engine.simulator.clock import Clock
-from xla_engine.simulator.cost import machine_of
-from xla_engine.simulator.report import table
-from xla_engine.simulator.simulate import Simulation
-from xla_engine.simulator.trace import heavy_tailed
+from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.cost import machine_of
+from xla_engine.tools.simulator.report import table
+from xla_engine.tools.simulator.simulate import Simulation
+from xla_engine.tools.simulator.trace import heavy_tailed
 
 recorded = replace(SchedulerConfig(**log.scheduler), enable_prefix_caching=False, preemption=False)
 reports = {}

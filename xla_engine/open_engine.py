@@ -27,6 +27,6 @@ def open_engine(
     """
     if engines == 1:
         return XlaBatchEngine.from_pretrained(model, config, progress=progress)
-    from xla_engine.distributed.data_parallel.engine import DataParallelEngine
+    from xla_engine.data_parallel.engine import DataParallelEngine
 
     return DataParallelEngine(model, config, engines=engines, progress=progress)

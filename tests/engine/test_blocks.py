@@ -28,7 +28,7 @@ from xla_engine.observability.step_log import read_step_log
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import BlockCopy, Scheduler
-from xla_engine.simulator.compare import compare
+from xla_engine.tools.simulator.compare import compare
 
 MakeEngine = Callable[..., XlaBatchEngine]
 PAGED = replace(

@@ -18,9 +18,9 @@ from tests.engine.test_speculation import run, seen
 from tests.engine.test_speculation_families import CONFIG, DENSE, HYBRID, WIDTH, cases_of
 from tests.support.eagle3 import ByNumpy, head_config, head_tensors, write_head
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
-from xla_engine.drafting.proposer import Nobody
-from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.speculation.proposer import Nobody
+from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.errors import CheckpointError, ConfigError

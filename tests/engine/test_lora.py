@@ -18,7 +18,6 @@ from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.batch.submit import submit_prompt
-from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
@@ -29,6 +28,7 @@ from xla_engine.model_loader.peft.adapter import read_adapter
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.server.settings import ServerSettings
+from xla_engine.tools.bench.models import write_checkpoint
 
 WITH_ADAPTERS = replace(TINY_ENGINE, enable_lora=True, max_loras=3, max_lora_rank=16)
 PROMPTS = [[5 * n + k for k in range(1 + 7 * n)] for n in range(5)]

@@ -16,8 +16,8 @@ from tests.engine.test_speculation import known, run, seen
 from tests.graphs.test_hybrid import MODEL as HYBRID
 from tests.support.faults import sampling_by
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
-from xla_engine.drafting.recorded import Recorded
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.speculation.recorded import Recorded
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.sampling import sampler as sampling

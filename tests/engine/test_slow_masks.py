@@ -25,8 +25,8 @@ from xla_engine.errors import InvalidRequestError
 from xla_engine.observability.step_log import read_step_log
 from xla_engine.observability.step_log_writer import logging_steps
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.simulator.compare import compare
 from xla_engine.text.token_mask import TokenMask
+from xla_engine.tools.simulator.compare import compare
 
 pytest.importorskip("llguidance")
 

@@ -15,16 +15,17 @@ import xla_engine.graphs.steps.verify as verify_module
 from tests.conftest import TINY_ENGINE, tiny_checkpoint
 from tests.support.faults import sampling_by
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.proposer import Proposal, Proposer
-from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixProposer
-from xla_engine.drafting.width import StepCosts, WidthChooser
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.speculation.proposer import Proposal, Proposer
+from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.suffix import SuffixProposer
+from xla_engine.engine.speculation.width import WidthChooser
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.outputs import RequestOutput
+from xla_engine.runner.step_costs import StepCosts
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 

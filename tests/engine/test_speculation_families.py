@@ -17,10 +17,10 @@ from tests.graphs.test_hybrid import MODEL as HYBRID
 from tests.support.device import edit_cache
 from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.proposer import Proposer
-from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.speculation.proposer import Proposer
+from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.graphs.config import FULL, SLIDING
 from xla_engine.graphs.row_state.rows import unpack_rows

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.models import TINY_ENGINE, tiny_checkpoint
 from tests.support.simulation import COST
-from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.record_file import from_json, to_json
 from xla_engine.equivalence.recorder import record_schedule
@@ -21,11 +21,11 @@ from xla_engine.equivalence.schedule import draw_schedule, run_alone
 from xla_engine.observability.step_log import StepLog, read_step_log
 from xla_engine.observability.step_log_writer import logging_steps
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.simulator.compare import compare
-from xla_engine.timeline import Timeline
-from xla_engine.timeline.model import of_record, of_step_log
-from xla_engine.timeline.trace_events import trace_events
-from xla_engine.timeline.write import page_data
+from xla_engine.tools.simulator.compare import compare
+from xla_engine.tools.timeline import Timeline
+from xla_engine.tools.timeline.model import of_record, of_step_log
+from xla_engine.tools.timeline.trace_events import trace_events
+from xla_engine.tools.timeline.write import page_data
 
 LAGS = [pytest.param(0, marks=pytest.mark.release), 1, pytest.param(2, marks=pytest.mark.release)]
 CONFIG = replace(

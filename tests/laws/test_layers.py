@@ -117,7 +117,7 @@ def test_nothing_unpickles() -> None:
                 assert not roots(path) & forbidden, path
             loaded = set(imports(path))
             assert "xla_engine.equivalence.oracle_worker" not in loaded, path
-            assert not any(name.startswith("xla_engine.bench.workers") for name in loaded), path
+            assert not any(name.startswith("xla_engine.tools.bench.workers") for name in loaded), path
 
 
 def test_top_level_is_what_was_promised() -> None:

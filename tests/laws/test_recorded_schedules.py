@@ -22,7 +22,7 @@ from xla_engine.scheduler import (
     SchedulerConfig,
     StepResult,
 )
-from xla_engine.simulator.compare import compare
+from xla_engine.tools.simulator.compare import compare
 
 VOCABULARY = 199
 

@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 from tests.support.gguf_checks import GOLDEN, embedded_tokenizer
 from tests.support.gguf_files import Kind, random_blocks, write_gguf
 from tests.support.models import TINY
-from xla_engine.bench.models import write_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
@@ -34,6 +33,7 @@ from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.weights import read_rows
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.tools.bench.models import write_checkpoint
 
 BLOCKS = replace(TINY, hidden_size=64, intermediate_size=96)  # rows of whole blocks of 32
 

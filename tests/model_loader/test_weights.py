@@ -18,11 +18,11 @@ from safetensors.numpy import load_file, save_file
 
 import xla_engine.model_loader.tensor_files as tensor_files
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
-from xla_engine.bench.models import write_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.weights import LARGEST, is_below, read_rows
+from xla_engine.tools.bench.models import write_checkpoint
 from xla_engine.utils.startup import StartupStep
 
 

@@ -22,7 +22,7 @@ from xla_engine.observability.phases import PHASES, PhaseTimer
 from xla_engine.observability.step_log import read_step_log
 from xla_engine.observability.step_log_writer import logging_steps
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.timeline import read_timeline
+from xla_engine.tools.timeline import read_timeline
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 TIMED = replace(BOTH_LANES, phase_timers=True)

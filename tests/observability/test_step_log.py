@@ -24,10 +24,10 @@ from xla_engine.errors import ConfigError
 from xla_engine.observability.step_log import Moment, StepLog, read_step_log
 from xla_engine.observability.step_log_writer import SHORTEST, _Prefixes, logging_steps
 from xla_engine.scheduler import Scheduler
-from xla_engine.simulator.trace import of_step_log as arrivals_of
-from xla_engine.timeline import Timeline, read_timeline, write_timeline
-from xla_engine.timeline.model import Segment, of_step_log
-from xla_engine.timeline.trace_events import trace_events
+from xla_engine.tools.simulator.trace import of_step_log as arrivals_of
+from xla_engine.tools.timeline import Timeline, read_timeline, write_timeline
+from xla_engine.tools.timeline.model import Segment, of_step_log
+from xla_engine.tools.timeline.trace_events import trace_events
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 import xla_engine.runner.memory as memory
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
-from xla_engine.bench.models import LLAMA_3_2_1B
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.tools.bench.models import LLAMA_3_2_1B
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.server.conftest import Running
 from xla_engine.server.generation import Generation
-from xla_engine.soak import http_rounds
-from xla_engine.soak.http_clients import Address
-from xla_engine.soak.http_rounds import HttpRounds, HttpTally
-from xla_engine.soak.report import SoakReport
+from xla_engine.tools.soak import http_rounds
+from xla_engine.tools.soak.http_clients import Address
+from xla_engine.tools.soak.http_rounds import HttpRounds, HttpTally
+from xla_engine.tools.soak.report import SoakReport
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from typing import Any
 from tests.support.command_line import invoke
 from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
-from xla_engine.distributed.shards import merge
+from xla_engine.batch.shards import merge
 
 SHARDS = 3
 LINES = b"".join(

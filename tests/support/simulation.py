@@ -8,7 +8,7 @@ from pathlib import Path
 from xla_engine import SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.observability.step_log_writer import logging_steps
-from xla_engine.simulator.cost import CostModel
+from xla_engine.tools.simulator.cost import CostModel
 
 COST = CostModel(
     call={2: 8e-4, 8: 2e-3},

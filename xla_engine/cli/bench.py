@@ -15,6 +15,6 @@ import click
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def bench(words: tuple[str, ...]) -> None:
     """Measure this engine and its peers on the same weights, prompts and threads; `bench --help` tells the rest."""
-    from xla_engine.bench.__main__ import main
+    from xla_engine.tools.bench.__main__ import main
 
     sys.exit(main(words))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from xla_engine.batch.shards.merge import merge as merge_shards
 from xla_engine.cli import _common
-from xla_engine.distributed.shards.merge import merge as merge_shards
 
 
 @click.command(short_help="Make one file of the outputs of all shards.")

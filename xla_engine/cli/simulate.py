@@ -22,9 +22,9 @@ from xla_engine.scheduler.user_policy import PolicyError
 if TYPE_CHECKING:
     from xla_engine.observability.step_log import StepLog
     from xla_engine.scheduler import SchedulerConfig
-    from xla_engine.simulator.cost import StatedMachine
-    from xla_engine.simulator.report import Report
-    from xla_engine.simulator.trace import Arrival
+    from xla_engine.tools.simulator.cost import StatedMachine
+    from xla_engine.tools.simulator.report import Report
+    from xla_engine.tools.simulator.trace import Arrival
 
 
 @click.command(short_help="Run a trace through the scheduler alone.", context_settings={"show_default": True})
@@ -134,9 +134,9 @@ def simulate(
     """
     wanted = take_wanted(options)
     from xla_engine.observability.step_log import is_step_log, read_step_log
-    from xla_engine.simulator.cost import StatedMachine, machine_of, read_stated
-    from xla_engine.simulator.fit import fit
-    from xla_engine.simulator.report import plot, table, to_json
+    from xla_engine.tools.simulator.cost import StatedMachine, machine_of, read_stated
+    from xla_engine.tools.simulator.fit import fit
+    from xla_engine.tools.simulator.report import plot, table, to_json
 
     made = _made(trace)
     with _common.startup_errors():
@@ -151,7 +151,7 @@ def simulate(
     found: dict[str, Any] = {"cost": cost.to_json(), "machine": {"scheduler": {**source.scheduler}}}
     found["machine"]["engine"] = {**source.engine}
     if recorded is not None:
-        from xla_engine.simulator.compare import compare
+        from xla_engine.tools.simulator.compare import compare
 
         click.echo("\n" + "\n".join(compare(recorded, cost).lines()))
     if blocks is None:
@@ -213,7 +213,7 @@ def _write_json(path: str | None, found: dict[str, Any]) -> None:
 
 
 def _made(trace: str) -> bool:
-    from xla_engine.simulator.trace import SYNTHETIC
+    from xla_engine.tools.simulator.trace import SYNTHETIC
 
     return trace in SYNTHETIC
 
@@ -274,7 +274,7 @@ def _configs(
 def _arrivals(
     trace: str, recorded: StepLog | None, requests: int | None, rate: float | None, speed: float, seed: int
 ) -> Iterator[Arrival]:
-    from xla_engine.simulator.trace import SYNTHETIC, of_step_log, read_csv
+    from xla_engine.tools.simulator.trace import SYNTHETIC, of_step_log, read_csv
 
     if trace in SYNTHETIC:
         assert rate is not None
@@ -293,9 +293,9 @@ def _simulate(
     step_log_path: str | None,
 ) -> Report:
     from xla_engine.observability.step_log_writer import StepLogWriter
-    from xla_engine.simulator.clock import Clock
-    from xla_engine.simulator.cost import machine_of
-    from xla_engine.simulator.simulate import Simulation
+    from xla_engine.tools.simulator.clock import Clock
+    from xla_engine.tools.simulator.cost import machine_of
+    from xla_engine.tools.simulator.simulate import Simulation
 
     with contextlib.ExitStack() as stack:
         log = None

@@ -14,7 +14,7 @@ from xla_engine.utils.extras import install
 from xla_engine.utils.progress import counting
 
 if TYPE_CHECKING:
-    from xla_engine.soak.report import SoakReport
+    from xla_engine.tools.soak.report import SoakReport
 
 
 @click.command(
@@ -95,10 +95,10 @@ def soak(
         from xla_engine.environment import embedded_model_directory
         from xla_engine.model_loader.checkpoint import load_checkpoint
         from xla_engine.model_loader.model_files import open_model
-        from xla_engine.soak.faults import FaultyTokenizer
-        from xla_engine.soak.http_server import HttpServer
-        from xla_engine.soak.soak import soak as run
-        from xla_engine.soak.tiny_model import tiny_model
+        from xla_engine.tools.soak.faults import FaultyTokenizer
+        from xla_engine.tools.soak.http_server import HttpServer
+        from xla_engine.tools.soak.soak import soak as run
+        from xla_engine.tools.soak.tiny_model import tiny_model
 
         config = EngineConfig(**options)
         server = stack.enter_context(HttpServer(model, options, seed)) if http and _can_serve() else None

@@ -53,8 +53,8 @@ def sweep(
       xla-engine sweep --widths 8,16,32,64 --plot sweep.png
     """
     with _common.startup_errors():
-        from xla_engine.bench import sweep as measure
         from xla_engine.config import EngineConfig
+        from xla_engine.tools.bench import sweep as measure
 
         fields = {name: value for name, value in options.items() if name != "model"}
         made = measure.sweep(

@@ -24,7 +24,7 @@ def timeline(path: str, output_path: str) -> None:
       xla-engine run examples/requests.jsonl -o out.jsonl --step-log steps.jsonl
       xla-engine timeline steps.jsonl -o steps.html
     """
-    from xla_engine.timeline import read_timeline, write_timeline
+    from xla_engine.tools.timeline import read_timeline, write_timeline
 
     with _common.startup_errors():
         found = read_timeline(path)

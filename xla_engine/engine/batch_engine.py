@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.proposer import Proposer
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.continuations import Continuations
 from xla_engine.engine.delivery import Delivery
@@ -27,7 +26,8 @@ from xla_engine.engine.requests.seeds import noise_key
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.shadow import ShadowProbe
-from xla_engine.engine.speculation import Speculator, make_speculator
+from xla_engine.engine.speculation.proposer import Proposer
+from xla_engine.engine.speculation.speculator import Speculator, make_speculator
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.turn import Turn
 from xla_engine.engine.weight_updates import WeightUpdates

@@ -8,10 +8,10 @@ from threading import Condition
 from typing import Any, Protocol, Self, Unpack
 
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.proposer import Proposer
 from xla_engine.engine.protocol import Engine, RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.engine.speculation.proposer import Proposer
 from xla_engine.engine.turn import Turn
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.chat_templates import ChatTemplate

@@ -14,7 +14,7 @@ from xla_engine.engine.requests.pending import PendingRequest
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.shadow import ShadowProbe
-from xla_engine.engine.speculation import Speculator
+from xla_engine.engine.speculation.speculator import Speculator
 from xla_engine.engine.turn import Turn, Wait
 from xla_engine.engine.waiter import Pending, StepRunner, Waiter
 from xla_engine.observability.observer import Observers

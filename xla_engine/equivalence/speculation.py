@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from xla_engine.drafting.proposer import Nobody, Proposer
-from xla_engine.drafting.recorded import Recorded
-from xla_engine.drafting.suffix import SuffixProposer
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.speculation.proposer import Nobody, Proposer
+from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.across_configurations import LevelResult, compared, run_together
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.record import Record

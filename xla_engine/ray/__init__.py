@@ -15,6 +15,6 @@ Runnable example, with Ray installed::
 
 from __future__ import annotations
 
-from xla_engine.distributed.ray_data.stage import ModelStage, Processor, build_processor
+from xla_engine.ray.stage import ModelStage, Processor, build_processor
 
 __all__ = ["ModelStage", "Processor", "build_processor"]

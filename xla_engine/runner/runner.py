@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.config import EngineConfig
-from xla_engine.drafting.width import StepCosts
 from xla_engine.environment import compile_cache_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
@@ -49,7 +48,7 @@ from xla_engine.runner.programs import CONTINUE, logits_programs, make_programs
 from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
-from xla_engine.runner.step_costs import measure
+from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.verify_inputs import Guess
 from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult

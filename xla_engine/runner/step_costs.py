@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from xla_engine.drafting.width import StepCosts
 from xla_engine.graphs.row_state.packing import pack
 from xla_engine.graphs.row_state.rows import pack_rows
 from xla_engine.runner.device_state import DeviceState
@@ -21,6 +20,34 @@ from xla_engine.runner.verify_inputs import no_drafts
 
 _LENGTH = 128  # positions of a row that is timed
 _RUNS = 5
+
+
+class StepCosts(NamedTuple):
+    """Seconds of steps. decode: by rows, ascending. verify: by (lanes, width)."""
+
+    decode: Mapping[int, float]
+    verify: Mapping[tuple[int, int], float]
+
+    @classmethod
+    def of(cls, seconds: Mapping[int | tuple[int, int], float]) -> StepCosts:
+        """Of what was measured, by rows or (lanes, width): more tokens of as many rows never take less time."""
+        costs = cls({key: took for key, took in seconds.items() if isinstance(key, int)}, {})
+        verify = {
+            key: max(took, costs.decode_of(key[0]))
+            for key, took in seconds.items()
+            if not isinstance(key, int)
+        }
+        return costs._replace(verify=verify)
+
+    def decode_of(self, rows: int) -> float:
+        """Of a decode step of so many rows, between what was measured on a straight line."""
+        known = sorted(self.decode)
+        above = next((count for count in known if count >= rows), known[-1])
+        below = next((count for count in reversed(known) if count <= rows), known[0])
+        if above == below:
+            return self.decode[above]
+        share = (rows - below) / (above - below)
+        return self.decode[below] + share * (self.decode[above] - self.decode[below])
 
 
 def measure(

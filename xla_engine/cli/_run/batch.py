@@ -30,7 +30,7 @@ from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from xla_engine.distributed.shards.shard import Shard
+    from xla_engine.batch.shards.shard import Shard
     from xla_engine.engine.client import EngineClient
 
 _imported_at = time.monotonic()

@@ -15,13 +15,13 @@ from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    from xla_engine.distributed.shards.shard import Shard
+    from xla_engine.batch.shards.shard import Shard
 
 
 def _shard(context: click.Context, option: click.Parameter, value: str | None) -> Shard | None:
     if value is None:
         return None
-    from xla_engine.distributed.shards.shard import Shard
+    from xla_engine.batch.shards.shard import Shard
 
     try:
         return Shard.parse(value)
@@ -43,7 +43,7 @@ class ShardOutput:
 
     def __init__(self, shard: Shard | None, output: str, errors: str | None, mode: Mode) -> None:
         """Raises OutputError for an output that was begun as another shard, and OSError."""
-        from xla_engine.distributed.shards.shard import ShardState, check_continued, state_path
+        from xla_engine.batch.shards.shard import ShardState, check_continued, state_path
 
         self._outputs = {output: "all"} if errors is None else {output: "results", errors: "errors"}
         self._shard = shard
@@ -62,7 +62,7 @@ class ShardOutput:
 
     def begin(self, lines: Iterator[Line], defaults: Mapping[str, Any]) -> Iterator[Line]:
         """Write that the shard is not finished; returns its lines."""
-        from xla_engine.distributed.shards.shard import ShardLines
+        from xla_engine.batch.shards.shard import ShardLines
 
         for name, state in self._states.items():
             state.write(name)

@@ -20,7 +20,7 @@ from xla_engine.errors import OutputError
 
 if TYPE_CHECKING:
     from xla_engine.batch.datasets.tables import Table
-    from xla_engine.distributed.shards.shard import Shard
+    from xla_engine.batch.shards.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class TableOutput:
         """Write the table. The journal goes, unless lines failed: --retry-failed needs it."""
         from xla_engine.batch.datasets.finished import Finished, digest_of
         from xla_engine.batch.datasets.output import publish
-        from xla_engine.distributed.shards.shard import state_path
+        from xla_engine.batch.shards.shard import state_path
 
         publish(self.journal, self.out, source.table, source.columns)
         if not failed:

@@ -15,9 +15,9 @@ from xla_engine.cli._help import together
 
 if TYPE_CHECKING:
     from xla_engine.scheduler import SchedulerConfig
-    from xla_engine.simulator.cost import CostModel, Machine
-    from xla_engine.simulator.report import Report
-    from xla_engine.simulator.trace import Arrival
+    from xla_engine.tools.simulator.cost import CostModel, Machine
+    from xla_engine.tools.simulator.report import Report
+    from xla_engine.tools.simulator.trace import Arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,14 @@ def simulate_machines(
     title: str,
 ) -> dict[str, Any]:
     """Print the table, and draw the plot where asked for; returns the figures by number of machines."""
-    from xla_engine.simulator.replicas import Goal, fewest, machines_table, plot_machines, simulate_replicas
-    from xla_engine.simulator.report import to_json
+    from xla_engine.tools.simulator.replicas import (
+        Goal,
+        fewest,
+        machines_table,
+        plot_machines,
+        simulate_replicas,
+    )
+    from xla_engine.tools.simulator.report import to_json
 
     goal = Goal(first_token=wanted.p99_first_token, inter_token=wanted.p99_between, whole=wanted.p99_request)
 

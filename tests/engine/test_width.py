@@ -1,0 +1,95 @@
+"""A step is widened where that promises more tokens a second, and rows do not speculate where it never does."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xla_engine.engine.speculation.proposer import CERTAIN
+from xla_engine.engine.speculation.width import PATIENCE, PROBE, Acceptance, WidthChooser
+from xla_engine.runner.step_costs import StepCosts
+
+COSTS = StepCosts(decode={1: 1.0, 8: 1.4}, verify={(1, 8): 1.3, (8, 2): 1.7, (8, 4): 2.4})
+
+
+def test_costs_between_what_was_measured_lie_on_a_line() -> None:
+    assert COSTS.decode_of(1) == 1.0 and COSTS.decode_of(8) == 1.4
+    assert COSTS.decode_of(4) == pytest.approx(1.0 + 0.4 * 3 / 7)
+    assert COSTS.decode_of(20) == 1.4
+
+
+def test_a_sure_guess_widens_the_step() -> None:
+    chooser = WidthChooser(COSTS)
+    assert chooser.looks
+    assert chooser.choose(1, [(7, 1 << 20)]) == 8
+    assert chooser.choose(8, [(7, 1 << 20)] * 8) == 4
+
+
+def test_one_guess_among_many_rows_does_not() -> None:
+    chooser = WidthChooser(COSTS)
+    assert chooser.looks and chooser.choose(8, [(7, 1 << 20)]) == 0
+    assert chooser.choose(8, []) == 0
+
+
+def _looks(chooser: WidthChooser, steps: int) -> list[int]:
+    """The steps in which a chooser looks where there is nothing to see."""
+    found = []
+    for step in range(steps):
+        if chooser.looks:
+            found.append(step)
+            assert chooser.choose(1, []) == 0
+    return found
+
+
+def test_looks_are_ever_rarer_while_they_promise_nothing() -> None:
+    chooser = WidthChooser(COSTS)
+    found = _looks(chooser, 192)
+    assert found[:5] == [0, 2, 5, 10, 19]
+    assert {after - before for before, after in pairwise(found[5:])} == {PROBE}
+    assert len(found) == 15
+
+
+def test_a_gain_makes_them_frequent_again() -> None:
+    chooser = WidthChooser(COSTS)
+    _looks(chooser, 192)
+    assert chooser.choose(1, [(7, 20)]) == 8
+    assert [chooser.choose(1, []) for _ in range(PATIENCE)][-1] == 0
+    assert _looks(chooser, 12) == [1, 4, 9]
+
+
+def test_a_wider_step_is_never_taken_for_a_cheaper_one() -> None:
+    costs = StepCosts.of({1: 0.78, 8: 1.24, (1, 8): 0.61, (8, 4): 1.3})
+    assert costs == StepCosts({1: 0.78, 8: 1.24}, {(1, 8): 0.78, (8, 4): 1.3})
+
+
+def test_rows_stop_speculating_after_a_while_without_gain() -> None:
+    chooser = WidthChooser(COSTS)
+    assert chooser.looks and chooser.choose(1, [(7, 20)]) == 8
+    assert [chooser.choose(1, []) for _ in range(PATIENCE)] == [1] * (PATIENCE - 1) + [0]
+
+
+def test_wrong_guesses_end_speculation() -> None:
+    chooser = WidthChooser(COSTS)
+    while chooser.choose(1, [(7, 20)]) == 8:
+        chooser.acceptance.observe(20, 7, 0)
+    assert chooser.acceptance.of(20) < 0.5
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15), st.floats(0, 1)), max_size=60))
+def test_acceptance_stays_a_chance(steps: list[tuple[int, int, float]]) -> None:
+    acceptance = Acceptance()
+    for match, drafted, share in steps:
+        acceptance.observe(match, drafted, int(drafted * share))
+        assert 0 <= acceptance.of(match) <= 1
+
+
+def test_acceptance_follows_what_is_seen() -> None:
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.observe(20, 7, 7)
+        acceptance.observe(3, 7, 0)
+    assert acceptance.of(20) > 0.95 and acceptance.of(3) < 0.05
+    assert acceptance.of(CERTAIN) == 0.99 and acceptance.of(0) == 0.4  # others learn nothing by it

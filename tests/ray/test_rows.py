@@ -1,0 +1,120 @@
+"""Rows to requests and outputs to columns, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from xla_engine.batch.requests import LineError, LineRequest
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.ray.rows import ERROR, request_of
+from xla_engine.ray.stage import EngineActor, ModelStage, _After, _Before
+
+pa = pytest.importorskip("pyarrow")
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "key": 1,
+        "prompt": "def f(x):",
+        "sampling_params": {"max_tokens": 6, "temperature": 0.0, "logprobs": 2},
+    },
+    {"key": 2, "prompt": "", "sampling_params": None},
+    {
+        "key": 3,
+        "prompt": "import os",
+        "sampling_params": {"max_tokens": 4, "temperature": 0.9, "logprobs": 0},
+    },
+    {"key": 4, "prompt": "x", "sampling_params": {"max_tokens": 100_000}},
+    {"key": 5, "prompt": "import os", "sampling_params": {"max_tokens": 4, "temperature": 0.9}},
+]
+
+
+def test_a_row_is_a_request_of_its_columns() -> None:
+    chat = {"messages": [{"role": "user", "content": "hi", "tool_calls": None}], "prompt": None}
+    request = request_of(chat, {"max_tokens": 3}, None, len)
+    assert isinstance(request, LineRequest) and request.is_chat and request.params.max_tokens == 3
+    request = request_of({"tokenized_prompt": [1, 2], "key": 7}, {}, "key", int)
+    assert isinstance(request, LineRequest) and request.prompts == ((1, 2),) and request.params.seed == 7
+    names: list[str] = []
+
+    def seed_of(name: str) -> int:
+        names.append(name)
+        return 1
+
+    for other in ({"prompt": "a", "other": 1}, {"prompt": "a", "other": 2}, {"prompt": "b"}):
+        request_of(other, {}, None, seed_of)
+    assert names[0] == names[1] != names[2]
+    for given, default in ((5, 6), (None, 5)):
+        seeded = {"prompt": "a", "sampling_params": {"seed": given}}
+        request = request_of(seeded, {"seed": default}, None, len)
+        assert isinstance(request, LineRequest) and request.params.seed == 5
+    bad: list[dict[str, Any]] = [{}, {"prompt": 5}, {"prompt": "x", "sampling_params": {"n": 2}}]
+    for row in (*bad, {"prompt": "x", "sampling_params": {"top": 1}}):
+        assert isinstance(request_of(row, {}, None, len), LineError)
+
+
+def test_functions_before_and_after_see_all_columns_and_errors_pass_by() -> None:
+    assert _Before(lambda row: {"prompt": row["a"]})({"a": 1, "b": 2}) == {"a": 1, "b": 2, "prompt": 1}
+    after = _After(lambda row: {"answer": row["generated_text"]})
+    assert after({"generated_text": "x", ERROR: ""}) == {"answer": "x", ERROR: ""}
+    assert after({"generated_text": "", ERROR: "why", "a": 1}) == {"generated_text": "", ERROR: "why", "a": 1}
+
+
+@pytest.fixture
+def actor(embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EngineActor]]:
+    monkeypatch.setattr(XlaBatchEngine, "from_pretrained", lambda *arguments, **options: embedded)
+    yield EngineActor
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    usual = {
+        "model": None,
+        "engine": {},
+        "sampling": {},
+        "id_column": "key",
+        "should_continue_on_error": True,
+    }
+    return usual | changes
+
+
+def batch_of(actor: EngineActor, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def read() -> Any:
+        return [table async for table in actor(pa.Table.from_pylist(rows))]
+
+    (table,) = asyncio.run(read())
+    return table.to_pylist()
+
+
+def test_an_actor_gives_each_row_its_columns(actor: type[EngineActor], embedded: XlaBatchEngine) -> None:
+    rows = batch_of(actor(settings()), ROWS)
+    assert [row["key"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [bool(row[ERROR]) for row in rows] == [False, True, False, True, False]
+    assert (
+        rows[0]["num_generated_tokens"] == len(rows[0]["generated_tokens"]) == len(rows[0]["logprobs"]) == 6
+    )
+    assert len(rows[0]["logprobs"][0]) >= 2 and rows[0]["logprobs"][0][0]["rank"] >= 1
+    assert len(rows[2]["logprobs"]) == 4 and rows[2]["logprobs"][0][0]["rank"] is None
+    assert rows[1]["generated_text"] == "" and "prompt is empty" in rows[1][ERROR]
+    assert "max_model_len" in rows[3][ERROR]
+    assert rows[2]["generated_tokens"] != rows[4]["generated_tokens"]  # of one prompt, but not one row
+    again = batch_of(actor(settings()), list(reversed(ROWS)))
+    assert again == list(reversed(rows))
+    same = batch_of(actor(settings(id_column=None)), [ROWS[4], ROWS[4] | {"key": 9}])
+    assert same[0]["generated_tokens"] == same[1]["generated_tokens"]
+
+
+def test_a_bad_row_ends_the_job_only_where_asked_for(actor: type[EngineActor]) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        batch_of(actor(settings(should_continue_on_error=False)), ROWS[:2])
+
+
+@pytest.mark.parametrize("fields", [{"batch_size": 0}, {"concurrency": (2, 1)}, {"concurrency": 0}])
+def test_what_is_no_stage_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ModelStage(**fields)
+    with pytest.raises(InvalidRequestError):
+        ModelStage(sampling={"temprature": 1})

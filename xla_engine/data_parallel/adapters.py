@@ -1,0 +1,210 @@
+"""The adapters of several engines: which there are, which engine has which, and which makes room for another.
+
+The parent decides, by what it has told each engine: an adapter that no request there has, and that was used longest
+ago, makes room. An engine never has more requests than the parent thinks, so it always finds the room that is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from xla_engine.config import EngineConfig
+from xla_engine.data_parallel.fleet import Member
+from xla_engine.data_parallel.request import RemoteAdapter, RemoteRequest
+from xla_engine.errors import AdaptersBusyError, CheckpointError, InvalidRequestError
+from xla_engine.model_loader.describe import ModelDescription
+from xla_engine.model_loader.peft.adapter import read_adapter
+from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.runner.weights.adapters import lora_form
+
+Key = Callable[[LoRARequest], str]
+
+
+def key_reader(model: ModelDescription, config: EngineConfig) -> Key:
+    """Reads an adapter for a model and returns its key. Raises InvalidRequestError as an engine does."""
+    if not config.enable_lora:
+        return _without_room
+    form = lora_form(config, model.config, np.dtype(np.float32), None)
+    assert form is not None
+
+    def read(request: LoRARequest) -> str:
+        try:
+            return read_adapter(request.lora_path, model.sources, model.config, form).fingerprint
+        except CheckpointError as error:
+            raise InvalidRequestError(f"adapter {request.lora_name!r}: {error}") from error
+
+    return read
+
+
+def _without_room(request: LoRARequest) -> str:
+    raise InvalidRequestError("lora_request needs an engine that was started with enable_lora=True")
+
+
+class FleetAdapters:
+    """Adapters by id.
+
+    known: those that an engine has, or a request that has not ended asks for; also what was asked for in vain, until
+        `tidy`. An id that is known is one adapter.
+    """
+
+    def __init__(
+        self, key: Key, room: int, members: Sequence[Member], live: Callable[[], Iterable[RemoteRequest]]
+    ) -> None:
+        """key: see `key_reader`. room: adapters that each engine holds. live: the requests that have not ended."""
+        self._key, self._room, self._members, self._live = key, room, members, live
+        self._pinned: set[int] = set()
+        self.known: dict[int, RemoteAdapter] = {}
+
+    def tidy(self) -> None:
+        """Forget what no engine has and no request asks for."""
+        held = {number for member in self._members for number in member.adapters} | self._asked_for()
+        self.known = {number: each for number, each in self.known.items() if number in held}
+
+    @property
+    def pinned(self) -> dict[str, str]:
+        """Keys of the pinned ones by name."""
+        found = [self.known[number] for number in sorted(self._pinned & self.known.keys())]
+        return {each.request.lora_name: each.key for each in found}
+
+    def of(self, request: LoRARequest | None) -> RemoteAdapter | None:
+        """The adapter that a request asks for. Raises InvalidRequestError as `Adapters.of` does.
+
+        It is not loaded yet. Where requests have all room it is waited for; AdaptersBusyError: all are pinned.
+        """
+        if request is None:
+            return None
+        number = request.lora_int_id
+        found = self.known.get(number)
+        if found is not None and found.request != request:
+            self.tidy()
+            found = self.known.get(number)
+        if found is None:
+            key = self._key(request)
+            if len(self._pinned) >= self._room:
+                raise AdaptersBusyError(
+                    f"{self._room} adapters are loaded (max_loras), and all are pinned: start the engines with more "
+                    "max_loras"
+                )
+            path = str(Path(request.lora_path).expanduser().absolute())
+            found = self.known[number] = RemoteAdapter(request, path, key)
+        if found.request != request:
+            raise InvalidRequestError(
+                f"lora_int_id {number} is {found.request}; give {request.lora_name!r} another id, or remove that one "
+                "first"
+            )
+        return found
+
+    def engines_for(
+        self, adapter: RemoteAdapter, loads: Mapping[int, int], slack: int
+    ) -> tuple[dict[int, int], set[int]]:
+        """Of the engines in `loads`, which take a request with this adapter, and which of these have it.
+
+        loads: requests of each. slack: an engine that has the adapter, or room for it, may have so many more requests
+        than one where another adapter would have to make room.
+        """
+        number = adapter.number
+        takes = {index: load for index, load in loads.items() if self._takes(self._members[index], number)}
+        having = {index for index in takes if number in self._members[index].adapters}
+        roomy = {
+            index for index in takes if index in having or len(self._members[index].adapters) < self._room
+        }
+        most = min(takes.values(), default=0) + slack
+        near = {index: takes[index] for index in takes if index in roomy and takes[index] <= most}
+        return near or takes, having
+
+    def make_room(self, member: Member, adapter: RemoteAdapter) -> None:
+        """Have an engine that takes this adapter hold it, once it is told of it."""
+        number = adapter.number
+        if number in member.adapters:
+            member.adapters.remove(number)
+        elif len(member.adapters) >= self._room:
+            gone = self._idle(member)[0]
+            self._unload(member, gone)
+            if not any(gone in each.adapters for each in self._members) and gone not in self._asked_for():
+                del self.known[gone]
+        member.adapters.append(number)
+
+    def load(self, adapter: RemoteAdapter) -> bool:
+        """Have every engine load an adapter; False where all had it.
+
+        Raises AdaptersBusyError where an engine has no room for it; then nothing is changed.
+        """
+        there = [member for member in self._members if member.process is not None]
+        lacking = [member for member in there if adapter.number not in member.adapters]
+        if not all(self._takes(member, adapter.number) for member in lacking):
+            raise AdaptersBusyError(
+                f"{self._room} adapters are loaded (max_loras), and all are pinned or have requests: start the "
+                "engines with more max_loras, or call again when those requests have ended"
+            )
+        for member in lacking:
+            self.make_room(member, adapter)
+            self._tell_load(member, adapter)
+        return bool(lacking)
+
+    def load_again(self, member: Member) -> None:
+        """Have the new process of an engine load what the old one had."""
+        for number in member.adapters:
+            self._tell_load(member, self.known[number])
+
+    def pin(self, number: int) -> bool:
+        """Keep an adapter on every engine until it is removed; False where it is not known.
+
+        Raises AdaptersBusyError where an engine has no room for it, or no room would be left for a request's adapter.
+        """
+        self.tidy()
+        if number not in self.known:
+            return False
+        pinned = self._pinned | {number}
+        if len(pinned) >= self._room and not self._asked_for() <= pinned:
+            raise AdaptersBusyError(
+                f"with {len(pinned)} pinned adapters (max_loras) there is no room for those of requests that have not "
+                "ended: pin it when they have, or start the engines with more max_loras"
+            )
+        self.load(self.known[number])
+        self._pinned = pinned
+        return True
+
+    def remove(self, number: int) -> bool:
+        """Let go of an adapter everywhere; False where it is not known. Raises InvalidRequestError while requests that
+        have not ended ask for it."""
+        self.tidy()
+        if number not in self.known:
+            return False
+        if number in self._asked_for():
+            raise InvalidRequestError(
+                f"adapter {number} has requests that run or wait; abort them, or wait for their end"
+            )
+        for member in self._members:
+            if number in member.adapters:
+                self._unload(member, number)
+        self._pinned.discard(number)
+        del self.known[number]
+        return True
+
+    def _takes(self, member: Member, number: int) -> bool:
+        """Whether an engine has the adapter, or can make room for it."""
+        return number in member.adapters or len(member.adapters) < self._room or bool(self._idle(member))
+
+    def _idle(self, member: Member) -> list[int]:
+        """The adapters of an engine that can make room for others, the one used longest ago first."""
+        busy = _adapters_of(member.live.values()) | self._pinned
+        return [number for number in member.adapters if number not in busy]
+
+    def _asked_for(self) -> set[int]:
+        return _adapters_of(self._live())
+
+    def _tell_load(self, member: Member, adapter: RemoteAdapter) -> None:
+        if member.process is not None:
+            member.process.tell({"op": "load", "adapter": adapter.told()})
+
+    def _unload(self, member: Member, number: int) -> None:
+        if member.process is not None:
+            member.process.tell({"op": "unload", "adapter": number})
+        member.adapters.remove(number)
+
+
+def _adapters_of(requests: Iterable[RemoteRequest]) -> set[int]:
+    return {request.adapter.number for request in requests if request.adapter is not None}

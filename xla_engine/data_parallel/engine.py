@@ -1,0 +1,333 @@
+"""Several engines as one: `Engine` over processes, each with an engine of its own.
+
+A request's tokens and log-probabilities depend on nothing but the request, so it can run anywhere, and again: when a
+process ends, its requests run on another, say first what they have said, which nobody hears, and go on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Unpack
+
+from xla_engine.config import EngineConfig
+from xla_engine.data_parallel import totals
+from xla_engine.data_parallel.adapters import key_reader
+from xla_engine.data_parallel.changing import ChangingAdapters
+from xla_engine.data_parallel.fleet import Fleet
+from xla_engine.data_parallel.request import RemoteRequest
+from xla_engine.engine.locked import locked
+from xla_engine.engine.protocol import RequestOptions, drained
+from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.seeds import noise_key
+from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.environment import embedded_model_directory
+from xla_engine.errors import ConfigError, InvalidRequestError, OneEngineError
+from xla_engine.model_loader.describe import describe
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.observability.metrics import EngineFacts, engine_metrics
+from xla_engine.observability.prometheus import Family, text_of
+from xla_engine.observability.stats import EngineStats
+from xla_engine.outputs import RequestOutput
+from xla_engine.prompts import Prompt
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import Scheduler, SchedulerConfig, Snapshot
+from xla_engine.text.chat_template import Message as ChatMessage
+from xla_engine.text.chat_template import chosen_template, render_chat
+from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.startup import StartupProgress, silent
+
+MAX_ENGINES = 64
+
+
+def one_engine_only(name: str, instead: str) -> Callable[..., NoReturn]:
+    """A method of `XlaBatchEngine` that several engines do not have. Raises OneEngineError."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OneEngineError(
+            f"{name} is for one engine (without data_parallel_size); with several, {instead}"
+        )
+
+    refuse.__name__, refuse.__doc__ = name, f"Raises OneEngineError: {instead}."
+    return refuse
+
+
+class DataParallelEngine(ChangingAdapters):
+    """Engines on one machine behind one, as `XlaBatchEngine` is to its callers.
+
+    A request goes to the engine that read its prefix last, else to the one with the fewest requests; it waits here
+    while each has twice as many as it has slots. An engine whose process ends is started again, a bounded number of
+    times in a row, and its requests run elsewhere meanwhile. A request that ends three of them, the third time alone,
+    ends with an error.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        config: EngineConfig | None = None,
+        *,
+        engines: int = 2,
+        progress: StartupProgress = silent,
+    ) -> None:
+        """model, config, progress: as in `XlaBatchEngine.from_pretrained`. Raises ConfigError and CheckpointError."""
+        if isinstance(engines, bool) or not isinstance(engines, int) or not 1 <= engines <= MAX_ENGINES:
+            raise ConfigError(f"data_parallel_size must be 1 to {MAX_ENGINES}, not {engines!r}")
+        if config is not None and config.keep_finished:
+            raise OneEngineError(
+                "several engines keep no finished requests; leave out keep_finished, or data_parallel_size"
+            )
+        files = open_model(embedded_model_directory() if model is None else model)
+        self.tokenizer = Tokenizer.of_model(files)
+        encode = None if self.tokenizer is None else self.tokenizer.plain_ids
+        described = describe(files, config or EngineConfig(), encode)
+        if described.options.pools:
+            raise OneEngineError("several engines do not pool; leave out data_parallel_size for this model")
+        self._name = files.path.name
+        self.chat_template = described.chat_template
+        name = None if model is None else str(model)
+        fleet = Fleet(name, config or EngineConfig(), engines, progress)
+        super().__init__(fleet, key_reader(described, fleet.config))
+        self.config = fleet.config
+        self.default_params = SamplingParams.from_mapping(described.sampling_defaults)
+        self.max_model_len: int = self._fleet.facts["max_model_len"]
+        room = Scheduler(SchedulerConfig(**self._fleet.facts["scheduler"]))  # for its arithmetic alone
+        self.validator = RequestValidator(
+            vocab_size=described.config.vocab_size,
+            eos_token_ids=described.special_tokens.eos_token_ids,
+            max_model_len=self.max_model_len,
+            tokenizer=self.tokenizer,
+            max_waiting=self.config.max_waiting,
+            max_num_seqs=self.max_num_seqs,
+            takes_turns=self.config.scheduling_policy == "round_robin",
+            has_dry=self.config.enable_dry,
+            never_fits=room.never_fits,
+        )
+        self._collector = OutputCollector()  # of requests that were submitted without one
+        self._submitted = 0
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Slots of all engines together."""
+        return self.config.num_slots * len(self._fleet.members)
+
+    @property
+    def pids(self) -> list[int]:
+        """The engines' processes."""
+        return [member.pid for member in self._fleet.members if member.pid is not None]
+
+    @property
+    def num_running(self) -> int:
+        return min(sum(member.running for member in self._fleet.members), len(self._live))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._live) - self.num_running
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.has_work or bool(self._collector)
+
+    def render_chat(
+        self, messages: Sequence[ChatMessage], *, chat_template: str | None = None, **options: Any
+    ) -> str:
+        """As `XlaBatchEngine.render_chat`."""
+        return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
+
+    @locked
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+        collector: OutputCollector | None = None,
+        on_refused: Callable[[Exception], object] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> str:
+        """As `XlaBatchEngine.submit`, whose errors these are. A constraint that was not seen before is tried at once,
+        and refused here; on_refused hears of what an engine refuses all the same."""
+        self._check_open()
+        self._settle()
+        params = params or self.default_params
+        request_id = self._free_id() if request_id is None else request_id
+        if request_id in self._live:
+            raise InvalidRequestError(
+                f"request id {request_id!r} is in use by a live request; choose another"
+            )
+        text, token_ids, params, stop_ids = self.validator.checked(
+            prompt, params, options, add_special_tokens=add_special_tokens
+        )
+        if self.config.max_waiting is not None:
+            live = sum(request.params.n for request in self._live.values())
+            self.validator.check_queue(params.n, waiting=live, free=self.max_num_seqs)
+        adapter = self._adapters.of(options.get("lora_request"))
+        self.validator.token_mask(params, stop_ids)
+        now = self.clock()
+        deadline_s, queue_timeout_s = options.get("deadline_s"), options.get("queue_timeout_s")
+        request = RemoteRequest(
+            request_id,
+            self._submitted,
+            text,
+            token_ids,
+            params,
+            self._collector if collector is None else collector,
+            arrival=now,
+            priority=options.get("priority", 0),
+            quantum=options.get("quantum"),
+            salt=options.get("cache_salt", ""),
+            adapter=adapter,
+            deadline=math.inf if deadline_s is None else now + deadline_s,
+            queue_deadline=math.inf if queue_timeout_s is None else now + queue_timeout_s,
+            on_refused=on_refused,
+        )
+        self._submitted += 1
+        self._live[request_id] = request
+        self._put_in_line(request)
+        self._dispatch()
+        return request_id
+
+    extend = one_engine_only("extend", "submit prompt and tokens again")
+    save = one_engine_only("save", "submit prompt and tokens again")
+    restore = one_engine_only("restore", "submit prompt and tokens again")
+    fork = one_engine_only("fork", "submit prompt and tokens as a new prompt")
+    preempt = one_engine_only("preempt", "give requests priorities")
+    peek = one_engine_only("peek", "look at snapshot")
+    inventory_report = one_engine_only("inventory_report", "ask an engine of its own")
+    blank = one_engine_only("blank", "reset_prefix_cache forgets what prompts left")
+    finish_shadow = one_engine_only("finish_shadow", "stats counts what the probe has found so far")
+    draft_with = one_engine_only("draft_with", "name the method in speculative_config")
+    update_weights = one_engine_only("update_weights", "save a checkpoint and start again from it")
+    start_profile = one_engine_only("start_profile", "profile an engine of its own")
+    stop_profile = one_engine_only("stop_profile", "profile an engine of its own")
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """No request is saved."""
+        return ()
+
+    def free(self, name: str) -> bool:
+        """False: no request is saved."""
+        return False
+
+    def limits(self) -> dict[str, Any]:
+        """As `XlaBatchEngine.limits`, of each engine, and slots of all together."""
+        return {
+            **self._fleet.facts["limits"],
+            "max_num_seqs": self.max_num_seqs,
+            "max_waiting": self.config.max_waiting,
+            "data_parallel_size": len(self._fleet.members),
+        }
+
+    def _free_id(self) -> str:
+        name, count = str(self._submitted), 0
+        while name in self._live:
+            count += 1
+            name = f"{self._submitted}.{count}"
+        return name
+
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
+        """As `XlaBatchEngine.step`: a turn is what engines have said since the last."""
+        self._tell_every_token(not only_finished)
+        if self._closed is None or not self._collector:
+            self.advance()
+        with self.lock:
+            news = self._collector.take()
+            return [request.output() for request in news if request.finished or not only_finished]
+
+    def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
+        """As `XlaBatchEngine.drain`."""
+        until = math.inf if timeout_s is None else self.clock() + timeout_s
+        draining, self._draining = self._draining, True
+        ended: list[RequestOutput] = []
+        try:
+            while self.has_unfinished:
+                if self._live and self.clock() >= until:
+                    self.abort_all(drained(timeout_s))
+                ended += self.step(only_finished=True)
+        finally:
+            self._draining = draining
+        return ended
+
+    def stream(self) -> Iterator[RequestOutput]:
+        """Run until nothing is left, yielding cumulative outputs as tokens arrive."""
+        while self.has_unfinished:
+            yield from self.step()
+
+    @locked
+    def _tell_every_token(self, every_token: bool) -> None:
+        if self._collector.every_token == every_token:
+            return
+        self._collector.every_token = every_token
+        for member in self._fleet.members:
+            numbers = [number for number, each in member.live.items() if each.collector is self._collector]
+            if numbers and member.process is not None:
+                member.process.tell({"op": "stream", "numbers": numbers, "every_token": every_token})
+
+    @locked
+    def snapshot(self) -> Snapshot:
+        """All slots and blocks, one engine's after the other's, as each told them last; it tells them again now."""
+        self._listen()
+        for member in self._fleet.members:
+            if member.process is not None:
+                member.process.tell({"op": "snapshot"})
+        told = [member.snapshot for member in self._fleet.members]
+        return totals.snapshot(told, blocks=self.config.num_blocks or 0)
+
+    @locked
+    def stats(self) -> EngineStats:
+        """The counters of all engines together, as each told them last; also of processes that have ended."""
+        self._listen()
+        return totals.stats(
+            [member.stats for member in self._fleet.members],
+            [one for member in self._fleet.members for one in member.lost],
+            finished=self._finished,
+            recoveries=self._recoveries,
+            submitted=self._submitted,
+        )
+
+    def metrics(self, model_name: str | None = None) -> list[Family]:
+        """As `XlaBatchEngine.metrics`, of all engines together."""
+        config, engines = self.config, len(self._fleet.members)
+        blocks = config.num_blocks or config.num_slots * -(-self.max_model_len // config.block_size)
+        facts = EngineFacts(
+            model_name=self._name if model_name is None else model_name,
+            block_size=config.block_size,
+            num_blocks=engines * blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        return engine_metrics(self.stats(), facts)
+
+    def metrics_text(self) -> str:
+        """The metrics in Prometheus' text format."""
+        return text_of(self.metrics())
+
+    @locked
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes of all engines."""
+        for member in self._fleet.members:
+            if member.process is not None:
+                member.process.tell({"op": "reset"})
+            self._router.forget(member.index)
+
+    def seed_of(self, request_id: str, params: SamplingParams) -> int:
+        """As `XlaBatchEngine.seed_of`."""
+        return noise_key(self.config.seed, request_id, params)
+
+    def close(self) -> None:
+        """Abort what is live and end the processes."""
+        with self.lock:
+            if os.getpid() != self._pid:
+                return
+            if self._closed is None:
+                self.abort_all()
+                self._closed = "close() was called"
+        self._fleet.close()
+
+    def __enter__(self) -> DataParallelEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,323 @@
+"""Turns of several engines: requests go out, and what engines say is delivered, also when one has ended."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+import threading
+import time
+from typing import Any
+
+from xla_engine.data_parallel.adapters import FleetAdapters, Key
+from xla_engine.data_parallel.fleet import Fleet, Member
+from xla_engine.data_parallel.request import RemoteRequest
+from xla_engine.data_parallel.routing import PrefixRouter
+from xla_engine.data_parallel.wire import Message
+from xla_engine.engine.locked import locked
+from xla_engine.engine.requests.validation import check_takes
+from xla_engine.engine.turn import Turn, Wait, answer_turn
+from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, ReplayError
+from xla_engine.observability.observer import Observers
+from xla_engine.scheduler import FinishReason
+
+DEATHS_SURVIVED = 2  # engines that end with a request, after which it runs with no other
+LOOK_AHEAD = 256  # requests behind one that waits for room for its adapter, which may go before it
+IDLE_WAIT_S = 1.0  # a wait for engines that say nothing is over after so long, and begins again
+
+
+class Turns:
+    """What `Loop` and `Driver` are to one engine.
+
+    lock: held by whatever reads or changes the state of requests; told of the end of each turn.
+    """
+
+    def __init__(self, fleet: Fleet, adapter_key: Key) -> None:
+        """adapter_key: see `key_reader`."""
+        self.lock = threading.Condition()
+        self.clock = time.monotonic
+        self.observers = Observers()  # engines do not tell their plans, so they hear nothing
+        self.watches = False  # a turn waits for messages only, so time limits of requests always hold
+        self._fleet = fleet
+        self._router = PrefixRouter(fleet.config.block_size, slack=fleet.config.num_slots)
+        self._live: dict[str, RemoteRequest] = {}
+        self._adapters = FleetAdapters(
+            adapter_key, fleet.config.max_loras, fleet.members, lambda: self._live.values()
+        )
+        self._line: list[RemoteRequest] = []  # without an engine, first in line first
+        self._runs = 0
+        self._finished = {str(reason): 0 for reason in FinishReason}
+        self._recoveries = 0
+        self._turning, self._driver, self._turns = False, 0, 0
+        self._unsettled = (
+            False  # an interrupt came in the middle of a turn: what was said is perhaps not all known
+        )
+        self._closed: str | None = None
+        self._draining = False
+        self._pid = os.getpid()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineClosedError(f"the engine belongs to process {self._pid}; make one in this process")
+        check_takes(self._closed, draining=self._draining)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def closed_because(self) -> str | None:
+        """Why nothing is taken any more, None while it is."""
+        return self._closed
+
+    def _put_in_line(self, request: RemoteRequest) -> None:
+        request.engine = None
+        bisect.insort(self._line, request, key=lambda each: each.place)
+
+    def _dispatch(self) -> None:
+        """Give requests in line to engines, as long as these take them."""
+        ready = [member for member in self._fleet.members if member.ready]
+        suspect = next((each for each in self._line if each.deaths >= DEATHS_SURVIVED), None)
+        if suspect is not None and ready:
+            chosen = min(ready, key=lambda member: len(member.live))
+            if not chosen.live:
+                self._line.remove(suspect)
+                suspect.alone = True
+                self._begin(suspect, chosen)
+            ready.remove(chosen)  # no other goes there before
+        ready = [member for member in ready if not any(each.alone for each in member.live.values())]
+        place, slots = 0, self._fleet.config.num_slots
+        waiting = 0  # how many come from the first on that waits for room for its adapter; none takes room before it
+        while place < len(self._line) and waiting <= LOOK_AHEAD:
+            request = self._line[place]
+            loads = {
+                member.index: len(member.live)
+                for member in ready
+                if len(member.live) < 2 * slots or request.priority < 0
+            }
+            if not loads:
+                return
+            if request.deaths >= DEATHS_SURVIVED:
+                place += 1
+                continue
+            having: set[int] = set()
+            if request.adapter is not None:
+                near, having = self._adapters.engines_for(request.adapter, loads, slack=slots)
+                loads = {} if waiting else near
+            if waiting or not loads:
+                waiting += 1
+            if not loads:
+                place += 1
+                continue
+            del self._line[place]
+            index = self._router.choose(request.token_ids, request.shares, loads, having)
+            self._begin(request, self._fleet.members[index])
+
+    def _begin(self, request: RemoteRequest, member: Member) -> None:
+        assert member.process is not None
+        if request.adapter is not None:
+            self._adapters.make_room(member, request.adapter)
+        self._runs += 1
+        member.live[self._runs] = request
+        member.process.tell(request.command(self._runs, member.index, self.clock()))
+
+    def advance(self) -> None:
+        """One turn: hear what engines say. Raises EngineClosedError. While another thread does, wait for its end."""
+        with self.lock:
+            ended = self._turns
+            if self._turning and self._driver != threading.get_ident():
+                self.lock.wait_for(lambda: self._turns != ended)
+                return
+            turn = self.turn()
+            if (wait := next(turn, None)) is None:
+                return
+        answer: Any
+        try:
+            answer = wait.call()
+        except BaseException as error:
+            answer = error
+        answer_turn(turn, answer)
+
+    def turn(self) -> Turn:
+        """Give out what can be given out, wait for what engines say, and deliver that. Raises EngineClosedError.
+
+        After an interrupt in the middle, which is raised again, every request runs again.
+        """
+        with self.lock:
+            if self._closed is not None:
+                raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
+            self._settle()
+            self.expire()
+            self._dispatch()
+            if not self._live:
+                return
+            self._turning, self._driver = True, threading.get_ident()
+        try:
+            answer = yield Wait(self._wait, lambda: math.inf, self.expire)
+        except BaseException as error:
+            answer = error
+        self._hear_all(answer)
+
+    def _wait(self) -> list[tuple[int, Message | None]]:
+        with self.lock:
+            until = min((each.expires for each in self._line), default=math.inf)
+            left = max(until - self.clock(), 1e-3)
+        return self._fleet.wait(min(left, IDLE_WAIT_S))
+
+    @locked
+    def _hear_all(self, answer: Any) -> None:
+        """Deliver what engines have said; an interrupt in its place is raised again, and the next turn starts anew."""
+        self._unsettled = True
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            for index, message in answer:
+                self._hear(self._fleet.members[index], message)
+            self._dispatch()
+            self._unsettled = False
+        finally:
+            self._turning = False
+            self._turns += 1
+            self.lock.notify_all()
+
+    def _listen(self) -> None:
+        """Hear what has been said, unless a turn is about to."""
+        if not self._turning and self._closed is None:
+            self._hear_all(self._fleet.wait(0))
+
+    def _hear(self, member: Member, message: Message | None) -> None:
+        if message is None:
+            self._after_end(member, self._fleet.ended(member))
+            return
+        if message["op"] == "news":
+            member.running = message["running"]
+            for news in message["news"]:
+                self._take(member, news)
+        elif message["op"] == "stats":
+            member.stats, member.running = message["stats"], message["running"]
+        elif message["op"] == "snapshot":
+            member.snapshot = message["snapshot"]
+        elif message["op"] == "ready":
+            try:
+                self._fleet.take_ready(member, message)
+            except ConfigError as error:
+                self.fail(str(error))
+            self._adapters.load_again(member)
+        elif message["op"] == "refused":
+            request = member.live.get(message["number"])
+            if request is not None:
+                self._refuse(request, message["message"])
+
+    def _refuse(self, request: RemoteRequest, why: str) -> None:
+        """An engine does not take a request that was found good here."""
+        if request.on_refused is None:
+            self._end(request, "error", why)
+        else:
+            self._forget(request)
+            request.on_refused(InvalidRequestError(why))
+
+    def _take(self, member: Member, news: Message) -> None:
+        request = member.live.get(news["number"])
+        if request is None:
+            return  # aborted meanwhile
+        try:
+            is_news = request.take(news)
+        except ReplayError as error:
+            self._end(request, "error", str(error))
+            return
+        if is_news and (request.finished or request.collector.every_token):
+            request.collector.put(request)
+        if request.finished:
+            member.deaths = 0
+            self._forget(request)
+
+    def _settle(self) -> None:
+        """After an interrupt in the middle of a turn, let every request run again; its reader hears nothing of it."""
+        if not self._unsettled:
+            return
+        self._line = []
+        for member in self._fleet.members:
+            for number in member.live:
+                if member.process is not None:
+                    member.process.tell({"op": "abort", "number": number})
+            member.live.clear()
+        for request in list(self._live.values()):
+            if request.finished:
+                del self._live[request.request_id]
+            else:
+                request.alone = False
+                self._put_in_line(request)
+        self._unsettled = False
+
+    def _after_end(self, member: Member, why: str) -> None:
+        """The requests of an engine whose process has ended run again elsewhere, but for one that was alone in it."""
+        self._recoveries += 1
+        self._router.forget(member.index)
+        live, member.live = list(member.live.values()), {}
+        for request in live:
+            request.deaths += 1
+            request.engine = None
+            if request.alone:
+                cause = f"{request.deaths} engines ended with this request, the last with it alone: it {why}"
+                self._end(request, "error", cause)
+            else:
+                self._put_in_line(request)
+        if member.process is None:
+            member.adapters.clear()
+        if all(each.process is None for each in self._fleet.members):
+            self.fail(f"every engine has ended too often, the last {why}")
+
+    def _forget(self, request: RemoteRequest) -> None:
+        del self._live[request.request_id]
+        if request.engine is None:
+            self._line.remove(request)
+        else:
+            self._fleet.members[request.engine].live.pop(request.number, None)
+        for sequence in request.shown.sequences.values():
+            if sequence.finish is not None:  # else an engine has refused to run it again
+                self._finished[sequence.finish] += 1
+
+    def _end(self, request: RemoteRequest, reason: str, error: str | None) -> None:
+        """End a request here."""
+        if request.engine is not None:
+            member = self._fleet.members[request.engine]
+            if member.process is not None:
+                member.process.tell({"op": "abort", "number": request.number})
+        request.end(reason, error, self.clock())
+        if request.engine is None and request not in self._line:
+            self._put_in_line(request)
+        request.collector.put(request)
+        self._forget(request)
+
+    @locked
+    def abort(self, request_id: str, cause: str | None = None) -> bool:
+        """As `XlaBatchEngine.abort`."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._end(request, "abort", cause)
+        return True
+
+    @locked
+    def abort_all(self, cause: str | None = None) -> None:
+        """End every live request now."""
+        for request_id in list(self._live):
+            self.abort(request_id, cause)
+
+    @locked
+    def expire(self) -> None:
+        """End requests in line whose time is up; engines look at those they have."""
+        now = self.clock()
+        for request in [each for each in self._line if each.expires <= now]:
+            self._end(request, "deadline" if request.deadline <= now else "queue_timeout", None)
+
+    def stop_taking(self) -> None:
+        """Refuse requests from now on; those that are here go on."""
+        self._draining = True
+
+    @locked
+    def fail(self, cause: str) -> None:
+        """Close for a cause: every request ends with reason "error", and later submits fail at once."""
+        self._closed = cause
+        for request in list(self._live.values()):
+            self._end(request, "error", cause)

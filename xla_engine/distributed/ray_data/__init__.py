@@ -1,1 +1,0 @@
-"""A stage of Ray Data."""

@@ -1,1 +1,0 @@
-"""Who guesses the tokens that a verify step checks."""

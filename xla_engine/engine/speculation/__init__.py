@@ -1,0 +1,1 @@
+"""Drafts for a step to verify: who proposes them, and how many tokens a step checks."""

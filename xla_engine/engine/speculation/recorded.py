@@ -1,0 +1,36 @@
+"""A proposer that knows the answer from an earlier run, and tells it, or lies: for checks and measurements."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from xla_engine.engine.speculation.proposer import Proposal
+
+
+class Recorded:
+    """Proposes what a run has sampled; each token is spoilt with probability 1 - `right`.
+
+    outputs: by sequence, what it will sample. That is so whatever is proposed, so that any acceptance can be had with
+    right results.
+    """
+
+    def __init__(self, outputs: Mapping[str, Sequence[int]], right: float = 1.0, seed: int = 0) -> None:
+        self._outputs = outputs
+        self._right = right
+        self._draw = random.Random(seed)
+        self._known: dict[str, int] = {}
+
+    def begin(self, name: str, tokens: Sequence[int], group: str) -> None:
+        self._known[name] = 0
+
+    def extend(self, name: str, tokens: Sequence[int]) -> None:
+        self._known[name] += len(tokens)
+
+    def propose(self, name: str, most: int) -> Proposal:
+        known = self._known[name]
+        ahead = self._outputs[name][known : known + most]
+        return Proposal([token if self._draw.random() < self._right else token ^ 1 for token in ahead], 9)
+
+    def end(self, name: str) -> None:
+        self._known.pop(name, None)

@@ -1,0 +1,172 @@
+"""Guesses from text that was there before: how a sequence went on where it last read as it reads now.
+
+After suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), with a table of short runs of tokens instead of a tree:
+the end of a sequence is looked up by its last tokens, the longest match among the latest places wins, and a longer
+match earns a longer guess.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from xla_engine.engine.speculation.proposer import Proposal
+
+RUN = 3  # tokens by which places are found
+PLACES = 6  # latest places kept of each run
+LONGEST = 32  # tokens of a match that are compared
+MAX_TOKENS = 1 << 20  # of finished sequences, of all groups together: some hundred bytes each
+
+Run = tuple[int, ...]
+
+
+class _Text:
+    """Tokens of one sequence, and where each run of them ends: linked from place to earlier place, so that a token
+    costs one entry of a table and one of a list; neither is made before somebody looks something up here.
+
+    latest: run to the end of its latest place. older: run to the text of the group that had it before, once finished.
+    """
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.tokens: list[int] = []
+        self.latest: dict[Run, int] = {}
+        self.older: dict[Run, _Text] = {}
+        self._earlier: list[int] = []  # by end, from RUN on: where the same run ended before, 0 for nowhere
+
+    def index(self) -> None:
+        """Enter the places of what is new."""
+        known, latest, earlier = self.tokens, self.latest, self._earlier
+        # A place is of use when something follows it: the run that ends at `end - 1` is entered with token `end`.
+        begin = len(earlier)
+        columns = [known[begin + at : max(len(known) - RUN + at, 0)] for at in range(RUN)]
+        for end, run in enumerate(zip(*columns, strict=True), begin + RUN):
+            before = latest.setdefault(run, end)
+            if before == end:
+                earlier.append(0)
+            else:
+                earlier.append(before)
+                latest[run] = end
+
+    def ends(self, run: Run) -> Iterator[int]:
+        """Where the latest places of a run end, the latest first."""
+        end = self.latest.get(run, 0)
+        for _ in range(PLACES):
+            if not end:
+                return
+            yield end
+            end = self._earlier[end - RUN]
+
+    def clear(self) -> None:
+        """Forget everything; texts that link here find nothing."""
+        for part in (self.tokens, self.latest, self.older, self._earlier):
+            part.clear()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Finished sequences that may be quoted to each other. latest: run to the latest text that has it."""
+
+    latest: dict[Run, _Text] = field(default_factory=dict)
+
+    def add(self, text: _Text) -> None:
+        latest = self.latest
+        text.older = {run: latest[run] for run in latest.keys() & text.latest.keys()}
+        latest.update(dict.fromkeys(text.latest, text))
+
+    def texts(self, run: Run) -> Iterator[_Text]:
+        """The latest texts that have a run, the latest first."""
+        text = self.latest.get(run)
+        for _ in range(PLACES):
+            if text is None:
+                return
+            yield text
+            text = text.older.get(run)
+
+    def remove_oldest(self, text: _Text) -> None:
+        for run in text.latest:
+            if self.latest[run] is text:
+                del self.latest[run]
+        text.clear()
+
+
+class SuffixProposer:
+    """Looks a sequence's end up in itself and, where it `shares`, in the finished sequences of its group.
+
+    max_tokens: of finished sequences that are kept; the oldest go first.
+    """
+
+    def __init__(self, *, shares: bool = True, max_tokens: int = MAX_TOKENS) -> None:
+        self._shares = shares
+        self._max_tokens = max_tokens
+        self._live: dict[str, _Text] = {}
+        self._groups: dict[str, _Group] = {}
+        self._finished: deque[_Text] = deque()
+        self._held = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of finished sequences."""
+        return self._held
+
+    def begin(self, name: str, tokens: Sequence[int], group: str) -> None:
+        text = self._live[name] = _Text(group)
+        text.tokens.extend(tokens)
+
+    def extend(self, name: str, tokens: Sequence[int]) -> None:
+        self._live[name].tokens.extend(tokens)
+
+    def propose(self, name: str, most: int) -> Proposal:
+        own = self._live[name]
+        if most < 1 or len(own.tokens) < RUN:
+            return Proposal()
+        own.index()
+        run = tuple(own.tokens[-RUN:])
+        found, place, longest = own, 0, 0
+        for text in self._candidates(own, run):
+            for end in text.ends(run):
+                match = _match(text.tokens, end, own.tokens)
+                if match > longest:
+                    found, place, longest = text, end, match
+                if match == LONGEST:
+                    break
+        if not longest:
+            return Proposal()
+        count = min(most, 2 * longest)
+        tokens = found.tokens[place : place + count]
+        if found is own:  # text that repeats itself goes round
+            while len(tokens) < count:
+                tokens = tokens + tokens[: count - len(tokens)]
+        return Proposal(tokens, longest)
+
+    def end(self, name: str) -> None:
+        text = self._live.pop(name, None)
+        if text is None or not self._shares or not RUN < len(text.tokens) <= self._max_tokens:
+            return
+        text.index()
+        self._groups.setdefault(text.group, _Group()).add(text)
+        self._finished.append(text)
+        self._held += len(text.tokens)
+        while self._held > self._max_tokens:
+            oldest = self._finished.popleft()
+            self._held -= len(oldest.tokens)
+            group = self._groups[oldest.group]
+            group.remove_oldest(oldest)
+            if not group.latest:
+                del self._groups[oldest.group]
+
+    def _candidates(self, own: _Text, run: Run) -> Iterator[_Text]:
+        """Its own text first, then the latest of its group."""
+        yield own
+        if (group := self._groups.get(own.group)) is not None:
+            yield from group.texts(run)
+
+
+def _match(tokens: Sequence[int], end: int, own: Sequence[int]) -> int:
+    """How many tokens before `end` are those at the end of `own`, LONGEST at most."""
+    least = min(end, len(own), LONGEST)
+    match = RUN
+    while match < least and tokens[end - match - 1] == own[-match - 1]:
+        match += 1
+    return match

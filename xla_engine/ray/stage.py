@@ -1,0 +1,305 @@
+"""A stage of Ray Data that runs an engine in each actor of a pool, with the columns of `ray.data.llm`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xla_engine.batch.requests import LineError
+from xla_engine.batch.submit import submit_prompt
+from xla_engine.config import EngineConfig
+from xla_engine.engine.requests.output_collector import OutputCollector, Readable
+from xla_engine.errors import ConfigError, EngineClosedError
+from xla_engine.ray.rows import (
+    ERROR,
+    columns_of,
+    columns_read,
+    error_of,
+    request_of,
+    result_of,
+)
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.extras import install
+
+log = logging.getLogger(__name__)
+
+_NO_SEED = SamplingParams()
+RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStage:
+    """A model, and the actors that run it.
+
+    model: as in `LLM`; a path must be there on every node.
+    engine: options of the engine of each actor; a mapping holds fields of `EngineConfig`.
+    sampling: sampling fields of rows that do not say otherwise in `sampling_params`.
+    batch_size: rows that an actor gets at a time.
+    concurrency: actors; (least, most) scales between the two.
+    max_concurrent_batches: batches that an actor works on at a time, so that slots do not wait for the slowest row of
+        one: `batch_size` times this should be twice `max_num_seqs` or more.
+    num_cpus, num_gpus: of each actor, for Ray's placement; the other stages of a pipeline need CPUs as well.
+    id_column: names a row, and keys its noise where it has no seed. Without it, rows that ask for the same get the
+        same.
+    should_continue_on_error: a row that cannot run has the reason in `__inference_error__`; else it ends the job.
+    ray_remote_args: further arguments of the actors, such as `runtime_env`.
+    """
+
+    model: str | Path | None = None
+    engine: EngineConfig | Mapping[str, Any] = field(default_factory=EngineConfig)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int = 64
+    concurrency: int | tuple[int, int] = 1
+    max_concurrent_batches: int = 8
+    num_cpus: float = 1
+    num_gpus: float = 0
+    id_column: str | None = None
+    should_continue_on_error: bool = True
+    ray_remote_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        SamplingParams.from_mapping(self.sampling)
+        if isinstance(self.engine, Mapping):
+            EngineConfig(**self.engine)
+        for name in ("batch_size", "max_concurrent_batches"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, not {getattr(self, name)!r}")
+        sizes = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency,)
+        whole = all(isinstance(size, int) and size >= 1 for size in sizes)
+        if not whole or len(sizes) > 2 or list(sizes) != sorted(sizes):
+            raise ConfigError(
+                f"concurrency must be a number of actors or (least, most), not {self.concurrency!r}"
+            )
+
+
+class Processor:
+    """What `build_processor` returns: a function from datasets to datasets, which run when they are read."""
+
+    def __init__(
+        self,
+        stage: ModelStage,
+        preprocess: RowFunction | None,
+        postprocess: RowFunction | None,
+        preprocess_map_kwargs: Mapping[str, Any],
+        postprocess_map_kwargs: Mapping[str, Any],
+    ) -> None:
+        self.stage = stage
+        self._before, self._before_kwargs = preprocess, preprocess_map_kwargs
+        self._after, self._after_kwargs = postprocess, postprocess_map_kwargs
+
+    def __call__(self, dataset: Any) -> Any:
+        """The dataset with the stage after it; nothing runs yet."""
+        data = _ray_data()
+        stage = self.stage
+        if self._before is not None:
+            dataset = dataset.map(_Before(self._before), **self._before_kwargs)
+        sizes = stage.concurrency
+        pool = {"size": sizes} if isinstance(sizes, int) else {"min_size": sizes[0], "max_size": sizes[1]}
+        # As `ray.data.llm` does: since Ray 2.60 the public method warns of actors' arguments such as max_concurrency.
+        map_batches = getattr(dataset, "map_batches_internal", dataset.map_batches)
+        dataset = map_batches(
+            EngineActor,
+            fn_constructor_kwargs={"stage": _settings(stage)},
+            batch_size=stage.batch_size,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            compute=data.ActorPoolStrategy(
+                **pool, max_tasks_in_flight_per_actor=2 * stage.max_concurrent_batches
+            ),
+            max_concurrency=stage.max_concurrent_batches,
+            num_cpus=stage.num_cpus,
+            num_gpus=stage.num_gpus or None,
+            **stage.ray_remote_args,
+        )
+        if self._after is not None:
+            dataset = dataset.map(_After(self._after), **self._after_kwargs)
+        return dataset
+
+
+def build_processor(
+    stage: ModelStage,
+    preprocess: RowFunction | None = None,
+    postprocess: RowFunction | None = None,
+    *,
+    preprocess_map_kwargs: Mapping[str, Any] | None = None,
+    postprocess_map_kwargs: Mapping[str, Any] | None = None,
+) -> Processor:
+    """A processor as `ray.data.llm.build_processor` makes, around this engine.
+
+    preprocess: from a row to columns that are added to it: `messages`, `prompt` or `tokenized_prompt`, and
+        `sampling_params`. Without it the rows have them.
+    postprocess: from a row with all columns so far and `generated_text`, `generated_tokens`, `num_input_tokens`,
+        `num_generated_tokens`, `finish_reason`, `logprobs`, `prompt_logprobs` to the row that the dataset gets. Rows
+        with an error pass it by, as they are.
+    preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`.
+
+    Raises ConfigError where Ray Data is not installed.
+    """
+    _ray_data()
+    return Processor(
+        stage, preprocess, postprocess, preprocess_map_kwargs or {}, postprocess_map_kwargs or {}
+    )
+
+
+def _ray_data() -> Any:
+    try:
+        import ray.data
+    except ImportError as error:
+        raise ConfigError(f"this needs Ray Data ({error}): {install('ray')}") from error
+    return ray.data
+
+
+def _settings(stage: ModelStage) -> dict[str, Any]:
+    engine = stage.engine if isinstance(stage.engine, Mapping) else asdict(stage.engine)
+    return {
+        "model": None if stage.model is None else str(stage.model),
+        "engine": dict(engine),
+        "sampling": dict(stage.sampling),
+        "id_column": stage.id_column,
+        "should_continue_on_error": stage.should_continue_on_error,
+    }
+
+
+class _Before:
+    """Adds what a function makes of a row to the row."""
+
+    def __init__(self, function: RowFunction) -> None:
+        self._function = function
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, **self._function(row)}
+
+
+class _After:
+    """Makes the row that the dataset gets."""
+
+    def __init__(self, function: RowFunction) -> None:
+        self._function = function
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row if row.get(ERROR) else {**self._function(row), ERROR: ""}
+
+
+class _Ends(OutputCollector):
+    """Collects the ends of a batch's requests. tell: called when all are there."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__(every_token=False)
+        self._tell = tell
+        self._missing = 0  # requests, once it is known how many there are; below zero before
+
+    def expect(self, count: int) -> None:
+        """Wait for so many requests, some of which may have ended already. The engine's lock must be held."""
+        self._missing += count
+        if not self._missing:
+            self._tell()
+
+    def put(self, request: Readable) -> None:
+        """A request has ended."""
+        super().put(request)
+        self._missing -= 1
+        if not self._missing:
+            self._tell()
+
+
+class EngineActor:
+    """One actor of the pool: an engine, and the batches that are under way in it.
+
+    A thread runs the engine, so that only the ends of requests reach the event loop of the batches.
+    """
+
+    def __init__(self, stage: dict[str, Any]) -> None:
+        from xla_engine.engine.batch_engine import XlaBatchEngine
+
+        self._engine = XlaBatchEngine.from_pretrained(stage["model"], EngineConfig(**stage["engine"]))
+        self._sampling, self._id_column = stage["sampling"], stage["id_column"]
+        self._columns = columns_read(self._id_column)
+        self._goes_on = stage["should_continue_on_error"]
+        self._count = 0
+        self._has_work = threading.Event()
+        threading.Thread(target=self._drive, name="xla-engine", daemon=True).start()
+
+    def _drive(self) -> None:
+        while self._has_work.wait():
+            self._has_work.clear()
+            try:
+                while self._engine.has_work:
+                    self._engine.advance()
+            except EngineClosedError:
+                pass  # every request has been told
+            except Exception:
+                log.exception("the engine's loop failed, and its actor ends")
+                os._exit(1)
+
+    async def __call__(self, batch: Any) -> AsyncIterator[Any]:
+        """The batch with the columns of its results, in its order."""
+        read = [name for name in batch.column_names if name in self._columns]
+        rows = batch.select(read).to_pylist() if read else [{}] * batch.num_rows
+        columns = columns_of(await self._results(rows))
+        table = batch.select([name for name in batch.column_names if name not in columns])
+        for name, column in columns.items():
+            table = table.append_column(name, column)
+        yield table
+
+    async def _results(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The columns of each row's result. The event loop hears of the batch once, when all its requests have ended:
+        every time it runs, the engine's thread has to wait."""
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads
+                loop.call_soon_threadsafe(ended.set)
+
+        collector = _Ends(tell)
+        results: dict[int, dict[str, Any]] = {}
+        places: dict[str, int] = {}
+        for place, row in enumerate(rows):
+            try:
+                places[self._submit(row, collector)] = place
+            except Exception as error:
+                results[place] = self._failed(error)
+            self._has_work.set()
+        with self._engine.lock:
+            collector.expect(len(places))
+        await ended.wait()
+        with self._engine.lock:
+            outputs = [request.output() for request in collector.take()]
+        for output in outputs:
+            try:
+                if output.outputs[0].finish_reason not in ("stop", "length"):
+                    raise ValueError(output.error or f"the request ended: {output.outputs[0].finish_reason}")
+                results[places[output.request_id]] = result_of(output)
+            except Exception as error:
+                results[places[output.request_id]] = self._failed(error)
+        return [results[place] for place in range(len(rows))]
+
+    def _submit(self, row: dict[str, Any], collector: OutputCollector) -> str:
+        """Queue the request of a row; returns its id. Raises for a row that has none."""
+        request = request_of(row, self._sampling, self._id_column, self._seed_of)
+        if isinstance(request, LineError):
+            raise ValueError(f"{request.code}: {request.message}")
+        self._count += 1
+        name = f"row-{self._count}"
+        submit_prompt(self._engine, request, request.prompts[0], name, collector=collector)
+        return name
+
+    def _seed_of(self, name: str) -> int:
+        return self._engine.seed_of(name, _NO_SEED)
+
+    def _failed(self, error: Exception) -> dict[str, Any]:
+        """The columns of a row without a result, if the job is to go on without it."""
+        if self._engine.closed_because is not None or isinstance(error, EngineClosedError):
+            # Ray runs the batch again, on another actor or on this one made anew. An orderly exit of the actor
+            # would end its tasks instead: ray-project/ray#59522.
+            log.error("the engine ended, and so does its actor: %s", self._engine.closed_because)
+            os._exit(1)
+        if not self._goes_on:
+            raise error
+        return error_of(str(error))

@@ -1,0 +1,213 @@
+"""The measurement: every engine at every batch size and workload, in turns."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.tools.bench import limits
+from xla_engine.tools.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, PeerFailed, Process
+from xla_engine.tools.bench.results import results
+from xla_engine.tools.bench.rounds import STOP_SLACK, Side, judge_turns, take_turns
+from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, make_workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    model: its name on the card. directory, config: its files and shape.
+    dtype: of weights and activations.
+    batches: numbers of slots, each measured with engines of its own.
+    workloads: names in `WORKLOADS`.
+    rounds: measured turns of every engine.
+    threads: cores for every engine.
+    peers: interpreters by peer name. python: interpreter of all others.
+    cache: directory for what engines write.
+    without: peers to leave out.
+    seed, prompt, new, rate: of the workloads, as in `Sizes`.
+    verify: requests to verify at each batch size; 0 leaves it out.
+    judge: requests to judge in each workload; 0 leaves it out.
+    say: takes lines about the progress.
+    """
+
+    model: str
+    directory: Path
+    config: ModelConfig
+    dtype: str
+    batches: Sequence[int]
+    workloads: Sequence[str]
+    rounds: int
+    threads: int
+    peers: Mapping[str, str]
+    python: str
+    cache: Path
+    without: frozenset[str] = frozenset()
+    seed: int = 0
+    prompt: int = 128
+    new: int = 128
+    rate: float | None = None
+    verify: int = 40
+    judge: int = 8
+    say: Callable[[str], None] = print
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Run all engines and workloads; returns the record, which is the JSON line and from which the card is made."""
+    record: dict[str, Any] = {
+        "bench": 1,
+        "model": options.model,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "seed": options.seed,
+        "machine": limits.describe_machine(),
+        "processor": limits.processor(),
+        "load": round(os.getloadavg()[0], 1),
+        "judge": None,
+        "limits": {"read_gb_s": round(limits.read_bandwidth(options.threads), 2), "gflops": {}},
+        "engines": {},
+        "skipped": {},
+        "verify": [],
+        "workloads": {},
+        "results": [],
+    }
+    judge = _open_judge(options, record) if options.judge else None
+    try:
+        for batch in options.batches:
+            _measure_batch(options, batch, judge, record)
+    finally:
+        if judge is not None:
+            judge.close()
+    return record
+
+
+def _open_judge(options: Options, record: dict[str, Any]) -> Process:
+    """A judge: transformers in float32 where it is installed, else this engine's plain forward pass."""
+    candidates = ((options.peers.get(REFERENCE, options.python), "hf:Judge"), (options.python, "xla:Judge"))
+    for python, kind in candidates:
+        judge = None
+        try:
+            judge = Process(python, kind, options.threads)
+            record["judge"] = judge.ask("load", model=str(options.directory))["about"]
+            return judge
+        except PeerFailed as error:
+            if judge is not None:
+                judge.close()
+            reason = error
+    raise reason
+
+
+def _measure_batch(options: Options, batch: int, judge: Process | None, record: dict[str, Any]) -> None:
+    sizes = Sizes(
+        batch=batch,
+        vocab_size=options.config.vocab_size,
+        positions=options.config.max_position_embeddings,
+        seed=options.seed,
+        prompt=options.prompt,
+        new=options.new,
+        rate=options.rate,
+    )
+    limit = options.config.max_position_embeddings
+    known = {name: make_workload(name, sizes) for name in WORKLOADS}
+    workloads = []
+    for name in options.workloads:
+        if known[name].longest > limit:
+            record["skipped"][name] = f"needs {known[name].longest} positions, the model has {limit}"
+            continue
+        record["workloads"].setdefault(str(batch), {})[name] = known[name].about
+        workloads.append(known[name])
+    # Long enough for every workload, asked for or not: the engines are the same in every run.
+    longest = max(each.longest for each in known.values() if each.longest <= limit)
+    longest = min(longest + STOP_SLACK, limit)
+    sides: list[Side] = []
+    try:
+        for name in (OURS, *(name for name in PEERS if name not in options.without)):
+            _start(options, name, batch, longest, sides, record)
+        _gather_limits(options, sides, record)
+        for workload in workloads:
+            turns = take_turns(
+                workload, sides, batch=batch, rounds=options.rounds, positions=limit, say=options.say
+            )
+            if judge is not None:
+                judge_turns(workload, turns, judge, requests=options.judge, dtype=options.dtype)
+            record["results"] += results(
+                options.config, options.dtype, batch, workload, turns, record["limits"]
+            )
+        _finish_batch(options, batch, sides, record)
+    finally:
+        for side in sides:
+            side.process.close()
+
+
+def _start(
+    options: Options, name: str, batch: int, longest: int, sides: list[Side], record: dict[str, Any]
+) -> None:
+    """Start and load one engine. A peer that cannot start is skipped with the reason; this engine must start."""
+    if name in record["skipped"]:
+        return
+    options.say(f"B = {batch}: loading {name}")
+    kind = "xla:Engine" if name == OURS else PEERS[name].kind
+    began = time.monotonic()
+    process = None
+    try:
+        process = Process(options.peers.get(name, options.python), kind, options.threads)
+        loaded = process.ask(
+            "load",
+            model=str(options.directory),
+            dtype=options.dtype,
+            max_num_seqs=batch,
+            max_model_len=longest,
+            cache=str(options.cache),
+        )
+    except PeerFailed as error:
+        if process is not None:
+            process.close()
+        if name == OURS:
+            raise
+        record["skipped"][name] = str(error)
+        return
+    side = Side(name, process, loaded, time.monotonic() - began)
+    sides.append(side)
+    about = "this engine" if name == OURS else PEERS[name].about
+    entry = record["engines"].setdefault(
+        name, {"about": about, "versions": loaded["versions"], "notes": loaded["notes"]}
+    )
+    if "isa" in loaded:
+        entry["isa"] = loaded["isa"]
+    entry.setdefault("load_seconds", {})[str(batch)] = round(side.load_seconds, 2)
+    for key in ("compile_seconds", "programs"):
+        if key in loaded:
+            entry.setdefault(key, {})[str(batch)] = round(loaded[key], 2)
+
+
+def _gather_limits(options: Options, sides: list[Side], record: dict[str, Any]) -> None:
+    """Ask engines for the GFLOP/s of a large product; the best is the machine's."""
+    for side in sides:
+        if side.name in (OURS, REFERENCE) and side.name not in record["limits"]["gflops"]:
+            found = side.process.ask("limits", dtype=options.dtype)
+            record["limits"]["gflops"][side.name] = round(found["gflops"], 1)
+            if "gbps" in found:
+                record["limits"]["read_gb_s"] = round(found["gbps"], 1)
+
+
+def _finish_batch(options: Options, batch: int, sides: list[Side], record: dict[str, Any]) -> None:
+    """Ask for peak memory, before anything else runs in this engine's process; then verify that batching changes no
+    bit."""
+    for side in sides:
+        if side.failed is None:
+            peak = side.process.ask("memory")["peak_mib"]
+            record["engines"][side.name].setdefault("peak_mib", {})[str(batch)] = round(peak)
+    if options.verify:
+        options.say(f"B = {batch}: verify, {options.verify} requests")
+        found = sides[0].process.ask("verify", requests=options.verify)
+        record["verify"].append({"batch": batch} | found)
+        if not found["ok"]:
+            for entry in record["results"]:
+                if entry["batch"] == batch and entry["engine"] in (OURS, BARE, STOPS):
+                    entry["void"] = entry["void"] or "verify found differences between alone and batched"

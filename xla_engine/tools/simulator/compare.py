@@ -1,0 +1,140 @@
+"""A recorded run beside its simulation: whether the schedules are the same, and how far the times are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xla_engine.observability.step_log import StepLog
+from xla_engine.scheduler import Plan, SchedulerConfig
+from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork, machine_of
+from xla_engine.tools.simulator.report import Report
+from xla_engine.tools.simulator.simulate import Simulation
+from xla_engine.tools.simulator.trace import of_step_log
+
+
+class RecordedClock(Clock):
+    """Takes the times of a recorded run in place of a cost model's."""
+
+    def __init__(self, cost: CostModel, log: StepLog) -> None:
+        super().__init__(cost)
+        self._submitted = iter([request.submitted for request in log.requests])
+        self._started = iter([step.started for step in log.steps])
+        self._read = iter([0.0 if step.read is None else step.read for step in log.steps])
+
+    def submit(self) -> None:
+        self.now = next(self._submitted, self.now)
+
+    def start(self, host: HostWork, device: DeviceWork) -> None:
+        self.now = next(self._started, self.now)
+
+    def read(self) -> float:
+        self.now = next(self._read, self.now)
+        return self.now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A recorded run and its simulation.
+
+    steps: of the recorded run.
+    first_difference: the first step that was planned, or read, otherwise than recorded; None if there is none.
+    measured, predicted: the figures by the recorded times, and by those of the cost model.
+    """
+
+    steps: int
+    first_difference: int | None
+    measured: Report
+    predicted: Report
+
+    def lines(self) -> list[str]:
+        """The comparison as text: each figure measured, predicted, and the difference."""
+        same = f"all {self.steps} steps as recorded"
+        if self.first_difference is not None:
+            same = f"step {self.first_difference} is the first that is not as recorded"
+        found = [f"schedule             {same}", f"{'':<20} {'measured':>12} {'predicted':>12} {'':>8}"]
+        for name, scale, unit in FIGURES:
+            was, said = (scale * figure(report, name) for report in (self.measured, self.predicted))
+            apart = f"{100 * (said / was - 1):+.1f} %" if was else ""
+            found.append(f"{name:<20} {was:>9.2f} {unit:<2} {said:>9.2f} {unit:<2} {apart:>8}")
+        return found
+
+
+FIGURES = (
+    ("wall time", 1.0, "s"),
+    ("first token p50", 1e3, "ms"),
+    ("first token p99", 1e3, "ms"),
+    ("inter-token p50", 1e3, "ms"),
+    ("inter-token p99", 1e3, "ms"),
+)
+
+
+def figure(report: Report, name: str) -> float:
+    """One of `FIGURES`, in seconds."""
+    if name == "wall time":
+        return report.wall
+    what, _, share = name.rpartition(" p")
+    found = report.first_token if what == "first token" else report.inter_token
+    return found.at(int(share) / 100)
+
+
+def compare(log: StepLog, cost: CostModel) -> Comparison:
+    """Simulate the requests of a recorded run as they came, once with its own times and once with the model's."""
+    config = SchedulerConfig(**log.scheduler)
+    reports = []
+    difference: int | None = None
+    for clock in (RecordedClock(cost, log), Clock(cost)):
+        simulation = Simulation(
+            config,
+            machine_of(log),
+            clock,
+            lag=int(log.engine["lag"]),
+            speculated=log.speculated,
+            recorded=log,
+        )
+        simulation.plans = []
+        reports.append(simulation.run(of_step_log(log, by_time=False)))
+        difference = first_difference(log, simulation.plans, simulation.reads)
+    return Comparison(
+        steps=len(log.steps), first_difference=difference, measured=reports[0], predicted=reports[1]
+    )
+
+
+def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int | None:
+    """The first step that differs from the log; None if there is none.
+
+    Compared are the admitted requests, the chunks and their slots, the slots that decoded, the rows that may sample
+    several tokens, what was parked, resumed or reused, the number of copied blocks, and after how many steps each step
+    was read.
+    """
+    names = [request.name for request in log.requests]
+    for number, step in enumerate(log.steps):
+        if number >= len(plans):
+            return number
+        plan = plans[number]
+        planned = (
+            plan.admitted,
+            tuple(
+                (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens), chunk.is_last)
+                for chunk in plan.chunks
+            ),
+            tuple(row.slot.index for row in plan.decode),
+            tuple((row.request_id, row.slot.index, row.width) for row in plan.verify),
+            tuple((swap.request_id, swap.slot.index, swap.length) for swap in (*plan.parks, *plan.resumes)),
+            tuple((reuse.request_id, reuse.slot.index, reuse.source, reuse.length) for reuse in plan.reuses),
+            len(plan.copies),
+            reads[number] if number < len(reads) else 0,
+        )
+        recorded = (
+            tuple(names[index] for index in step.admitted),
+            tuple((names[index], *rest) for index, *rest in step.chunks),
+            step.decode,
+            tuple((names[index], *rest) for index, *rest in step.verify),
+            tuple((names[index], *rest) for index, *rest in (*step.parks, *step.resumes)),
+            tuple((names[index], *rest) for index, *rest in step.reuses),
+            len(step.copies),
+            step.read_after,
+        )
+        if planned != recorded:
+            return number
+    return len(log.steps) if len(plans) > len(log.steps) else None

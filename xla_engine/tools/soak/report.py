@@ -1,0 +1,153 @@
+"""What a soak did and found, and how fast each kind of engine was at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from xla_engine.tools.soak import memory
+from xla_engine.tools.soak.http_rounds import HttpTally
+from xla_engine.tools.soak.life import Tally
+
+LEAST_ENGINES = 3  # after the warm-up, without which nothing is said of the memory
+ALLOWED_GROWTH = 48 << 20  # bytes, by the slope, from the end of the warm-up to the end of the soak
+
+
+@dataclass(slots=True)
+class KindTimes:
+    """The wall time of all engines of one kind, in seconds, and what they did in it.
+
+    starting_s: making engines. rounds_s: the requests of rounds together, and looking at their results.
+    alone_s: running requests alone. ending_s: closing engines, and looking for what is left of them.
+    """
+
+    lives: int = 0
+    requests: int = 0
+    starting_s: float = 0.0
+    rounds_s: float = 0.0
+    alone_s: float = 0.0
+    ending_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.starting_s + self.rounds_s + self.alone_s + self.ending_s
+
+    def line(self) -> str:
+        """As text: requests a second of all the time, and where the time went."""
+        seconds = max(self.seconds, 1e-9)
+        shares = (
+            ("start", self.starting_s),
+            ("rounds", self.rounds_s),
+            ("alone", self.alone_s),
+            ("end", self.ending_s),
+        )
+        return (
+            f"{self.lives} engines, {self.requests} requests, {self.requests / seconds:.1f} a second; "
+            f"of {self.seconds:.0f} s: "
+            + ", ".join(f"{name} {100 * spent / seconds:.0f} %" for name, spent in shares)
+        )
+
+
+@dataclass(slots=True)
+class SoakReport:
+    """What a soak did and found.
+
+    seed, first_life: repeat it. seconds: wall time. tally: what happened. kinds: by kind of engine, its times.
+    resident: (requests so far, bytes of memory) after each engine's end, the warm-up left out: engines differ in size.
+    http: what happened over HTTP; None for a soak without a server.
+    """
+
+    seed: int
+    first_life: int
+    seconds: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    kinds: dict[str, KindTimes] = field(default_factory=dict)
+    resident: list[tuple[int, int]] = field(default_factory=list)
+    without_speculation: str | None = None
+    http: HttpTally | None = None
+
+    @property
+    def bytes_per_request(self) -> float:
+        """Slope of the memory over requests, by least squares."""
+        return memory.slope(self.resident)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether enough engines have ended after the warm-up to say how memory grows."""
+        return len(self.resident) >= LEAST_ENGINES
+
+    @property
+    def growth(self) -> int:
+        """What the slope makes of the whole soak, in bytes."""
+        if not self.is_measured:
+            return 0
+        return round(self.bytes_per_request * (self.resident[-1][0] - self.resident[0][0]))
+
+    @property
+    def ok(self) -> bool:
+        grows = self.http is not None and self.http.grows
+        return not self.tally.problems and self.growth <= ALLOWED_GROWTH and not grows
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        tally = self.tally
+        ends = ", ".join(f"{name} {count}" for name, count in sorted(tally.ends.items()))
+        lines = [
+            f"seed                       {self.seed}",
+            f"time                       {self.seconds:.0f} s",
+            f"engines                    {tally.lives}  (from life {self.first_life} on)",
+            f"rounds                     {tally.rounds}",
+            f"requests                   {tally.requests}  (sequences: {ends})",
+            f"requests refused           {tally.refused}",
+            f"tokens                     {tally.tokens}  (in {tally.steps} steps)",
+            f"preempted                  {tally.preemptions}",
+            f"tokens found in the cache  {tally.cached_tokens}",
+            f"drafts checked             {tally.drafted_tokens}",
+            f"steps failed, interrupted  {tally.failed_steps}, {tally.interrupts}",
+            f"steps long, hung           {tally.slow_steps}, {tally.hangs}",
+            f"compared with alone        {tally.compared}",
+            f"memory                     {self.memory_line()}",
+        ]
+        if self.without_speculation is not None:
+            lines.append(f"no speculation             {self.without_speculation}")
+        if self.http is not None:
+            lines += self.http.lines()
+        lines += [f"{name:<26} {times.line()}" for name, times in self.kinds.items()]
+        return lines + list(self._verdict())
+
+    def memory_line(self) -> str:
+        """Memory and its slope as text."""
+        if not self.is_measured:
+            return (
+                f"not measured: {len(self.resident)} engines after the warm-up, and {LEAST_ENGINES} are needed; "
+                "run for longer, or with fewer --rounds"
+            )
+        mib = 1 << 20
+        first, last = self.resident[0][1], self.resident[-1][1]
+        return (
+            f"{first / mib:.0f} MiB after the warm-up, {last / mib:.0f} MiB at the end; "
+            f"{self.bytes_per_request:+.0f} bytes a request, {self.growth / mib:+.1f} MiB in all, "
+            f"allowed {ALLOWED_GROWTH / mib:.0f}"
+        )
+
+    def _verdict(self) -> Iterator[str]:
+        problems = self.tally.problems
+        yield from (f"  {problem}" for problem in problems[:20])
+        if problems:
+            life = problems[0].split(",")[0].partition("/")[2]
+            again = f"--seed {self.seed} --first-life {life} --lives 1"
+            yield f"to see it again, with the same options: xla-engine soak {again}"
+        if self.growth > ALLOWED_GROWTH:
+            yield "  the memory grows"
+        if self.http is not None and self.http.grows:
+            yield "  the memory of the server grows"
+        unmeasured = [] if self.is_measured else ["memory"]
+        if self.http is not None and self.http.ratio is None:
+            unmeasured.append("memory of the server")
+        if not self.ok:
+            yield "NOT all held"
+        elif unmeasured:
+            yield f"no problem found, but not measured: {', '.join(unmeasured)}"
+        else:
+            yield "all held"
