@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.instruction_sets import HERE
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
@@ -28,7 +29,7 @@ S = 256  # positions of a slot
 Array = np.ndarray[Any, Any]
 
 
-@pytest.fixture(scope="module", params=[each.name for each in available()])
+@pytest.fixture(scope="module", params=HERE)
 def attention(request: pytest.FixtureRequest) -> NativeAttention:
     """By each instruction set of this machine."""
     try:

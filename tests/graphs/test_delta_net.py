@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.instruction_sets import HERE
 from xla_engine.graphs.config import DeltaForm
 from xla_engine.graphs.delta_net.layer import (
     DeltaState,
@@ -20,7 +21,6 @@ from xla_engine.graphs.delta_net.layer import (
 )
 from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.native_library.build import NativeBuildError, register
-from xla_engine.runner.native_library.instruction_sets import available
 
 FORM = DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=80, kernel=4, norm_eps=1e-6)
 SLOTS, WIDTH = 8, 32
@@ -40,7 +40,7 @@ class Forms(NamedTuple):
     prefill: Any
 
 
-@pytest.fixture(scope="module", params=["pure JAX", *(each.name for each in available())])
+@pytest.fixture(scope="module", params=["pure JAX", *HERE])
 def forms(request: pytest.FixtureRequest) -> Forms:
     native = None if request.param == "pure JAX" else request.param
     if native:
@@ -187,7 +187,7 @@ def test_what_is_not_named_keeps_its_bytes(forms: Forms) -> None:
         assert same(np.asarray(old)[others], np.asarray(new)[others])
 
 
-@pytest.mark.parametrize("isa", [each.name for each in available()])
+@pytest.mark.parametrize("isa", HERE)
 def test_the_native_form_gives_the_bits_of_decode_by_prefill(isa: str) -> None:
     forms = Forms(*(jax.jit(functools.partial(f, FORM, native=isa)) for f in (delta_decode, delta_prefill)))
     try:

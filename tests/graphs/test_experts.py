@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.instruction_sets import NAMES
 from xla_engine.graphs.experts.gpu import gpu_experts
 from xla_engine.graphs.experts.native import native_experts
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, blocked_experts, route
 from xla_engine.model_loader.mxfp4 import from_mxfp4
 from xla_engine.runner.native_library.build import NativeBuildError, register
-from xla_engine.runner.native_library.instruction_sets import available
 
 COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, experts per row
 Form = Callable[[Experts, Any, Route, Any], jax.Array]
@@ -84,7 +84,10 @@ SLOW = [
     params=[
         "blocked bfloat16",
         *SLOW,
-        *(f"native {each.name}" for each in available()),
+        *(
+            pytest.param(f"native {name}", marks=[pytest.mark.full] * (place > 0))
+            for place, name in enumerate(NAMES)
+        ),
     ]
 )
 def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:

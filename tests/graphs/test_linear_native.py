@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.instruction_sets import HERE
 from tests.support.models import TINY
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
@@ -32,7 +33,7 @@ def dtype(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-@pytest.fixture(scope="module", params=[each.name for each in available()])
+@pytest.fixture(scope="module", params=HERE)
 def isa(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -23,10 +23,6 @@ from xla_engine.graphs.sampling.logprobs import MAX_LOGPROBS, unpack_top_logprob
 from xla_engine.text.token_mask import pack_bits
 
 ROWS, VOCABULARY, POSITIONS, STOPS = 8, 199, 24, 3
-# What XLA compiles slowly is full where C++ serves; `test_sampling_fields` compares the two.
-IN_CPP_OR_FULL = [
-    pytest.param(isa, marks=[pytest.mark.full] * (isa is None and len(ISAS) > 1)) for isa in ISAS
-]
 
 Row = dict[str, Any]
 
@@ -137,7 +133,7 @@ def test_logits_are_adjusted_in_the_order_that_is_promised(
             )
 
 
-@pytest.mark.parametrize("isa", IN_CPP_OR_FULL)
+@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=40, deadline=None)
 @given(mixes, st.permutations(range(ROWS)), st.integers(0, 2**31), st.booleans())
 def test_tokens_and_logprobs_follow_from_the_adjusted_logits(

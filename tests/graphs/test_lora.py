@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.instruction_sets import HERE
 from tests.support.models import TINY
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
@@ -16,11 +17,10 @@ from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, FeatureMaj
 from xla_engine.graphs.lora.form import LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight, with_adapters
 from xla_engine.runner.backends import choose_products
-from xla_engine.runner.native_library.instruction_sets import available
 
 WIDTH, ENDS, SLOTS, RANK = 320, (192, 240, 320), 3, 12
 BF16 = jnp.dtype(jnp.bfloat16)
-FORMS = [each.name for each in available()] + ["decode", "prefill"]
+FORMS = [*HERE, "decode", "prefill"]
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.instruction_sets import ISAS, registered
+from tests.support.instruction_sets import NATIVE_ISAS, registered
 from xla_engine.graphs.row_state.rows import NO_CHOICE, make_tables
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampling_rows
 from xla_engine.graphs.sampling import sampler as sampling
@@ -18,7 +18,7 @@ from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 
 
-@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 @pytest.mark.parametrize("processed", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("vocabulary", "width"), [(10, 1), (4097, 48)])
 def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabulary: int, width: int) -> None:
@@ -55,7 +55,7 @@ def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabul
             np.testing.assert_array_equal(ours[1:21][np.isfinite(values)], theirs[1:21][np.isfinite(values)])
 
 
-@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 @pytest.mark.parametrize(
     "widths", [(1, 6, 48), pytest.param((2, 4, 8, 16, 272), marks=pytest.mark.full)], ids=["some", "all"]
 )
@@ -130,7 +130,7 @@ def adjusted_rows(
     return jax.tree.map(jnp.asarray, (state, context))
 
 
-@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 @pytest.mark.parametrize(
     "form",
     [(), ("dry", "blocks"), ("dry", "drafts"), ("drafts", "blocks"), ("dry", "blocks", "drafts")],

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.instruction_sets import ISAS, registered
+from tests.support.instruction_sets import NATIVE_ISAS, registered
 from xla_engine import graphs
 from xla_engine.graphs.row_state.rows import make_tables
 from xla_engine.graphs.row_state.sampling_fields import (
@@ -106,7 +106,7 @@ def planted(stages: list[tuple[str, ...]]) -> tuple[jax.Array, SamplingRows, Sam
     return jnp.asarray(logits), jax.tree.map(jnp.asarray, rows), context
 
 
-@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_each_stage_and_each_pair_of_stages_is_the_same_in_cpp_and_in_jax(isa: str) -> None:
     """A pair shows the order: most stages do not commute."""
     assert set(PLANTED) == set(STAGES)

@@ -1,4 +1,4 @@
-"""The C++ operations of each instruction set that this machine has, and none."""
+"""The C++ operations of each instruction set here: the best by default, the others and JAX in `full`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import pytest
 from xla_engine.runner.native_library.build import NativeBuildError, register
 from xla_engine.runner.native_library.instruction_sets import available
 
-ISAS = [None, *(each.name for each in available())] if jax.default_backend() == "cpu" else [None]
+NAMES = [each.name for each in available()]
+HERE = [*NAMES[:1], *(pytest.param(name, marks=pytest.mark.full) for name in NAMES[1:])]
+_JAX = pytest.param(None, marks=pytest.mark.full, id="None")
+ISAS = [*HERE, _JAX] if jax.default_backend() == "cpu" and NAMES else [None]
+NATIVE_ISAS = HERE if jax.default_backend() == "cpu" else []
 
 
 def registered(isa: str | None) -> str | None:
