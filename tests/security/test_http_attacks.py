@@ -72,7 +72,7 @@ def server(running: Running) -> Iterator[Running]:
     yield running
     service = running.service
     running.wait_until(lambda: not running.server.server_state.connections)
-    running.wait_until(lambda: service.live == 0 and service.bodies.held == 0)
+    running.wait_until(lambda: service.live == 0 and service.bodies.shares.held == 0)
 
 
 def connect(server: Running, receive_buffer: int | None = None) -> socket.socket:
@@ -273,6 +273,19 @@ def test_who_has_no_key_keeps_nobody_out(server: Running, begins: bytes) -> None
         until_closed(one)
 
 
+def test_a_request_that_comes_with_its_connection_finds_room(server: Running) -> None:
+    """uvloop reads it before it tells the connection that made room of its end."""
+    waiting = [connect(server) for _ in range(PLACES)]
+    server.wait_until(lambda: len(server.server.server_state.connections) == PLACES)
+    server.loop.call_soon_threadsafe(time.sleep, 0.3)
+    time.sleep(0.1)
+    one = connect(server)
+    one.sendall(post(b"/v1/completions", KEY + b"connection: close\r\n", TEXT))
+    assert until_closed(one).startswith(b"HTTP/1.1 200")
+    for each in waiting:
+        until_closed(each)
+
+
 @pytest.mark.full
 def test_more_connections_with_keys_than_there_may_be_get_503(server: Running) -> None:
     """Those that are there go on."""
@@ -405,6 +418,35 @@ def test_answers_that_are_not_read_are_not_held(server: Running, what: str, clos
         one.close()
 
 
+def test_tokens_are_made_as_clients_take_them(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many texts as a key may hold are not read; one more is refused, and another key's is not."""
+    info = next(
+        route.endpoint.__self__
+        for route in server.server.config.loaded_app.app.routes
+        if getattr(route, "path", "") == "/tokenize"
+    )
+    monkeypatch.setattr(info._shares, "_most", MB)
+    body = json.dumps({"prompt": "a = 1\n" * 16_000, "return_token_strs": True}).encode()  # 96,000 characters
+    waiting = []
+    for _ in range(5):
+        one = connect(server, 4096)
+        one.sendall(post(b"/tokenize", KEY, body))
+        waiting.append(one)
+    server.wait_until(lambda: info._shares.held == 480_000)
+    late = connect(server)
+    late.sendall(post(b"/tokenize", KEY + b"connection: close\r\n", body))
+    assert until_closed(late).startswith(b"HTTP/1.1 429")
+    other = httpx.post(
+        f"{server.url}/tokenize", content=body, headers={"authorization": "Bearer beta"}, timeout=30
+    )
+    assert other.status_code == 200 and len(other.json()["token_strs"]) == other.json()["count"]
+    for connection in list(server.server.server_state.connections):
+        assert connection.transport.get_write_buffer_size() <= 3 * PART_BYTES
+    server.wait_until(lambda: info._shares.held == 0)  # by the timer of sends
+    for one in waiting:
+        one.close()
+
+
 SHAPES = {
     "objects": (b'{"prompt":[', b"{},", b"{}]}"),
     "lists": (b'{"prompt":[', b"[],", b"[]]}"),
@@ -507,14 +549,14 @@ def test_large_bodies_of_one_key_leave_room_for_others(server: Running) -> None:
         one = connect(server)
         one.sendall(post(b"/tokenize", KEY, body + b"..")[:-2])
         waiting.append(one)
-    server.wait_until(lambda: server.service.bodies.held > (BODIES // 2 - 1) * (MB - (80 << 10)))
+    server.wait_until(lambda: server.service.bodies.shares.held > (BODIES // 2 - 1) * (MB - (80 << 10)))
     assert others_are_served(server)
     whole = json.dumps({"prompt": "x" * (MB - 1000)})
     other = httpx.post(
         f"{server.url}/tokenize", content=whole, headers={"authorization": "Bearer beta"}, timeout=30
     )
     assert other.status_code == 200
-    assert server.service.bodies.held <= BODIES // 2 * MB
+    assert server.service.bodies.shares.held <= BODIES // 2 * MB
     for one in waiting:
         refused += until_closed(one).startswith(b"HTTP/1.1 429")
     assert refused >= BODIES // 2 - 1

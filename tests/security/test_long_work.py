@@ -223,7 +223,7 @@ def test_a_chat_beyond_the_bounds_is_refused_before_it_is_rendered(chat: Chat) -
     with pytest.raises(ApiError, match="send") as refused:
         asyncio.run(beside.render(chat, "a"))
     assert refused.value.status == 400 and refused.value.param == "messages"
-    assert not calls and not beside.held
+    assert not calls and not beside.shares.held
 
 
 @settings(max_examples=50, deadline=None)
@@ -279,7 +279,7 @@ def test_keys_take_turns_and_small_chats_wait_for_no_large_one(counts: list[int]
         assert not any(task.done() for task in large)
         renderer.may.set()
         await asyncio.gather(*large)
-        assert not beside.held
+        assert not beside.shares.held
         beside.close()
         return renderer.seen[1:]
 
@@ -301,7 +301,7 @@ def test_the_queue_for_the_template_is_bounded_and_no_key_fills_it() -> None:
         await asyncio.sleep(0)
         other = asyncio.create_task(beside.render(huge, "b"))
         await asyncio.sleep(0)
-        assert beside.held <= rendering.QUEUED_CHARACTERS
+        assert beside.shares.held <= rendering.QUEUED_CHARACTERS
         renderer.may.set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [each for each in found if isinstance(each, ApiError)]
@@ -322,7 +322,7 @@ def test_a_chat_whose_client_has_gone_gives_its_turn_away() -> None:
             gone.cancel()
         renderer.may.set()
         assert len(await asyncio.wait_for(tasks[3], 10)) > 2
-        assert (await tasks[1])[:2] == "a1" and not beside.held
+        assert (await tasks[1])[:2] == "a1" and not beside.shares.held
         assert "a2" not in renderer.seen
         beside.close()
 

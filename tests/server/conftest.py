@@ -43,7 +43,7 @@ class Running:
             self.loop = asyncio.get_running_loop()
             await self.server.serve()
 
-        asyncio.run(main())
+        asyncio.run(main(), loop_factory=self.server.config.get_loop_factory())  # as `serve` does: uvloop
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run something in the server's loop."""

@@ -129,7 +129,7 @@ def test_other_requests_are_answered_while_constraints_are_compiled(
 
     with ThreadPoolExecutor(48) as pool:
         slow = [pool.submit(ask, number) for number in range(48)]
-        server.wait_until(lambda: server.service.constraints._waiting.total() == 48)
+        server.wait_until(lambda: server.service.constraints.shares.held == 48)
         for _ in range(3):
             chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
             assert http.post("/v1/chat/completions", json=chat).status_code == 200

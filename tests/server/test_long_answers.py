@@ -178,7 +178,7 @@ def test_a_chat_does_not_wait_for_the_large_chats_of_others(
 
     async def main() -> None:
         many = [asyncio.create_task(ask("a", large)) for _ in range(40)]
-        while service.rendering.held < 3 << 20:
+        while service.rendering.shares.held < 3 << 20:
             await asyncio.sleep(0)
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         assert await asyncio.wait_for(ask("b", body), 30) == 200
@@ -188,6 +188,6 @@ def test_a_chat_does_not_wait_for_the_large_chats_of_others(
         assert statuses.count(429) > 10 and statuses.count(400) > 10, (
             "the prompts are too long, or too many wait"
         )
-        assert service.rendering.held == 0
+        assert service.rendering.shares.held == 0
 
     server.run(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope
 
 from xla_engine.server.errors import ApiError, ClientGone
 from xla_engine.server.settings import ServerSettings
+from xla_engine.server.shares import Shares
 
 BODIES = 16  # times the largest body: bytes of all bodies that are being read or parsed; a key may have half of them
 UNCOUNTED = 64 << 10  # the first bytes of each body, so that large ones of others refuse no usual request
@@ -27,15 +27,14 @@ class Bodies:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._held: Counter[str] = Counter()  # bytes, by key
+        self.shares = Shares(  # bytes
+            BODIES * settings.max_body_bytes,
+            "too many large requests are being read; send this one again",
+            code="too_many_bodies",
+        )
         self._threads = {
             is_long: ThreadPoolExecutor(1, thread_name_prefix="parse") for is_long in (False, True)
         }
-
-    @property
-    def held(self) -> int:
-        """Counted bytes of all bodies that are being read or parsed."""
-        return sum(self._held.values())
 
     @contextlib.asynccontextmanager
     async def whole(self, scope: Scope, receive: Receive, limit: int | None = None) -> AsyncIterator[bytes]:
@@ -49,23 +48,13 @@ class Bodies:
         def count(size: int) -> None:
             nonlocal counted
             more = max(size - UNCOUNTED, 0) - counted
+            self.shares.take(more, key)
             counted += more
-            self._held[key] += more
-            most = BODIES * self._settings.max_body_bytes
-            if more and (self.held > most or self._held[key] > most // 2):
-                raise ApiError(
-                    429,
-                    "too many large requests are being read; send this one again",
-                    code="too_many_bodies",
-                    headers={"retry-after": "1"},
-                )
 
         try:
             yield await self._read(scope, receive, limit or self._settings.max_body_bytes, count)
         finally:
-            self._held[key] -= counted
-            if not self._held[key]:
-                del self._held[key]
+            self.shares.give_back(counted, key)
 
     async def parsed(self, parse: Callable[[], T], size: int) -> T:
         """What `parse` makes of a body of `size` bytes: in a background thread, unless it is small."""

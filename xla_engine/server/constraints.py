@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.server.errors import ApiError
 from xla_engine.server.fair_worker import FairWorker
+from xla_engine.server.shares import Shares
 
 MAX_WAITING = (
     256  # constraints that wait or are compiled, a second each at most; each key may have half of them
@@ -25,7 +24,7 @@ class Constraints:
         self._compile = compile_
         self._knows = knows
         self._worker = FairWorker("constraints")
-        self._waiting: Counter[str] = Counter()  # by key
+        self.shares = Shares(MAX_WAITING, "too many constraints wait to be compiled; ask again later")
 
     async def compile(self, params: SamplingParams, key: str) -> None:
         """Compile the constraint of a request when its turn has come; one that is known does not wait.
@@ -34,20 +33,8 @@ class Constraints:
         """
         if params.structured_outputs is None or self._knows(params):
             return
-        if self._waiting.total() >= MAX_WAITING or self._waiting[key] >= MAX_WAITING // 2:
-            raise ApiError(
-                429,
-                "too many constraints wait to be compiled; ask again later",
-                code="queue_full",
-                headers={"retry-after": "1"},
-            )
-        self._waiting[key] += 1
-        try:
+        with self.shares.hold(1, key):
             await self._worker.run(lambda: self._compile(params), key)
-        finally:
-            self._waiting[key] -= 1
-            if not self._waiting[key]:
-                del self._waiting[key]
 
     def close(self) -> None:
         """Compile no more."""

@@ -17,7 +17,7 @@ from xla_engine.server.answers import answer_pieces
 from xla_engine.server.chunks import DONE, ChunkWriter, event
 from xla_engine.server.errors import ApiError, ClientGone, api_error, ended
 from xla_engine.server.service import Service, Submission
-from xla_engine.server.turns import PART_BYTES
+from xla_engine.server.turns import PART_BYTES, Turns
 from xla_engine.server.wire import Call, parse_call, read_json
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
@@ -86,13 +86,13 @@ class Generation:
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
         """Wait for every prompt's end and answer in one piece."""
-        whole = await self._whole(call, submission, gone)
-        header = self._service.header()
+        whole, service = await self._whole(call, submission, gone), self._service
+        header = service.header()
         if call.request.pooling is not None:
             body = result_body(call.request, whole, name, header)
             await send_json(send, 200, msgspec.json.encode(body))
             return
-        await self._send_whole(send, answer_pieces(call, whole, name, header))
+        await send_whole(send, service.turns, answer_pieces(call, whole, name, header))
 
     async def _whole(
         self, call: Call, submission: Submission, gone: asyncio.Task[None]
@@ -112,20 +112,6 @@ class Generation:
             for output, found in zip(last, parts, strict=True)
             if output is not None
         ]
-
-    async def _send_whole(self, send: Send, pieces: Iterator[bytes]) -> None:
-        """Send an answer, in parts unless it is small."""
-        begun = False
-        async for part in self._service.turns.parts(pieces):
-            if not begun and len(part) < PART_BYTES:
-                await send_json(send, 200, part)
-                return
-            if not begun:
-                head = [(b"content-type", b"application/json")]
-                await send({"type": "http.response.start", "status": 200, "headers": head})
-                begun = True
-            await send_part(send, part)
-        await send_part(send, b"", last=True)
 
     async def _stream(
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
@@ -164,6 +150,21 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
     lines += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_whole(send: Send, turns: Turns, pieces: Iterator[bytes]) -> None:
+    """Send an answer in JSON, in parts that are made as the client takes them, unless it is small."""
+    begun = False
+    async for part in turns.parts(pieces):
+        if not begun and len(part) < PART_BYTES:
+            await send_json(send, 200, part)
+            return
+        if not begun:
+            head = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            begun = True
+        await send_part(send, part)
+    await send_part(send, b"", last=True)
 
 
 async def send_part(send: Send, data: bytes, *, last: bool = False) -> None:

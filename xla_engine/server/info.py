@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any
@@ -13,13 +13,18 @@ from typing import Annotated, Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
 from xla_engine.observability.prometheus import CONTENT_TYPE
 from xla_engine.server.errors import ApiError, api_error
+from xla_engine.server.fair_worker import FairWorker
+from xla_engine.server.generation import send_whole
 from xla_engine.server.metrics import metrics_text
-from xla_engine.server.service import Service
+from xla_engine.server.service import LONG_TEXT, Service
+from xla_engine.server.shares import Shares
+from xla_engine.server.turns import Turns
 from xla_engine.server.wire import check_model, typed_body
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -30,6 +35,7 @@ _PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 MAX_TEXT = 1 << 20  # characters to tokenise, or ids to make text of
+QUEUED = 16 * MAX_TEXT  # of all of them whose answers are not sent; each key may have half of it
 PIECE_TOKENS = 512  # of an answer that are handled together, in less than a millisecond
 SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
 
@@ -41,6 +47,18 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+
+class MadeResponse(Response):
+    """An answer in JSON that is made as the client takes it. held: is closed at its end."""
+
+    def __init__(self, turns: Turns, pieces: Iterator[bytes], held: contextlib.ExitStack) -> None:
+        super().__init__(media_type="application/json")
+        self._turns, self._pieces, self._held = turns, pieces, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await send_whole(send, self._turns, self._pieces)
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -69,9 +87,8 @@ class Info:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._long = ThreadPoolExecutor(
-            1, thread_name_prefix="tokenize"
-        )  # one text of up to MAX_TEXT at a time
+        self._long = FairWorker("tokenize")  # one long text at a time
+        self._shares = Shares(QUEUED, "too many texts are tokenised; ask again later")
         self._page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
 
     async def health(self, _: Request) -> Response:
@@ -140,12 +157,15 @@ class Info:
                 raise ApiError(
                     400, f"more than {MAX_TEXT} characters; send them in parts", code="invalid_request"
                 )
-            encode = partial(tokenizer.encode, text, add_special_tokens=special)
-            ids = await asyncio.get_running_loop().run_in_executor(self._long, encode)
         except XlaEngineError as error:
             raise api_error(error) from error
-        strings = body.return_token_strs
-        return await self._made(_tokenized(ids, engine.max_model_len, tokenizer if strings else None))
+        spelled = tokenizer if body.return_token_strs else None
+        return await self._made(
+            request,
+            len(text),
+            lambda: tokenizer.encode(text, add_special_tokens=special),
+            lambda ids: _tokenized(ids, engine.max_model_len, spelled),
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids, as their `decode` at once would give it."""
@@ -153,12 +173,25 @@ class Info:
         tokenizer = self._service.engine.tokenizer
         if tokenizer is None:
             raise _no_tokenizer()
-        return await self._made(_detokenized(body.tokens, tokenizer))
+        tokens = body.tokens
+        return await self._made(
+            request, len(tokens), lambda: tokens, lambda ids: _detokenized(ids, tokenizer)
+        )
 
-    async def _made(self, pieces: Iterator[bytes]) -> Response:
-        """An answer whose pieces are made in turn with other long answers."""
-        parts = [part async for part in self._service.turns.parts(pieces)]
-        return Response(b"".join(parts), media_type="application/json")
+    async def _made(
+        self,
+        request: Request,
+        size: int,
+        encode: Callable[[], Sequence[int]],
+        pieces: Callable[[Sequence[int]], Iterator[bytes]],
+    ) -> Response:
+        """An answer of ids, which is made as the client takes it. size: characters or tokens."""
+        tenant = request.scope["state"].get("tenant", "")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._shares.hold(size, tenant))
+            compact = partial(_compact, encode)
+            ids = compact() if size <= LONG_TEXT else await self._long.run(compact, tenant)
+            return MadeResponse(self._service.turns, pieces(ids), stack.pop_all())
 
     async def tokenizer_info(self, _: Request) -> Response:
         """What a remote evaluation needs to know of the tokenizer."""
@@ -223,12 +256,17 @@ class Info:
         return body
 
 
+def _compact(encode: Callable[[], Sequence[int]]) -> array[int]:
+    """The ids in four bytes each."""
+    return array("I", encode())
+
+
 def _tokenized(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | None) -> Iterator[bytes]:
     """The answer of /tokenize; tokenizer: None leaves out `token_strs`."""
     yield b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len)
     parts = [slice(begin, begin + PIECE_TOKENS) for begin in range(0, len(ids), PIECE_TOKENS)]
     for part in parts:
-        yield (b"," if part.start else b"") + msgspec.json.encode(ids[part])[1:-1]
+        yield (b"," if part.start else b"") + msgspec.json.encode(list(ids[part]))[1:-1]
     if tokenizer is None:
         yield b'],"token_strs":null}'
         return

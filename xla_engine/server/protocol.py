@@ -37,6 +37,8 @@ class Places:
         if self.limit is not None and connections > self.limit and self._without_key:
             oldest = next(iter(self._without_key))
             self.remove(oldest)
+            # At once: uvloop may read of the new connection before it tells this one of its end.
+            oldest.connections.discard(oldest)
             oldest.transport.abort()
 
     def add(self, connection: HttpToolsProtocol) -> None:

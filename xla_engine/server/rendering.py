@@ -9,6 +9,7 @@ from typing import Any
 
 from xla_engine.server.errors import ApiError
 from xla_engine.server.fair_worker import FairWorker
+from xla_engine.server.shares import Shares
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.worker_process import WorkerProcess
 
@@ -86,7 +87,7 @@ class Rendering:
         """render: `XlaBatchEngine.render_chat`."""
         self._render = render
         self._lanes = {True: _Lane(), False: _Lane()}  # by whether the chat is small
-        self._held: dict[str, int] = {}  # characters that wait or are rendered, by key
+        self.shares = Shares(QUEUED_CHARACTERS, "too many chats wait for the chat template; ask again later")
 
     async def render(self, chat: Chat, key: str) -> str:
         """The chat's prompt, when its turn has come.
@@ -94,29 +95,10 @@ class Rendering:
         key: whose it is. Raises ApiError for a chat beyond the bounds or one too many, and what `render_chat` does.
         """
         size = chat_size(chat)
-        characters = size.characters + _LEAST
-        held = self._held.get(key, 0)
-        if held + characters > QUEUED_CHARACTERS // 2 or self.held + characters > QUEUED_CHARACTERS:
-            raise ApiError(
-                429,
-                "too many chats wait for the chat template; ask again later",
-                code="queue_full",
-                headers={"retry-after": "1"},
-            )
-        self._held[key] = held + characters
-        try:
+        with self.shares.hold(size.characters + _LEAST, key):
             lane = self._lanes[size.is_small]
             render = partial(self._render, chat.messages, process=lane.process, **chat.options)
             return await lane.worker.run(render, key)
-        finally:
-            self._held[key] -= characters
-            if not self._held[key]:
-                del self._held[key]
-
-    @property
-    def held(self) -> int:
-        """Characters of all chats that wait or are rendered."""
-        return sum(self._held.values())
 
     def close(self) -> None:
         """End the processes; nothing is rendered from then on."""
