@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal, Self
 
@@ -63,7 +63,7 @@ class OtherOption:
     """An option that another engine has by this name.
 
     why: what it comes to here, or why other values are refused.
-    accepted: the values that are taken; None takes any.
+    accepted: the values that are taken beside None, which leaves the option out; None takes any.
     becomes: the field of `EngineConfig` that takes its value; None leaves the value out.
     renamed: what values are called there.
     """
@@ -372,22 +372,27 @@ class EngineConfig:
 
 
 def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> dict[str, Any]:
-    """`options` as fields of `EngineConfig`, as `EngineConfig.of` takes them."""
+    """`options` as fields of `EngineConfig`, as `EngineConfig.of` takes them. None leaves an option out."""
     known = {each.name for each in fields(EngineConfig)}
     found: dict[str, Any] = {}
     for name, value in options.items():
         option = others.get(name)
         target: str | None = name
-        if option is not None:
-            if option.accepted is not None and value not in option.accepted:
-                values = ", ".join(map(shown, option.accepted)) if len(option.accepted) < 9 else "0 to 20"
-                raise ConfigError(f"{name}={shown(value)} is not possible here ({values} is): {option.why}")
-            target, value = option.becomes, option.renamed.get(value, value) if option.renamed else value
-        elif name not in known:
+        if option is None and name not in known:
             hint = did_you_mean(name, sorted(known | others.keys()))
             raise ConfigError(
                 f"unknown option {shown(name)}{hint or '; see EngineConfig for those there are'}"
             )
+        if value is None:
+            continue
+        if option is not None:
+            if option.accepted is not None and value not in option.accepted:
+                values = ", ".join(map(shown, option.accepted)) if len(option.accepted) < 9 else "0 to 20"
+                instead = f" ({values} is)" if values else ""
+                raise ConfigError(f"{name}={shown(value)} is not possible here{instead}: {option.why}")
+            target = option.becomes
+            if isinstance(value, Hashable):
+                value = option.renamed.get(value, value)
         if target is None:
             continue
         if target in found:

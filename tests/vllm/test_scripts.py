@@ -153,6 +153,8 @@ def test_requests_wait_for_room_for_their_adapter(tmp_path: Path, monkeypatch: p
             while stepped.has_unfinished_requests():
                 for output in stepped.step():
                     order.append(output.request_id)
+                    lora = {"1": loras[0], "2": loras[1]}.get(output.request_id)
+                    assert output.lora_request == lora or output.request_id == "gone"
                     found[output.request_id] = output.outputs[0].token_ids
             if max_loras == 1:  # for what is pinned there is no waiting
                 assert made.pin_lora(2)

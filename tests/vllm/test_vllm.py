@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from xla_engine.vllm import (
     LLM,
     AsyncEngineArgs,
     AsyncLLM,
+    BeamSearchParams,
     Counter,
     EngineArgs,
     FlexibleArgumentParser,
@@ -81,6 +83,7 @@ def test_logprobs_of_the_sampled_token_alone() -> None:
 
 
 def test_a_change_is_checked_and_a_copy_is_its_own() -> None:
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
     params = SamplingParams.from_optional(temperature=0.5, top_p=None)
     copy = params.clone()
     copy.top_k = 3
@@ -89,6 +92,109 @@ def test_a_change_is_checked_and_a_copy_is_its_own() -> None:
     with pytest.raises(InvalidRequestError, match="temperature"):
         params.temperature = -1
     assert params.temperature == 0.5
+
+
+def test_vllms_defaults_are_taken_and_other_values_refused() -> None:
+    params = SamplingParams(
+        spaces_between_special_tokens=True,
+        flat_logprobs=False,
+        seed=None,
+        logits_processors=None,
+        extra_args=None,
+    )
+    assert params == SamplingParams() and SamplingParams.from_optional(stop=None, max_tokens=16) == params
+    params.flat_logprobs = False
+    assert SamplingParams(prompt_logprobs=0, prompt_logprob_start=3).logprobs_start == 3
+    for field, match in (
+        ({"flat_logprobs": True}, "flat_logprobs"),
+        ({"logprobs": -1}, "the whole vocabulary"),
+        ({"extra_args": {"a": 1}}, "extra_args"),
+    ):
+        with pytest.raises(InvalidRequestError, match=match):
+            SamplingParams(**field)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_tokenizer_has_the_methods_that_scripts_call(embedded: XlaBatchEngine) -> None:
+    model, text = LLM(), "def main():"
+    tokenizer, plain = model.get_tokenizer(), embedded.tokenizer
+    assert plain is not None
+    ids = tokenizer(text).input_ids
+    assert ids == tokenizer.encode(text) == plain.encode(text) and tokenizer(text)["attention_mask"] == [
+        1
+    ] * len(ids)
+    assert tokenizer([text, "x"], truncation=True, max_length=2).input_ids[0] == ids[:2]
+    assert tokenizer.batch_decode([ids], skip_special_tokens=True) == [text]
+    assert (tokenizer.eos_token_id,) == embedded.validator.eos_token_ids[:1]
+    assert tokenizer.encode(tokenizer.eos_token, add_special_tokens=False) == [tokenizer.eos_token_id]
+    assert len(tokenizer) == plain.vocab_size
+    messages = [{"role": "user", "content": "Add."}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template([messages, messages], add_generation_prompt=True)[1]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    by_ids = model.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0]
+    by_chat = model.chat(messages, params, use_tqdm=False)[0]
+    assert by_chat.prompt == prompt and by_chat.outputs[0].token_ids == by_ids.outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match="return_tensors"):
+        tokenizer.apply_chat_template(messages, return_tensors="pt")
+
+
+@pytest.mark.usefixtures("shared")
+def test_prompts_are_tokenised_as_asked(tmp_path: Path) -> None:
+    model, params = LLM(), SamplingParams(temperature=0, max_tokens=2)
+    ids = model.get_tokenizer().encode("def main(): pass")
+
+    def seen(**kwargs: Any) -> list[int]:
+        [output] = model.generate("def main(): pass", params, use_tqdm=False, tokenization_kwargs=kwargs)
+        return output.prompt_token_ids
+
+    assert seen(truncate_prompt_tokens=3) == ids[-3:] and seen(truncation=True, max_length=2) == ids[-2:]
+    assert seen(truncation=True, max_length=2, truncation_side="right") == ids[:2]
+    assert seen(truncate_prompt_tokens=-1) == seen(add_special_tokens=True) == ids
+    with pytest.raises(InvalidRequestError, match="no 'stride' here"):
+        seen(stride=1)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "def f("}]
+    for given in (template, tmp_path / "template.jinja"):
+        assert LLM(chat_template=given).chat(messages, params, use_tqdm=False)[0].prompt == "def f("
+    with pytest.raises(ConfigError, match="no jinja2 source and no file"):
+        LLM(chat_template="nowhere")
+
+
+@pytest.mark.usefixtures("shared")
+def test_beams_are_the_likeliest_sequences(embedded: XlaBatchEngine) -> None:
+    """A beam as wide as it may be finds no worse than greedy; scores are those of `xla_engine.LLM.score`."""
+    model, plain = LLM(), PlainLLM.from_engine(embedded)
+    params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+    found = model.beam_search(["def f(", {"prompt": "import "}], params)
+    for prompt, output in zip(["def f(", "import "], found, strict=True):
+        ids = model.get_tokenizer().encode(prompt)
+        sums = [each.cum_logprob for each in output.sequences]
+        assert len(sums) == 3 and sums == sorted(sums, reverse=True)
+        for each in output.sequences:
+            assert each.tokens[: len(ids)] == ids and each.text is not None and len(each.logprobs) == 4
+            score = plain.score(ids, each.tokens[len(ids) :], use_tqdm=False)[0]
+            assert each.cum_logprob == pytest.approx(score.logprob, abs=1e-5)
+        greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+        [one] = model.generate(prompt, greedy, use_tqdm=False)
+        assert one.outputs[0].cumulative_logprob is not None
+        assert sums[0] >= one.outputs[0].cumulative_logprob - 1e-5
+    with pytest.raises(InvalidRequestError, match="beam_width"):
+        BeamSearchParams(beam_width=11, max_tokens=4)
+    with pytest.raises(InvalidRequestError, match="takes no temperature"):
+        BeamSearchParams(beam_width=2, max_tokens=4, temperature=1.0)
+
+
+@pytest.mark.usefixtures("shared")
+def test_what_there_is_not_is_refused_by_name() -> None:
+    model = LLM()
+    for call in (model.sleep, model.wake_up):
+        with pytest.raises(ConfigError, match=r"close\(\) it and make it again"):
+            call()
+    with pytest.raises(ConfigError, match="no workers to call"):
+        model.collective_rpc("method", args=(1,))
+    assert model.get_world_size() == 1
 
 
 @pytest.mark.usefixtures("shared")

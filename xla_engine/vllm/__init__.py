@@ -18,6 +18,7 @@ from xla_engine.outputs import (
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import TextPrompt, TokensPrompt
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from xla_engine.vllm.engine import AsyncLLM, LLMEngine
 from xla_engine.vllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from xla_engine.vllm.llm import LLM
@@ -31,7 +32,7 @@ from xla_engine.vllm.metrics import (
     print_embeddings,
 )
 from xla_engine.vllm.outputs import CompletionOutput, Logprob, PoolingOutput, RequestOutput
-from xla_engine.vllm.sampling_params import RequestOutputKind, SamplingParams
+from xla_engine.vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 AsyncLLMEngine = AsyncLLM  # its name before vLLM's second engine
 PoolerConfig = ProfilerConfig = CompilationConfig = dict  # options that are made of options
@@ -41,6 +42,9 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompilationConfig",

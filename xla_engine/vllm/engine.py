@@ -9,11 +9,11 @@ from typing import Any, Literal
 from xla_engine import async_llm, llm
 from xla_engine.errors import AdaptersBusyError, InvalidRequestError
 from xla_engine.prompts import Prompt
-from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.vllm.engine_args import EngineArgs
 from xla_engine.vllm.llm import given
 from xla_engine.vllm.outputs import RequestOutput, Stream
 from xla_engine.vllm.sampling_params import SamplingParams
+from xla_engine.vllm.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -67,9 +67,9 @@ class LLMEngine:
         """Forget what earlier prompts left in the cache; requests that run keep their slots."""
         self._engine.reset_prefix_cache()
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer."""
-        return self._engine.tokenizer
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer and chat template. Raises ConfigError where it has none."""
+        return Tokenizer(self._engine)
 
     def close(self) -> None:
         """Free device memory."""
@@ -85,7 +85,9 @@ class LLMEngine:
                     raise  # all adapters are pinned
                 self._held.appendleft((request_id, prompt, params, options))
                 return
-            self._streams[request_id] = Stream(params.output_kind, self._engine.tokenizer)
+            self._streams[request_id] = Stream(
+                params.output_kind, self._engine.tokenizer, options.get("lora_request")
+            )
 
 
 class AsyncLLM:
@@ -104,7 +106,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as tokens arrive, as its `output_kind` wants them."""
         engine = self._llm.engine
-        stream = Stream(sampling_params.output_kind, engine.tokenizer)
+        stream = Stream(sampling_params.output_kind, engine.tokenizer, options.get("lora_request"))
         found = self._llm.generate(prompt, sampling_params.fixed, request_id=request_id, **given(options))
         try:
             async for output in found:
@@ -135,6 +137,14 @@ class AsyncLLM:
     async def resume_generation(self) -> None:
         """Go on."""
         self._llm.resume()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """As `LLMEngine.get_tokenizer`."""
+        return Tokenizer(self._llm.engine)
+
+    async def reset_prefix_cache(self, **_: Any) -> None:
+        """Forget what earlier prompts left in the cache; requests that run keep their slots."""
+        self._llm.engine.reset_prefix_cache()
 
     async def is_paused(self) -> bool:
         """Whether `pause_generation` holds the requests."""

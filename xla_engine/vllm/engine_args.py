@@ -15,6 +15,7 @@ from xla_engine.vllm_options import VLLM_OPTIONS
 _DEFAULTS: dict[str, Any] = {
     **{name: (option.accepted or (None,))[0] for name, option in VLLM_OPTIONS.items()},
     **{each.name: each.default for each in fields(EngineConfig)},
+    "data_parallel_size": 1,
 }
 
 
@@ -49,6 +50,10 @@ class EngineArgs:
                 default=argparse.SUPPRESS,
                 metavar="VALUE",
             )
+            group.add_argument(
+                flag.replace("--", "--no-", 1), dest=name, action="store_const", const=False,
+                default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+            )  # fmt: skip
         return parser
 
     @classmethod

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from xla_engine import llm
+from xla_engine import llm, outputs
 from xla_engine.engine.client import EngineClient
 from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.llm import Adapter
+from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -18,14 +20,15 @@ from xla_engine.outputs import (
     ScoringRequestOutput,
 )
 from xla_engine.pooling_params import PoolingParams
-from xla_engine.prompts import Prompt
+from xla_engine.prompts import Prompt, per_prompt, prompt_list
 from xla_engine.sampling_params import SamplingParams as FixedParams
 from xla_engine.text.chat_template import Message
-from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.vllm.beam_search import BeamSearchOutput, beam_search
 from xla_engine.vllm.engine_args import EngineArgs
 from xla_engine.vllm.metrics import Metric, metrics
 from xla_engine.vllm.outputs import PoolingOutput, RequestOutput, vllm_output
-from xla_engine.vllm.sampling_params import SamplingParams
+from xla_engine.vllm.sampling_params import BeamSearchParams, SamplingParams
+from xla_engine.vllm.tokenizer import Tokenizer, tokenised
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -33,6 +36,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model ready to generate; arguments, and errors, are those of `xla_engine.LLM`.
 
+    chat_template: jinja2 source, or a file with it, for conversations that bring none.
     profiler_config: `torch_profiler_dir` is where `start_profile` writes.
     """
 
@@ -40,10 +44,12 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
+        chat_template: str | Path | None = None,
         profiler_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self._profile_directory = (profiler_config or {}).get("torch_profiler_dir")
+        self._chat_template = None if chat_template is None else _template(chat_template)
         self._llm = llm.LLM(model, **options)
 
     @classmethod
@@ -61,34 +67,71 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        lora_request: Adapter = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Complete all prompts; results in their order."""
-        found = self._llm.generate(prompts, fixed(sampling_params), use_tqdm=use_tqdm, **given(options))
-        return [vllm_output(output, self._llm.tokenizer) for output in found]
+        """Complete all prompts; results in their order.
+
+        tokenization_kwargs: how texts become token ids, see `tokenised`; what is cut off is a prompt's beginning.
+        """
+        many = tokenised(prompt_list(prompts), self._llm.tokenizer, tokenization_kwargs, side="left")
+        shared = {"use_tqdm": use_tqdm, "lora_request": lora_request, **given(options)}
+        return self._shaped(self._llm.generate(many, fixed(sampling_params), **shared), lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        lora_request: Adapter = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them; results in their order."""
-        found = self._llm.chat(messages, fixed(sampling_params), use_tqdm=use_tqdm, **given(options))
-        return [vllm_output(output, self._llm.tokenizer) for output in found]
+        """Answer one conversation or a list of them; results in their order.
+
+        chat_template_content_format: content is text, or parts of text, whatever it says.
+        """
+        if tokenization_kwargs:
+            raise InvalidRequestError(
+                "a chat is tokenised as its template says; leave tokenization_kwargs out"
+            )
+        shared = {"use_tqdm": use_tqdm, "lora_request": lora_request, **given(options)}
+        if (template := chat_template or self._chat_template) is not None:
+            shared["chat_template"] = template
+        return self._shaped(self._llm.chat(messages, fixed(sampling_params), **shared), lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: Adapter = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences after each prompt; results in their order.
+
+        use_tqdm, concurrency_limit: change nothing, requests wait in the queue. Raises InvalidRequestError.
+        """
+        many = prompt_list(prompts)
+        lora = per_prompt("lora_requests", lora_request, LoRARequest, len(many))
+        return beam_search(self._llm, many, params, lora)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **options: Any
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of each prompt."""
-        return self._llm.embed(prompts, use_tqdm=use_tqdm, **given(options))
+        """The vector of each prompt; options as for `generate`, but what `tokenization_kwargs` cut off is an end."""
+        return self._llm.embed(self._prompts(prompts, options), use_tqdm=use_tqdm, **given(options))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **options: Any
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of each prompt's classes."""
-        return self._llm.classify(prompts, use_tqdm=use_tqdm, **given(options))
+        """The probabilities of each prompt's classes; options as for `embed`."""
+        return self._llm.classify(self._prompts(prompts, options), use_tqdm=use_tqdm, **given(options))
 
     def score(
         self,
@@ -136,8 +179,35 @@ class LLM:
         ]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer."""
-        return self._llm.get_tokenizer()
+        """The checkpoint's tokenizer and chat template. Raises ConfigError where it has none."""
+        return Tokenizer(self._llm.engine)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Devices that the engine, or with `include_dp` all of several, run on."""
+        engines = len(getattr(self._llm.engine, "engines", ())) if include_dp else 1
+        return self._llm.engine.config.tensor_parallel_size * max(engines, 1)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> NoReturn:
+        """Raises ConfigError: an engine keeps its memory until it is closed."""
+        raise ConfigError(
+            "an engine keeps its memory until it is closed: close() it and make it again, which takes what an "
+            "earlier start compiled; `AsyncLLM.pause_generation` holds requests, `update_weights` changes weights"
+        )
+
+    def wake_up(self, tags: list[str] | None = None) -> NoReturn:
+        """Raises ConfigError, as `sleep` does."""
+        self.sleep()
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ConfigError: there are no workers that could run a method."""
+        raise ConfigError(
+            "there are no workers to call: the engine runs in this process; `llm_engine` has its methods, and "
+            "`update_weights` takes new weights"
+        )
+
+    def apply_model(self, func: Any) -> NoReturn:
+        """Raises ConfigError: the model is compiled, and no module is left to call."""
+        self.collective_rpc(func)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A copy of what prompts without parameters get."""
@@ -147,8 +217,8 @@ class LLM:
         """Counters under vLLM's names."""
         return metrics(self._llm.engine)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget what earlier prompts left in the cache."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
+        """Forget what earlier prompts left in the cache; requests that run keep theirs."""
         self._llm.engine.reset_prefix_cache()
 
     def start_profile(self) -> None:
@@ -160,6 +230,15 @@ class LLM:
     def stop_profile(self) -> None:
         """Write the profile, which TensorBoard and Perfetto show."""
         self._llm.engine.stop_profile()
+
+    def _prompts(self, prompts: Prompt | Sequence[Prompt], options: dict[str, Any]) -> list[Prompt]:
+        kwargs = options.pop("tokenization_kwargs", None)
+        return tokenised(prompt_list(prompts), self._llm.tokenizer, kwargs, side="right")
+
+    def _shaped(self, found: Sequence[outputs.RequestOutput], lora: Adapter) -> list[RequestOutput]:
+        adapters = per_prompt("lora_requests", lora, LoRARequest, len(found))
+        pairs = zip(found, adapters, strict=True)
+        return [vllm_output(output, self._llm.tokenizer, adapter) for output, adapter in pairs]
 
     def close(self) -> None:
         """Free device memory."""
@@ -177,6 +256,16 @@ def fixed(params: Params) -> FixedParams | list[FixedParams] | None:
     if params is None or isinstance(params, SamplingParams):
         return None if params is None else params.fixed
     return [each.fixed for each in params]
+
+
+def _template(source: str | Path) -> str:
+    """Jinja2 source, or that of the file of this name. Raises ConfigError."""
+    if isinstance(source, str) and ("{" in source or "\n" in source):
+        return source
+    try:
+        return Path(source).read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"chat_template {source!s} is no jinja2 source and no file ({error})") from error
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xla_engine import outputs
+from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestMetrics
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.vllm.sampling_params import RequestOutputKind
@@ -64,13 +65,19 @@ class RequestOutput:
     metrics: RequestMetrics | None
     num_cached_tokens: int
     error: str | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
 
 
 def vllm_output(
-    output: outputs.RequestOutput, tokenizer: Tokenizer | None, since: outputs.RequestOutput | None = None
+    output: outputs.RequestOutput,
+    tokenizer: Tokenizer | None,
+    lora: LoRARequest | None = None,
+    since: outputs.RequestOutput | None = None,
 ) -> RequestOutput:
-    """`output` in vLLM's shape; with `since`, an earlier one, each sequence holds only what is new after it."""
+    """`output` in vLLM's shape.
+
+    lora: the request's adapter. since: an earlier output; each sequence holds only what is new after it.
+    """
     before = {} if since is None else {each.index: each for each in since.outputs}
     return RequestOutput(
         request_id=output.request_id,
@@ -84,14 +91,17 @@ def vllm_output(
         metrics=output.metrics,
         num_cached_tokens=output.num_cached_tokens,
         error=output.error,
+        lora_request=lora,
     )
 
 
 class Stream:
     """Makes the outputs of one request what an output kind wants."""
 
-    def __init__(self, kind: RequestOutputKind, tokenizer: Tokenizer | None) -> None:
-        self._kind, self._tokenizer = kind, tokenizer
+    def __init__(
+        self, kind: RequestOutputKind, tokenizer: Tokenizer | None, lora: LoRARequest | None = None
+    ) -> None:
+        self._kind, self._tokenizer, self._lora = kind, tokenizer, lora
         self._before: outputs.RequestOutput | None = None
 
     def next(self, output: outputs.RequestOutput) -> RequestOutput | None:
@@ -99,7 +109,8 @@ class Stream:
         if self._kind is RequestOutputKind.FINAL_ONLY and not output.finished:
             return None
         before, self._before = self._before, output
-        return vllm_output(output, self._tokenizer, before if self._kind is RequestOutputKind.DELTA else None)
+        since = before if self._kind is RequestOutputKind.DELTA else None
+        return vllm_output(output, self._tokenizer, self._lora, since)
 
 
 def _completion(
