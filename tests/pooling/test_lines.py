@@ -18,7 +18,7 @@ import pytest
 from tests.pooling.test_models import LAST, OPTIONS
 from tests.server.conftest import Running
 from tests.support.pooling_models import qwen3_tensors, write_model
-from xla_engine import LLM
+from xla_engine import LLM, PoolingParams
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.batch.envelope import URLS
@@ -38,6 +38,7 @@ BODIES = [
     ("/v1/score", {"queries": TEXTS[0], "documents": TEXTS}),
     ("/v1/score", {"text_1": TEXTS, "text_2": TEXTS[::-1]}),
     ("/v1/rerank", {"query": TEXTS[1], "documents": TEXTS, "top_n": 2}),
+    ("/classify", {"input": TEXTS, "use_activation": False}),
 ]
 
 
@@ -93,7 +94,13 @@ def test_lines(llm: LLM) -> None:
         (each["index"], each["document"]["text"], each["relevance_score"]) for each in bodies[5]["results"]
     ] == [(each.index, each.document, each.relevance_score) for each in ranks]
     assert ranks[0].relevance_score >= ranks[1].relevance_score
-    assert [each["id"].partition("-")[0] for each in bodies] == [*["embd"] * 3, *["score"] * 2, "rerank"]
+    raw = llm.classify(TEXTS, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+    assert bodies[6]["data"] == [
+        {"index": at, "label": None, "probs": list(each.outputs.probs), "num_classes": 1}
+        for at, each in enumerate(raw)
+    ]
+    ids = [each["id"].partition("-")[0] for each in bodies]
+    assert ids == [*["embd"] * 3, *["score"] * 2, "rerank", "classify"]
 
 
 def test_a_template_makes_the_prompts_of_pairs(llm: LLM) -> None:
@@ -118,6 +125,7 @@ def test_a_template_makes_the_prompts_of_pairs(llm: LLM) -> None:
         ("/v1/embeddings", {"input": "a", "stream": True}, "unknown field 'stream'"),
         ("/v1/score", {"queries": ["a", "b"], "documents": ["c"] * 3}, "give one or 3"),
         ("/v1/score", {"queries": "a"}, "documents must be text"),
+        ("/classify", {"input": "a", "dimensions": 3}, "unknown field 'dimensions'; /classify has input"),
         ("/v1/rerank", {"query": ["a"], "documents": ["b"]}, "query must be text"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "return_documents": 1}, "true or false"),

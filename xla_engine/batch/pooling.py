@@ -1,9 +1,11 @@
-"""Lines and bodies that ask for vectors, scores or ranks: OpenAI's embeddings, and vLLM's score and rerank.
+"""Lines and bodies that ask for vectors, classes, scores or ranks: OpenAI's embeddings, and vLLM's classify, score and
+rerank.
 
 {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "any", "input": ["one", "two"]}}
 {"custom_id": "b", "method": "POST", "url": "/v1/rerank",
  "body": {"query": "a question", "documents": ["one", "two"], "top_n": 1}}
 {"custom_id": "c", "method": "POST", "url": "/v1/score", "body": {"queries": "a question", "documents": ["one"]}}
+{"custom_id": "d", "method": "POST", "url": "/classify", "body": {"input": ["one", "two"]}}
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from xla_engine.utils.shown import shown
 EMBEDDINGS_URL = "/v1/embeddings"
 SCORE_URL = "/v1/score"
 RERANK_URL = "/v1/rerank"
-POOLING_URLS = (EMBEDDINGS_URL, SCORE_URL, RERANK_URL)
+CLASSIFY_URL = "/classify"
+POOLING_URLS = (EMBEDDINGS_URL, SCORE_URL, RERANK_URL, CLASSIFY_URL)
 MAX_INPUTS = 2048  # texts of one body, as with OpenAI
 
 _NAMES = {
     EMBEDDINGS_URL: ("input", "dimensions", "encoding_format"),
     SCORE_URL: ("queries", "documents", "text_1", "text_2"),
+    CLASSIFY_URL: ("input",),
     RERANK_URL: ("query", "documents", "top_n", "return_documents"),
 }
 _SHARED = ("use_activation", "priority", "deadline_s", "queue_timeout_s", "cache_salt")
@@ -52,7 +56,7 @@ class PoolingRequest:
     @property
     def prefix(self) -> str:
         """What the answer's id begins with."""
-        return {EMBEDDINGS_URL: "embd-", SCORE_URL: "score-"}.get(self.url, "rerank-")
+        return "embd-" if self.url == EMBEDDINGS_URL else f"{self.url.rpartition('/')[2]}-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,10 @@ def take_pooling(url: str, body: Mapping[str, Any]) -> PoolingParts:
             prompts=_inputs(given.get("input")),
             options=options,
         )
+    if url == CLASSIFY_URL:
+        params = PoolingParams(task="classify", use_activation=active)
+        inputs = _inputs(given.get("input"))
+        return PoolingParts(request=PoolingRequest(url=url), params=params, prompts=inputs, options=options)
     params = PoolingParams(task="score", use_activation=active)
     if url == RERANK_URL:
         query, documents = _texts("query", given.get("query")), _texts("documents", given.get("documents"))
@@ -124,6 +132,11 @@ def pooling_body(
         body["data"] = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
             for index, vector in enumerate(found)
+        ]
+    elif request.url == CLASSIFY_URL:
+        body["data"] = [
+            {"index": index, "label": None, "probs": list(probs), "num_classes": len(probs)}
+            for index, probs in enumerate(found)
         ]
     elif request.url == SCORE_URL:
         body["data"] = [
