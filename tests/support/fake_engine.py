@@ -87,6 +87,7 @@ class FakeEngine:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.tokenizer = None
+        self.chat_template: str | None = "that of render_chat"
         self.live: dict[str, FakeRequest] = {}
         self.submitted: list[str] = []
         self.aborted: list[str] = []

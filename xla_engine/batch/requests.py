@@ -43,6 +43,7 @@ from xla_engine.text.parsers.chats import Chat, Reading, take_chat
 from xla_engine.text.parsers.choose import Dialect
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import kind, load_object
+from xla_engine.utils.shown import shown
 
 MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
 MAX_PROMPTS = 128  # in one line
@@ -232,6 +233,7 @@ def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
     take_cap(body)
     if "messages" not in body:
         _check_prompt_is_there(body)
+        _check_is_no_row(body)
         return (_prompt(body.pop("prompt", ...)),), None, body, None
     if "prompt" in body:
         raise InvalidRequestError('both "prompt" and "messages" given; keep one')
@@ -268,6 +270,18 @@ def _check_prompt_is_there(body: Mapping[str, Any]) -> None:
     wrong = next((name for name in body if did_you_mean(name, ("prompt", "messages"))), None)
     if "prompt" not in body and wrong is not None:
         raise InvalidRequestError(f'no "prompt", but {wrong!r}{did_you_mean(wrong, ("prompt", "messages"))}')
+
+
+def _check_is_no_row(body: Mapping[str, Any]) -> None:
+    """A line that is the row of a table is told how rows are read."""
+    other = next(
+        (name for name in body if name not in LINE_FIELDS and isinstance(body[name], str | list)), None
+    )
+    if "prompt" not in body and other is not None and other not in SamplingParams.__dataclass_fields__:
+        raise InvalidRequestError(
+            f'no "prompt" (text or token ids) and no "messages"; if {shown(other)} is the prompt, `run` reads it with '
+            f"--prompt-column {other}"
+        )
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:

@@ -18,6 +18,7 @@ from xla_engine.cli import _help, _lora
 from xla_engine.cli._help import together
 from xla_engine.errors import XlaEngineError
 from xla_engine.scheduler.policy import POLICIES
+from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.startup import startup_line
 
 if TYPE_CHECKING:
@@ -345,4 +346,14 @@ def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 def os_message(error: OSError, path: str | None = None) -> str:
     """An error of the system in words; `path` names the file where the error does not."""
     name = error.filename or path
-    return f"{name}: {error.strerror or error}" if name else str(error)
+    hint = did_you_mean_path(name) if isinstance(error, FileNotFoundError) else ""
+    return f"{name}: {error.strerror or error}{hint}" if name else str(error)
+
+
+def did_you_mean_path(path: str | None) -> str:
+    """`; did you mean ...?` where a file that is there has nearly this name, else nothing."""
+    folder, name = os.path.split(path or "")
+    try:
+        return did_you_mean(name, os.listdir(folder or "."))
+    except OSError:
+        return ""

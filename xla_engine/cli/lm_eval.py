@@ -17,7 +17,8 @@ _CHOOSES_MODEL = ("--model", "-M")
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def lm_eval(words: tuple[str, ...]) -> None:
+@click.pass_context
+def lm_eval(context: click.Context, words: tuple[str, ...]) -> None:
     """Run lm-evaluation-harness (extra `lm-eval`) on this engine; all arguments are the harness's own.
 
     \b
@@ -28,9 +29,11 @@ def lm_eval(words: tuple[str, ...]) -> None:
 
         from xla_engine import lm_eval as ours
     except ImportError as error:
-        raise click.ClickException(
-            f"lm-evaluation-harness is missing ({error}): {install('lm-eval')}"
-        ) from error
+        missing = f"lm-evaluation-harness is missing ({error}): {install('lm-eval')}"
+        if set(words) <= {"-h", "--help"}:  # its own help tells the rest
+            click.echo(f"{context.get_help()}\n\n{missing}")
+            return
+        raise click.ClickException(missing) from error
     given = list(words)
     runs = bool(given) and given[0] not in ("ls", "validate", "-h", "--help")
     if runs and not any(word.partition("=")[0] in _CHOOSES_MODEL for word in given):

@@ -22,6 +22,7 @@ from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.cli import _common
 from xla_engine.cli._run.files import silence_stdout
+from xla_engine.cli._run.first_line import check_first_line, check_template
 from xla_engine.cli._run.shards import ShardOutput
 from xla_engine.cli._run.signals import interrupts
 from xla_engine.cli._run.tables import TableOptions, TableOutput, open_lines
@@ -106,6 +107,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             first = next(lines, None)
             if first is None:
                 raise _common.NotStarted(f"empty_file: {files.source} holds no request")
+            request = check_first_line(first, files.source, engine_options["model"], settings.defaults)
             lines = itertools.chain([first], lines)
             done = FinishedLines()
             shard = ShardOutput(settings.shard, files.output, files.errors, files.mode)
@@ -129,6 +131,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 return RunTotals(), [f"shard {settings.shard} has none of the input's lines"]
             lines = itertools.chain([] if first is None else [first], lines)
             engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
+            check_template(request, engine, engine_options["model"])
             header = _header(engine, settings, done, engine_options["model"])
             stack.enter_context(files.watched.logging(engine, lambda name: batch.custom_id(name)))
             sinks = [output.begin() for output in outputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from xla_engine.batch.requests import LineError
 from xla_engine.cli import _common
+from xla_engine.cli._run.first_line import check_first_line
 from xla_engine.cli._run.tables import TableOptions, open_lines
 
 
@@ -24,11 +26,13 @@ def dry_run(
         fields = _common.config_fields(options)
         checks = DryRun(options["model"] or embedded_model_directory(), EngineConfig(**fields))
         with open_lines(source, tables, max_line_bytes) as opened:
-            report = checks.run(opened.lines, defaults=defaults, on_error=_print)
+            lines = opened.lines
+            if (first := next(lines, None)) is None:
+                raise _common.NotStarted(f"empty_file: {source} holds no request")
+            check_first_line(first, source, options["model"], defaults)
+            report = checks.run(itertools.chain([first], lines), defaults=defaults, on_error=_print)
     for text in report.lines():
         click.echo(text)
-    if not report.ok and not report.failed:
-        raise _common.NotStarted(f"empty_file: {source} holds no request")
     if report.failed:
         sys.exit(_common.SOME_FAILED)
 

@@ -1,0 +1,60 @@
+"""What the first line tells about the whole input: a wrong file or model is one error, not one for each line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xla_engine.batch.requests import LineRequest, parse_line
+from xla_engine.cli._common import NotStarted
+from xla_engine.text.parsers.chats import Chat
+
+if TYPE_CHECKING:
+    from xla_engine.batch.lines import Line
+    from xla_engine.engine.client import EngineClient
+
+
+def check_first_line(
+    line: Line, source: str, model: str | None, defaults: dict[str, Any]
+) -> LineRequest | None:
+    """The request of the first line, None where it has none. Raises NotStarted for a file of JSON that is not a line
+    for each request, and for text where the model's directory has no tokenizer."""
+    raw = b"" if line.raw is None else line.raw.strip()
+    if raw == b"{" or (raw.startswith(b"[") and not _is_a_list_of_values(raw)):
+        what = "a JSON array" if raw.startswith(b"[") else "JSON over several lines"
+        raise NotStarted(
+            f"invalid_json_line: {source} is {what}; write each request on one line (`jq -c '.[]' {source}` does for "
+            "an array), or read an array of rows with --prompt-column NAME"
+        )
+    request = parse_line(raw, line.number, defaults)
+    if not isinstance(request, LineRequest):
+        return None
+    if model is not None and not isinstance(request.prompts[0], tuple) and _lacks_tokenizer(Path(model)):
+        raise NotStarted(
+            f"no_tokenizer: {model} has no tokenizer.json, and the first request has text; put the model's "
+            "tokenizer.json there, or write prompts as lists of token ids"
+        )
+    return request
+
+
+def check_template(request: LineRequest | None, engine: EngineClient, model: str | None) -> None:
+    """Raises NotStarted where the first request is a chat, and neither it nor the model has a chat template."""
+    chat = None if request is None else request.prompts[0]
+    if isinstance(chat, Chat) and "chat_template" not in chat.options and engine.chat_template is None:
+        raise NotStarted(
+            f"no_chat_template: {model or 'the embedded model'} has no chat template, and the first request is a "
+            "chat; give one with --chat-template FILE, or write a prompt in place of messages"
+        )
+
+
+def _is_a_list_of_values(raw: bytes) -> bool:
+    """One bad line, as any may be, and not the beginning of an array of requests."""
+    try:
+        return not any(isinstance(each, dict) for each in json.loads(raw))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lacks_tokenizer(model: Path) -> bool:
+    return (model / "config.json").exists() and not (model / "tokenizer.json").exists()
