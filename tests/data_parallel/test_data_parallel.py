@@ -143,7 +143,7 @@ def test_a_request_that_ends_its_process_ends_alone(
     while several.has_unfinished:
         for output in several.step(only_finished=True):
             found[output.request_id] = output
-        poison = several._live.get("poison")
+        poison = several._turns.live.get("poison")
         if poison is not None and poison.engine is not None:
             pid = several._fleet.members[poison.engine].pid
             assert pid is not None
@@ -260,7 +260,7 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
     for number, (prompt, params) in enumerate(wanted):
         several.submit(prompt, params, request_id=f"r{number}")
     draw, found, interrupted = random.Random(5), {}, 0
-    wait, take = several._fleet.wait, several._take
+    wait, take = several._fleet.wait, several._turns._take
 
     place = ""
 
@@ -276,7 +276,7 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
         take(*arguments)
 
     monkeypatch.setattr(several._fleet, "wait", wait_and_stop)
-    monkeypatch.setattr(several, "_take", stop_or_take)
+    monkeypatch.setattr(several._turns, "_take", stop_or_take)
     while several.has_unfinished:
         place = draw.choice(["", "", "wait", "take"]) if interrupted < 8 else ""
         try:

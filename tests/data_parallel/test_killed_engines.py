@@ -22,19 +22,19 @@ pytestmark = pytest.mark.full
 RUN_AND_KILL = """
 import os, random, signal, sys
 from xla_engine.cli import main
-from xla_engine.data_parallel.engine import DataParallelEngine
+from xla_engine.data_parallel.turns import Turns
 
-heard, draw, take = 0, random.Random(3), DataParallelEngine._take
+heard, draw, take = 0, random.Random(3), Turns._take
 
-def take_and_kill(engine, member, news):
+def take_and_kill(turns, member, news):
     global heard
     heard += 1
     if heard in (8, 40):
-        os.kill(draw.choice(engine.pids), signal.SIGKILL)
+        os.kill(draw.choice([each.pid for each in turns.fleet.members if each.pid]), signal.SIGKILL)
         print("killed one", file=sys.stderr)
-    take(engine, member, news)
+    take(turns, member, news)
 
-DataParallelEngine._take = take_and_kill
+Turns._take = take_and_kill
 main(prog_name="xla-engine")
 """
 

@@ -43,9 +43,6 @@ INHERITS = {
     "Int8": "the same",
     "W8A8": "the same",
     "Blocks": "the same",
-    # to be taken apart
-    "ChangingAdapters": "the data-parallel engine is spread over three classes",
-    "DataParallelEngine": "the same",
 }
 
 

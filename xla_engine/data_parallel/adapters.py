@@ -69,13 +69,11 @@ class FleetAdapters:
         found = [self.known[number] for number in sorted(self._pinned & self.known.keys())]
         return {each.request.lora_name: each.key for each in found}
 
-    def of(self, request: LoRARequest | None) -> RemoteAdapter | None:
+    def of(self, request: LoRARequest) -> RemoteAdapter:
         """The adapter that a request asks for. Raises InvalidRequestError as `Adapters.of` does.
 
         It is not loaded yet. Where requests have all room it is waited for; AdaptersBusyError: all are pinned.
         """
-        if request is None:
-            return None
         number = request.lora_int_id
         found = self.known.get(number)
         if found is not None and found.request != request:
@@ -95,6 +93,17 @@ class FleetAdapters:
                 f"lora_int_id {number} is {found.request}; give {request.lora_name!r} another id, or remove that one "
                 "first"
             )
+        return found
+
+    def named(self, name: str | None, model: str) -> LoRARequest | None:
+        """The adapter of this name; None for the model itself. Raises InvalidRequestError."""
+        every = [each.request for each in self.known.values()]
+        if name is None or not every:
+            return None
+        found = next((each for each in every if each.lora_name == name), None)
+        if found is None and name != model:
+            names = ", ".join((model, *(each.lora_name for each in every)))
+            raise InvalidRequestError(f"there is no model {name!r}; here are {names}")
         return found
 
     def engines_for(

@@ -7,27 +7,31 @@ process ends, its requests run on another, say first what they have said, which 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
 
 from xla_engine.config import EngineConfig
 from xla_engine.data_parallel import totals
 from xla_engine.data_parallel.adapters import key_reader
-from xla_engine.data_parallel.changing import ChangingAdapters
 from xla_engine.data_parallel.fleet import Fleet
 from xla_engine.data_parallel.request import RemoteRequest
+from xla_engine.data_parallel.turns import Turns
+from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
 from xla_engine.engine.protocol import RequestOptions, drained
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.seeds import noise_key
 from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.engine.turn import Turn
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import ConfigError, InvalidRequestError, OneEngineError
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.observability.metrics import EngineFacts, engine_metrics
+from xla_engine.observability.observer import Observers
 from xla_engine.observability.prometheus import Family, text_of
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
@@ -54,7 +58,7 @@ def one_engine_only(name: str, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class DataParallelEngine(ChangingAdapters):
+class DataParallelEngine:
     """Engines on one machine behind one, as `XlaBatchEngine` is to its callers.
 
     A request goes to the engine that read its prefix last, else to the one with the fewest requests; it waits here
@@ -88,7 +92,12 @@ class DataParallelEngine(ChangingAdapters):
         self.chat_template = described.chat_template
         name = None if model is None else str(model)
         fleet = Fleet(name, config or EngineConfig(), engines, progress)
-        super().__init__(fleet, key_reader(described, fleet.config))
+        self._fleet = fleet
+        self._turns = turns = Turns(fleet, key_reader(described, fleet.config))
+        self._adapters = turns.adapters
+        self.lock, self.clock = turns.lock, turns.clock
+        self.observers = Observers()  # engines do not tell their plans, so they hear nothing
+        self.watches = False  # a turn waits for messages only, so time limits of requests always hold
         self.config = fleet.config
         self.default_params = SamplingParams.from_mapping(described.sampling_defaults)
         self.max_model_len: int = self._fleet.facts["max_model_len"]
@@ -119,15 +128,24 @@ class DataParallelEngine(ChangingAdapters):
 
     @property
     def num_running(self) -> int:
-        return min(sum(member.running for member in self._fleet.members), len(self._live))
+        return min(sum(member.running for member in self._fleet.members), len(self._turns.live))
 
     @property
     def num_waiting(self) -> int:
-        return len(self._live) - self.num_running
+        return len(self._turns.live) - self.num_running
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._turns.live)
 
     @property
     def has_unfinished(self) -> bool:
         return self.has_work or bool(self._collector)
+
+    @property
+    def closed_because(self) -> str | None:
+        """As `XlaBatchEngine.closed_because`."""
+        return self._turns.closed
 
     def render_chat(
         self, messages: Sequence[ChatMessage], *, chat_template: str | None = None, **options: Any
@@ -149,11 +167,11 @@ class DataParallelEngine(ChangingAdapters):
     ) -> str:
         """As `XlaBatchEngine.submit`, whose errors these are. A constraint that was not seen before is tried at once,
         and refused here; on_refused hears of what an engine refuses all the same."""
-        self._check_open()
-        self._settle()
+        self._turns.check_open()
+        self._turns.settle()
         params = params or self.default_params
         request_id = self._free_id() if request_id is None else request_id
-        if request_id in self._live:
+        if request_id in self._turns.live:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
@@ -161,9 +179,10 @@ class DataParallelEngine(ChangingAdapters):
             prompt, params, options, add_special_tokens=add_special_tokens
         )
         if self.config.max_waiting is not None:
-            live = sum(request.params.n for request in self._live.values())
+            live = sum(request.params.n for request in self._turns.live.values())
             self.validator.check_queue(params.n, waiting=live, free=self.max_num_seqs)
-        adapter = self._adapters.of(options.get("lora_request"))
+        lora_request = options.get("lora_request")
+        adapter = None if lora_request is None else self._adapters.of(lora_request)
         self.validator.token_mask(params, stop_ids)
         now = self.clock()
         deadline_s, queue_timeout_s = options.get("deadline_s"), options.get("queue_timeout_s")
@@ -184,10 +203,72 @@ class DataParallelEngine(ChangingAdapters):
             on_refused=on_refused,
         )
         self._submitted += 1
-        self._live[request_id] = request
-        self._put_in_line(request)
-        self._dispatch()
+        self._turns.add(request)
         return request_id
+
+    def abort(self, request_id: str, cause: str | None = None) -> bool:
+        """As `XlaBatchEngine.abort`."""
+        return self._turns.abort(request_id, cause)
+
+    def abort_all(self, cause: str | None = None) -> None:
+        """End every live request now."""
+        self._turns.abort_all(cause)
+
+    def stop_taking(self) -> None:
+        """Refuse requests from now on; those that are here go on."""
+        self._turns.draining = True
+
+    def fail(self, cause: str) -> None:
+        """As `XlaBatchEngine.fail`."""
+        self._turns.fail(cause)
+
+    def turn(self) -> Turn:
+        """As `XlaBatchEngine.turn`; it waits for what engines say."""
+        return self._turns.turn()
+
+    def advance(self) -> None:
+        """As `XlaBatchEngine.advance`."""
+        self._turns.advance()
+
+    @locked
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter in every engine; False where all had it.
+
+        It is read here, and an engine loads it before anything that is submitted later. Raises InvalidRequestError
+        where it cannot be loaded, AdaptersBusyError where an engine has no room for it.
+        """
+        self._turns.check_open()
+        return self._adapters.load(self._adapters.of(lora_request))
+
+    @locked
+    def remove_lora(self, lora_id: int) -> bool:
+        """Let go of an adapter in every engine; False where none has it. Raises InvalidRequestError while requests
+        have it."""
+        return self._adapters.remove(lora_id)
+
+    @locked
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in every engine, which then makes no room for others; False where none has it.
+
+        Raises AdaptersBusyError where an engine has no room for it, or requests would be left without any.
+        """
+        return self._adapters.pin(lora_id)
+
+    @locked
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters that an engine has, or that a request waits for."""
+        self._adapters.tidy()
+        return set(self._adapters.known)
+
+    @locked
+    def adapter_named(self, name: str | None) -> LoRARequest | None:
+        """As `XlaBatchEngine.adapter_named`."""
+        return self._adapters.named(name, self._name)
+
+    def identity(self) -> EngineIdentity:
+        """That of a single engine of this configuration: which engine a request ran on changes no bit."""
+        found, pinned = self._fleet.identity(), self._adapters.pinned
+        return replace(found, config={**found.config, "adapters": pinned}) if pinned else found
 
     extend = one_engine_only("extend", "submit prompt and tokens again")
     save = one_engine_only("save", "submit prompt and tokens again")
@@ -223,7 +304,7 @@ class DataParallelEngine(ChangingAdapters):
 
     def _free_id(self) -> str:
         name, count = str(self._submitted), 0
-        while name in self._live:
+        while name in self._turns.live:
             count += 1
             name = f"{self._submitted}.{count}"
         return name
@@ -231,7 +312,7 @@ class DataParallelEngine(ChangingAdapters):
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
         """As `XlaBatchEngine.step`: a turn is what engines have said since the last."""
         self._tell_every_token(not only_finished)
-        if self._closed is None or not self._collector:
+        if self._turns.closed is None or not self._collector:
             self.advance()
         with self.lock:
             news = self._collector.take()
@@ -240,15 +321,15 @@ class DataParallelEngine(ChangingAdapters):
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
         """As `XlaBatchEngine.drain`."""
         until = math.inf if timeout_s is None else self.clock() + timeout_s
-        draining, self._draining = self._draining, True
+        draining, self._turns.draining = self._turns.draining, True
         ended: list[RequestOutput] = []
         try:
             while self.has_unfinished:
-                if self._live and self.clock() >= until:
+                if self._turns.live and self.clock() >= until:
                     self.abort_all(drained(timeout_s))
                 ended += self.step(only_finished=True)
         finally:
-            self._draining = draining
+            self._turns.draining = draining
         return ended
 
     def stream(self) -> Iterator[RequestOutput]:
@@ -269,7 +350,7 @@ class DataParallelEngine(ChangingAdapters):
     @locked
     def snapshot(self) -> Snapshot:
         """All slots and blocks, one engine's after the other's, as each told them last; it tells them again now."""
-        self._listen()
+        self._turns.listen()
         for member in self._fleet.members:
             if member.process is not None:
                 member.process.tell({"op": "snapshot"})
@@ -279,12 +360,12 @@ class DataParallelEngine(ChangingAdapters):
     @locked
     def stats(self) -> EngineStats:
         """The counters of all engines together, as each told them last; also of processes that have ended."""
-        self._listen()
+        self._turns.listen()
         return totals.stats(
             [member.stats for member in self._fleet.members],
             [one for member in self._fleet.members for one in member.lost],
-            finished=self._finished,
-            recoveries=self._recoveries,
+            finished=self._turns.finished,
+            recoveries=self._turns.recoveries,
             submitted=self._submitted,
         )
 
@@ -310,7 +391,7 @@ class DataParallelEngine(ChangingAdapters):
         for member in self._fleet.members:
             if member.process is not None:
                 member.process.tell({"op": "reset"})
-            self._router.forget(member.index)
+            self._turns.router.forget(member.index)
 
     def seed_of(self, request_id: str, params: SamplingParams) -> int:
         """As `XlaBatchEngine.seed_of`."""
@@ -318,13 +399,7 @@ class DataParallelEngine(ChangingAdapters):
 
     def close(self) -> None:
         """Abort what is live and end the processes."""
-        with self.lock:
-            if os.getpid() != self._pid:
-                return
-            if self._closed is None:
-                self.abort_all()
-                self._closed = "close() was called"
-        self._fleet.close()
+        self._turns.close()
 
     def __enter__(self) -> DataParallelEngine:
         return self

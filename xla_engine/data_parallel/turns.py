@@ -18,7 +18,6 @@ from xla_engine.engine.locked import locked
 from xla_engine.engine.requests.validation import check_takes
 from xla_engine.engine.turn import Turn, Wait, answer_turn
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, ReplayError
-from xla_engine.observability.observer import Observers
 from xla_engine.scheduler import FinishReason
 
 DEATHS_SURVIVED = 2  # engines that end with a request, after which it runs with no other
@@ -29,46 +28,46 @@ IDLE_WAIT_S = 1.0  # a wait for engines that say nothing is over after so long, 
 class Turns:
     """What `Loop` and `Driver` are to one engine.
 
-    lock: held by whatever reads or changes the state of requests; told of the end of each turn.
+    lock: held by whatever reads or changes the state of requests; told of the end of each turn. Methods that do not
+        take it assume that their caller holds it.
+    live: the requests that have not ended. finished: sequences by the reason of their end.
+    recoveries: processes that have ended. closed: why nothing is taken any more, None while it is.
+    draining: no request is taken; those that are here go on.
     """
 
     def __init__(self, fleet: Fleet, adapter_key: Key) -> None:
         """adapter_key: see `key_reader`."""
         self.lock = threading.Condition()
         self.clock = time.monotonic
-        self.observers = Observers()  # engines do not tell their plans, so they hear nothing
-        self.watches = False  # a turn waits for messages only, so time limits of requests always hold
-        self._fleet = fleet
-        self._router = PrefixRouter(fleet.config.block_size, slack=fleet.config.num_slots)
-        self._live: dict[str, RemoteRequest] = {}
-        self._adapters = FleetAdapters(
-            adapter_key, fleet.config.max_loras, fleet.members, lambda: self._live.values()
+        self.fleet = fleet
+        self.router = PrefixRouter(fleet.config.block_size, slack=fleet.config.num_slots)
+        self.live: dict[str, RemoteRequest] = {}
+        self.adapters = FleetAdapters(
+            adapter_key, fleet.config.max_loras, fleet.members, lambda: self.live.values()
         )
         self._line: list[RemoteRequest] = []  # without an engine, first in line first
         self._runs = 0
-        self._finished = {str(reason): 0 for reason in FinishReason}
-        self._recoveries = 0
+        self.finished = {str(reason): 0 for reason in FinishReason}
+        self.recoveries = 0
         self._turning, self._driver, self._turns = False, 0, 0
         self._unsettled = (
             False  # an interrupt came in the middle of a turn: what was said is perhaps not all known
         )
-        self._closed: str | None = None
-        self._draining = False
+        self.closed: str | None = None
+        self.draining = False
         self._pid = os.getpid()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise EngineClosedError where no request is taken."""
         if os.getpid() != self._pid:
             raise EngineClosedError(f"the engine belongs to process {self._pid}; make one in this process")
-        check_takes(self._closed, draining=self._draining)
+        check_takes(self.closed, draining=self.draining)
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._live)
-
-    @property
-    def closed_because(self) -> str | None:
-        """Why nothing is taken any more, None while it is."""
-        return self._closed
+    def add(self, request: RemoteRequest) -> None:
+        """Take in a request that was found good."""
+        self.live[request.request_id] = request
+        self._put_in_line(request)
+        self._dispatch()
 
     def _put_in_line(self, request: RemoteRequest) -> None:
         request.engine = None
@@ -76,7 +75,7 @@ class Turns:
 
     def _dispatch(self) -> None:
         """Give requests in line to engines, as long as these take them."""
-        ready = [member for member in self._fleet.members if member.ready]
+        ready = [member for member in self.fleet.members if member.ready]
         suspect = next((each for each in self._line if each.deaths >= DEATHS_SURVIVED), None)
         if suspect is not None and ready:
             chosen = min(ready, key=lambda member: len(member.live))
@@ -86,7 +85,7 @@ class Turns:
                 self._begin(suspect, chosen)
             ready.remove(chosen)  # no other goes there before
         ready = [member for member in ready if not any(each.alone for each in member.live.values())]
-        place, slots = 0, self._fleet.config.num_slots
+        place, slots = 0, self.fleet.config.num_slots
         waiting = 0  # how many come from the first on that waits for room for its adapter; none takes room before it
         while place < len(self._line) and waiting <= LOOK_AHEAD:
             request = self._line[place]
@@ -102,7 +101,7 @@ class Turns:
                 continue
             having: set[int] = set()
             if request.adapter is not None:
-                near, having = self._adapters.engines_for(request.adapter, loads, slack=slots)
+                near, having = self.adapters.engines_for(request.adapter, loads, slack=slots)
                 loads = {} if waiting else near
             if waiting or not loads:
                 waiting += 1
@@ -110,13 +109,13 @@ class Turns:
                 place += 1
                 continue
             del self._line[place]
-            index = self._router.choose(request.token_ids, request.shares, loads, having)
-            self._begin(request, self._fleet.members[index])
+            index = self.router.choose(request.token_ids, request.shares, loads, having)
+            self._begin(request, self.fleet.members[index])
 
     def _begin(self, request: RemoteRequest, member: Member) -> None:
         assert member.process is not None
         if request.adapter is not None:
-            self._adapters.make_room(member, request.adapter)
+            self.adapters.make_room(member, request.adapter)
         self._runs += 1
         member.live[self._runs] = request
         member.process.tell(request.command(self._runs, member.index, self.clock()))
@@ -144,12 +143,12 @@ class Turns:
         After an interrupt in the middle, which is raised again, every request runs again.
         """
         with self.lock:
-            if self._closed is not None:
-                raise EngineClosedError(f"the engine is closed ({self._closed}); make a new one")
-            self._settle()
+            if self.closed is not None:
+                raise EngineClosedError(f"the engine is closed ({self.closed}); make a new one")
+            self.settle()
             self.expire()
             self._dispatch()
-            if not self._live:
+            if not self.live:
                 return
             self._turning, self._driver = True, threading.get_ident()
         try:
@@ -162,7 +161,7 @@ class Turns:
         with self.lock:
             until = min((each.expires for each in self._line), default=math.inf)
             left = max(until - self.clock(), 1e-3)
-        return self._fleet.wait(min(left, IDLE_WAIT_S))
+        return self.fleet.wait(min(left, IDLE_WAIT_S))
 
     @locked
     def _hear_all(self, answer: Any) -> None:
@@ -172,7 +171,7 @@ class Turns:
             if isinstance(answer, BaseException):
                 raise answer
             for index, message in answer:
-                self._hear(self._fleet.members[index], message)
+                self._hear(self.fleet.members[index], message)
             self._dispatch()
             self._unsettled = False
         finally:
@@ -180,14 +179,14 @@ class Turns:
             self._turns += 1
             self.lock.notify_all()
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Hear what has been said, unless a turn is about to."""
-        if not self._turning and self._closed is None:
-            self._hear_all(self._fleet.wait(0))
+        if not self._turning and self.closed is None:
+            self._hear_all(self.fleet.wait(0))
 
     def _hear(self, member: Member, message: Message | None) -> None:
         if message is None:
-            self._after_end(member, self._fleet.ended(member))
+            self._after_end(member, self.fleet.ended(member))
             return
         if message["op"] == "news":
             member.running = message["running"]
@@ -199,10 +198,10 @@ class Turns:
             member.snapshot = message["snapshot"]
         elif message["op"] == "ready":
             try:
-                self._fleet.take_ready(member, message)
+                self.fleet.take_ready(member, message)
             except ConfigError as error:
                 self.fail(str(error))
-            self._adapters.load_again(member)
+            self.adapters.load_again(member)
         elif message["op"] == "refused":
             request = member.live.get(message["number"])
             if request is not None:
@@ -231,19 +230,19 @@ class Turns:
             member.deaths = 0
             self._forget(request)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """After an interrupt in the middle of a turn, let every request run again; its reader hears nothing of it."""
         if not self._unsettled:
             return
         self._line = []
-        for member in self._fleet.members:
+        for member in self.fleet.members:
             for number in member.live:
                 if member.process is not None:
                     member.process.tell({"op": "abort", "number": number})
             member.live.clear()
-        for request in list(self._live.values()):
+        for request in list(self.live.values()):
             if request.finished:
-                del self._live[request.request_id]
+                del self.live[request.request_id]
             else:
                 request.alone = False
                 self._put_in_line(request)
@@ -251,8 +250,8 @@ class Turns:
 
     def _after_end(self, member: Member, why: str) -> None:
         """The requests of an engine whose process has ended run again elsewhere, but for one that was alone in it."""
-        self._recoveries += 1
-        self._router.forget(member.index)
+        self.recoveries += 1
+        self.router.forget(member.index)
         live, member.live = list(member.live.values()), {}
         for request in live:
             request.deaths += 1
@@ -264,23 +263,23 @@ class Turns:
                 self._put_in_line(request)
         if member.process is None:
             member.adapters.clear()
-        if all(each.process is None for each in self._fleet.members):
+        if all(each.process is None for each in self.fleet.members):
             self.fail(f"every engine has ended too often, the last {why}")
 
     def _forget(self, request: RemoteRequest) -> None:
-        del self._live[request.request_id]
+        del self.live[request.request_id]
         if request.engine is None:
             self._line.remove(request)
         else:
-            self._fleet.members[request.engine].live.pop(request.number, None)
+            self.fleet.members[request.engine].live.pop(request.number, None)
         for sequence in request.shown.sequences.values():
             if sequence.finish is not None:  # else an engine has refused to run it again
-                self._finished[sequence.finish] += 1
+                self.finished[sequence.finish] += 1
 
     def _end(self, request: RemoteRequest, reason: str, error: str | None) -> None:
         """End a request here."""
         if request.engine is not None:
-            member = self._fleet.members[request.engine]
+            member = self.fleet.members[request.engine]
             if member.process is not None:
                 member.process.tell({"op": "abort", "number": request.number})
         request.end(reason, error, self.clock())
@@ -292,7 +291,7 @@ class Turns:
     @locked
     def abort(self, request_id: str, cause: str | None = None) -> bool:
         """As `XlaBatchEngine.abort`."""
-        request = self._live.get(request_id)
+        request = self.live.get(request_id)
         if request is None:
             return False
         self._end(request, "abort", cause)
@@ -301,7 +300,7 @@ class Turns:
     @locked
     def abort_all(self, cause: str | None = None) -> None:
         """End every live request now."""
-        for request_id in list(self._live):
+        for request_id in list(self.live):
             self.abort(request_id, cause)
 
     @locked
@@ -311,13 +310,19 @@ class Turns:
         for request in [each for each in self._line if each.expires <= now]:
             self._end(request, "deadline" if request.deadline <= now else "queue_timeout", None)
 
-    def stop_taking(self) -> None:
-        """Refuse requests from now on; those that are here go on."""
-        self._draining = True
-
     @locked
     def fail(self, cause: str) -> None:
         """Close for a cause: every request ends with reason "error", and later submits fail at once."""
-        self._closed = cause
-        for request in list(self._live.values()):
+        self.closed = cause
+        for request in list(self.live.values()):
             self._end(request, "error", cause)
+
+    def close(self) -> None:
+        """Abort what is live and end the processes. In a process that was forked from the engine's, do nothing."""
+        with self.lock:
+            if os.getpid() != self._pid:
+                return
+            if self.closed is None:
+                self.abort_all()
+                self.closed = "close() was called"
+        self.fleet.close()
