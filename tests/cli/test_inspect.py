@@ -29,7 +29,7 @@ def test_the_figures_are_those_of_the_engine(embedded: XlaBatchEngine) -> None:
     report = inspect_model(embedded_model_directory(), embedded.config)
     runner = embedded.runner
     assert report.ok and report.memory is not None and report.backends is not None
-    assert report.memory["weights"] == runner.weights_bytes
+    assert report.memory["weights"] == runner.weights.nbytes
     assert report.memory["max_model_len"] == runner.context_length
     assert report.memory["kv_bytes_per_token"] * runner.context_length * 16 == runner.cache_bytes
     assert (

@@ -72,9 +72,9 @@ def test_law_1_holds_in_eight_bits(
     config = replace(TINY_ENGINE, quantization="int8", attention_backend=backend, linear_backend=backend)
     engine = make_engine(config, model=model)
     products = choose_products(backend, model, jnp.dtype(jnp.int8))
-    assert engine.runner._spec.products == products and (model is WIDE or products is None)
+    assert engine.runner.spec.products == products and (model is WIDE or products is None)
     assert (
-        sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(engine.runner._weights))
+        sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(engine.runner.weights.leaves))
         == 4 * TINY.num_hidden_layers + 2
     )
     report = verify(engine, requests=30, schedules=2, seed=1, lags=(0, 1))

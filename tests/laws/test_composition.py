@@ -21,18 +21,11 @@ INHERITS = {
     # one contract, two forms of the code behind it
     "GgufWeights": "tensors of another file format behind TensorFiles' lookups",
     "GivenTensors": "tensors of a mapping behind TensorFiles' lookups",
-    "ByteLevelDetokenizer": "the abstract form of its file, which says what both share",
-    "PieceDetokenizer": "the same",
-    "GzipSink": "a PlainSink whose bytes are compressed",
     "Eagle3": "a draft head: DraftHead is what both heads do",
     "Mtp": "the same",
-    "MetricsFile": "a LiveFile of another content",
-    "StatusFile": "the same",
-    "Runner": "the weights that it holds, which WeightUpdates replace",
     "RecordedClock": "a Clock that is told instead of computing",
     "AsyncLife": "a life in an event loop: its rounds are those of Life",
     "FaultyTokenizer": "plants faults below the methods of the class that it replaces",
-    "_FailingDetokenizer": "the same",
     "_Ends": "an OutputCollector that hears of ends",
     "Responses": "an endpoint that differs from Generation in its shapes",
     # peers of the benchmark, each a variant of one program

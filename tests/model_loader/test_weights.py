@@ -103,7 +103,7 @@ def test_progress_counts_the_bytes_of_the_weights() -> None:
     seen: list[StartupStep] = []
     checkpoint = tiny_checkpoint()
     with XlaBatchEngine(checkpoint, None, TINY_ENGINE, progress=seen.append) as engine:
-        assert engine.runner.weights_bytes == sum(leaf.nbytes for leaf in checkpoint.weights.values())
+        assert engine.runner.weights.nbytes == sum(leaf.nbytes for leaf in checkpoint.weights.values())
         programs = len(engine.inventory_report())
     done, totals = zip(
         *((step.done, step.total) for step in seen if step.doing == "loading weights"),

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.observability.status_file import StatusFile
+from xla_engine.observability.live_file import LiveFile
+from xla_engine.observability.status_file import status_file
 from xla_engine.sampling_params import SamplingParams
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-def status_file(path: Path, engine: Any, **options: Any) -> StatusFile:
-    return StatusFile(path, engine, names=lambda name: f"<{name}>", run=lambda: {"ok": 3}, **options)
+def status_of(path: Path, engine: Any, **options: Any) -> LiveFile:
+    return status_file(path, engine, names=lambda name: f"<{name}>", run=lambda: {"ok": 3}, **options)
 
 
 def test_it_tells_queue_slots_reasons_and_counters(tiny: XlaBatchEngine, tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_it_tells_queue_slots_reasons_and_counters(tiny: XlaBatchEngine, tmp_pat
     for _ in range(4):
         tiny.step()
     before = tiny.runner.prefill_calls, tiny.stats().steps
-    status_file(path, tiny).write()
+    status_of(path, tiny).write()
     assert (tiny.runner.prefill_calls, tiny.stats().steps) == before
     status = json.loads(path.read_text())
     assert status["run"] == {"ok": 3} and status["pid"] > 0 and status["time"] > 1e9
@@ -38,7 +39,7 @@ def test_it_tells_queue_slots_reasons_and_counters(tiny: XlaBatchEngine, tmp_pat
     assert status["waiting"][1]["decision"]["reason"]
     assert status["counters"]["submitted"] >= 10 and status["stats"]["steps"] == before[1]
     tiny.drain()
-    status_file(path, tiny).write()
+    status_of(path, tiny).write()
     status = json.loads(path.read_text())
     assert all(slot["request"] is None for slot in status["slots"]) and not status["waiting"]
     assert status["counters"]["finished"]["length"] >= 10
@@ -47,7 +48,7 @@ def test_it_tells_queue_slots_reasons_and_counters(tiny: XlaBatchEngine, tmp_pat
 
 def test_it_is_written_now_and_then(tiny: XlaBatchEngine, tmp_path: Path) -> None:
     now = [0.0]
-    status = status_file(tmp_path / "s.json", tiny, clock=lambda: now[0])
+    status = status_of(tmp_path / "s.json", tiny, clock=lambda: now[0])
     status.update()
     first = (tmp_path / "s.json").stat().st_ino
     status.update()
@@ -63,7 +64,7 @@ def test_it_is_written_now_and_then(tiny: XlaBatchEngine, tmp_path: Path) -> Non
 def test_a_write_that_fails_is_kept_for_later_and_raises_nothing(
     tiny: XlaBatchEngine, tmp_path: Path
 ) -> None:
-    status = status_file(tmp_path / "none" / "s.json", tiny)
+    status = status_of(tmp_path / "none" / "s.json", tiny)
     status.update()
     assert isinstance(status.failure, FileNotFoundError)
     with pytest.raises(FileNotFoundError):

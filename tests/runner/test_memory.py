@@ -42,7 +42,7 @@ def test_a_token_of_llama_3_2_1b_costs_what_its_card_says() -> None:
 
 
 def test_slots_are_what_the_engine_allocates(tiny: XlaBatchEngine) -> None:
-    runner, spec = tiny.runner, tiny.runner._spec
+    runner, spec = tiny.runner, tiny.runner.spec
     state = memory.tree_bytes((*runner._state.held, runner._state.tables))
     rows = tiny.config.device_rows
     assert rows * memory.slot_bytes(spec, runner.context_length) == state
@@ -51,7 +51,7 @@ def test_slots_are_what_the_engine_allocates(tiny: XlaBatchEngine) -> None:
 @pytest.mark.parametrize("fixture", ["tiny", "embedded"])
 def test_the_workspace_covers_every_graph(fixture: str, request: pytest.FixtureRequest) -> None:
     engine = request.getfixturevalue(fixture)
-    spec, rows = engine.runner._spec, engine.config.device_rows
+    spec, rows = engine.runner.spec, engine.config.device_rows
     temp = {report.name: report.temp_bytes for report in engine.inventory_report()}
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         temp.pop("copy_block", None)  # there XLA:CPU copies a cache before it writes into it

@@ -35,7 +35,7 @@ def num_parked(runner: Runner) -> int:
 
 def read_cache(runner: Runner) -> list[tuple[np.ndarray, np.ndarray]]:
     """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or what a linear one keeps."""
-    return to_host(runner._spec, runner._state.cache)
+    return to_host(runner.spec, runner._state.cache)
 
 
 def edit_cache(runner: Runner, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
@@ -43,9 +43,9 @@ def edit_cache(runner: Runner, edit: Callable[[int, str, np.ndarray], np.ndarray
     "memory" of linear layers likewise."""
     edited = []
     for index, (first, second) in enumerate(read_cache(runner)):
-        names = ("inputs", "memory") if runner._spec.config.is_linear(index) else ("keys", "values")
+        names = ("inputs", "memory") if runner.spec.config.is_linear(index) else ("keys", "values")
         edited.append((edit(index, names[0], first), edit(index, names[1], second)))
-    runner._state.cache = from_host(runner._spec, edited)
+    runner._state.cache = from_host(runner.spec, edited)
 
 
 def poison_free_slots(engine: XlaBatchEngine) -> None:

@@ -183,7 +183,7 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
             "accepted": stats.accepted_tokens,
             "compiles": stats.compiles_after_warmup,
             "collectives": {name: _collectives(text) for name, text in texts.items()},
-            "weights": engine.runner.weights_bytes,
+            "weights": engine.runner.weights.nbytes,
             "cache": engine.runner.cache_bytes,
         }
 

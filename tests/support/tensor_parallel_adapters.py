@@ -69,7 +69,7 @@ def _result(job: dict[str, Any], size: int, directory: Path) -> dict[str, Any]:
             "products": engine.runner.platform["linear"],
             "compiles": engine.stats().compiles_after_warmup,
             "collectives": {name: tensor_parallel._collectives(text) for name, text in texts.items()},
-            "weights": engine.runner.weights_bytes,
+            "weights": engine.runner.weights.nbytes,
             "checked": check is None or check.row_invariant,
         }
 

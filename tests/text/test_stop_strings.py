@@ -34,8 +34,13 @@ class Pieces(IncrementalDetokenizer):
     """A stream whose n-th token is the n-th piece."""
 
     def __init__(self, pieces: list[str]) -> None:
-        super().__init__(lambda token_id: "", lambda held: "")
         self.pieces = pieces
+
+    def peek(self) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
     def push(self, token_id: int) -> str:
         return self.pieces[token_id]

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from xla_engine.batch.resume import FileSystem, FinishedLines, PlainSink, Sink, is_packed, sink_of
+from xla_engine.batch.resume import CountedSink, FileSystem, FinishedLines, Sink, is_packed, sink_of
 from xla_engine.errors import OutputError
 
 CHECK_EVERY_S = 1.0  # how often a run looks whether its file is still there
@@ -131,7 +131,7 @@ class _WatchedSink:
     Raises OutputError where it is not.
     """
 
-    def __init__(self, sink: PlainSink, file: BinaryIO, path: Path) -> None:
+    def __init__(self, sink: CountedSink, file: BinaryIO, path: Path) -> None:
         self._sink, self._file, self._path = sink, file, path
         self._start = os.fstat(file.fileno()).st_size
         self._next = time.monotonic() + CHECK_EVERY_S

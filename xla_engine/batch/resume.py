@@ -52,8 +52,15 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class CountedSink(Sink, Protocol):
+    """written: bytes that went into the file."""
+
+    @property
+    def written(self) -> int: ...
+
+
 class PlainSink:
-    """Writes each line as it comes. written: bytes that went into the file."""
+    """Writes each line as it comes."""
 
     def __init__(self, file: BinaryIO, file_system: FileSystem) -> None:
         self._file, self._file_system = file, file_system
@@ -67,13 +74,17 @@ class PlainSink:
         self._file_system.sync(self._file)
 
 
-class GzipSink(PlainSink):
+class GzipSink:
     """Packs lines into gzip members of `MEMBER_BYTES`, each written at once; cut by size alone, so that two runs with
     the same lines make the same bytes."""
 
-    def __init__(self, file: BinaryIO, file_system: FileSystem) -> None:
-        super().__init__(file, file_system)
+    def __init__(self, plain: PlainSink) -> None:
+        self._plain = plain
         self._held = bytearray()
+
+    @property
+    def written(self) -> int:
+        return self._plain.written
 
     def write(self, data: bytes) -> None:
         self._held += data
@@ -83,11 +94,11 @@ class GzipSink(PlainSink):
     def close(self) -> None:
         if self._held:
             self._write_member()
-        super().close()
+        self._plain.close()
 
     def _write_member(self) -> None:
         held, self._held = bytes(self._held), bytearray()
-        super().write(gzip.compress(held, compresslevel=6, mtime=0))
+        self._plain.write(gzip.compress(held, compresslevel=6, mtime=0))
 
 
 def is_packed(path: Path | str) -> bool:
@@ -95,9 +106,10 @@ def is_packed(path: Path | str) -> bool:
     return str(path).endswith(".gz")
 
 
-def sink_of(file: BinaryIO, *, packed: bool, file_system: FileSystem) -> PlainSink:
+def sink_of(file: BinaryIO, *, packed: bool, file_system: FileSystem) -> CountedSink:
     """A sink that writes to `file` from its position on."""
-    return GzipSink(file, file_system) if packed else PlainSink(file, file_system)
+    plain = PlainSink(file, file_system)
+    return GzipSink(plain) if packed else plain
 
 
 class FinishedLines:

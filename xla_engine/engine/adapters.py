@@ -113,7 +113,7 @@ class Adapters:
         except CheckpointError as error:
             raise InvalidRequestError(f"adapter {request.lora_name!r}: {error}") from error
         slot = self._free_slot(form.slots)
-        self._runner.write_adapter(slot, adapter.leaves)
+        self._runner.weights.write_adapter(slot, adapter.leaves)
         return LoadedAdapter(slot, adapter.fingerprint, request)
 
     def _free_slot(self, slots: int) -> int:

@@ -69,7 +69,7 @@ class WeightUpdates:
             raise InvalidRequestError("the layer of method 'mtp' would keep its weights: use another method")
         fresh, digest = given_weights(self.checkpoint, dict(weights))
         try:
-            self._runner.replace_weights(fresh)
+            self._runner.weights.replace(fresh)
         except MemoryError as error:
             raise CheckpointError(f"no memory for old and new weights together: {error}") from error
         state.scheduler.reset_prefix_cache()

@@ -26,7 +26,14 @@ class Seen(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class StatusFile(LiveFile):
+def status_file(
+    path: Path | str,
+    engine: Seen,
+    *,
+    names: Callable[[str], str | None],
+    run: Callable[[], Mapping[str, Any]],
+    clock: Callable[[], float] = time.monotonic,
+) -> LiveFile:
     """The state of an engine and of the run that uses it, as one JSON object.
 
     engine: where slots, queue, reasons and counters come from.
@@ -34,41 +41,27 @@ class StatusFile(LiveFile):
     run: what the run itself counts, as JSON values.
     """
 
-    def __init__(
-        self,
-        path: Path | str,
-        engine: Seen,
-        *,
-        names: Callable[[str], str | None],
-        run: Callable[[], Mapping[str, Any]],
-        **when: Any,
-    ) -> None:
-        """when: the options of `LiveFile`."""
-        super().__init__(path, self._state, **when)
-        self._engine = engine
-        self._names = names
-        self._run = run
+    def request(view: Any) -> dict[str, Any]:
+        return {"custom_id": names(view.request_id), **_plain(view)}
 
-    def _state(self) -> bytes:
-        record = {"time": time.time(), "pid": os.getpid(), "run": self._run(), **self._engine_state()}
-        return json.dumps(record, indent=1).encode() + b"\n"
-
-    def _engine_state(self) -> dict[str, Any]:
-        snapshot = self._engine.snapshot()
-        return {
+    def content() -> bytes:
+        snapshot = engine.snapshot()
+        record = {
+            "time": time.time(),
+            "pid": os.getpid(),
+            "run": run(),
             "slots": [
-                {**_plain(slot), "request": slot.request and self._request(slot.request)}
-                for slot in snapshot.slots
+                {**_plain(slot), "request": slot.request and request(slot.request)} for slot in snapshot.slots
             ],
             "num_waiting": len(snapshot.waiting),
-            "waiting": [self._request(view) for view in snapshot.waiting[:SHOWN_WAITING]],
-            "draining": [self._request(view) for view in snapshot.draining],
+            "waiting": [request(view) for view in snapshot.waiting[:SHOWN_WAITING]],
+            "draining": [request(view) for view in snapshot.draining],
             "counters": _plain(snapshot.counters),
-            "stats": _plain(self._engine.stats()),
+            "stats": _plain(engine.stats()),
         }
+        return json.dumps(record, indent=1).encode() + b"\n"
 
-    def _request(self, view: Any) -> dict[str, Any]:
-        return {"custom_id": self._names(view.request_id), **_plain(view)}
+    return LiveFile(path, content, clock=clock)
 
 
 def _plain(value: Any) -> Any:

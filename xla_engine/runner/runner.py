@@ -55,8 +55,11 @@ from xla_engine.scheduler import Plan, StepResult
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 
-class Runner(HeldWeights):
-    """Device side of an engine for one model and one configuration."""
+class Runner:
+    """Device side of an engine for one model and one configuration.
+
+    spec: what is static of the model. weights: its leaves, which may change between two steps.
+    """
 
     def __init__(
         self,
@@ -80,10 +83,10 @@ class Runner(HeldWeights):
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
         model = model.within(self.context_length)
-        self._spec = make_spec(config, model, jnp.dtype(dtype))
-        self._devices = devices = Devices(self._spec.sharding.devices)
+        self.spec = make_spec(config, model, jnp.dtype(dtype))
+        self._devices = devices = Devices(self.spec.sharding.devices)
         buckets = config.buckets(self.context_length)
-        self.buckets = buckets[-1:] if self._spec.attention.bounded_by_length else buckets
+        self.buckets = buckets[-1:] if self.spec.attention.bounded_by_length else buckets
         # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
@@ -93,7 +96,7 @@ class Runner(HeldWeights):
                 replace(config, enable_lora=False), model, self.context_length
             )
         beside = memory.NOTHING if self._device_proposer is None else self._device_proposer.beside
-        self.config = config = resolve_sizes(config, self._spec, self.context_length, device, beside)
+        self.config = config = resolve_sizes(config, self.spec, self.context_length, device, beside)
         self.few_choices = few_rows(config) if self.has_one_row_code else ()
         pool = None
         if config.num_blocks is not None:
@@ -104,10 +107,13 @@ class Runner(HeldWeights):
                     "num_blocks is for keys and values; this model has recurrent layers: leave it out"
                 )
         began = time.perf_counter()
-        self._weights = devices.load(self._spec, weights, progress)
+        self._inventory = Inventory()
+        self.weights = HeldWeights(
+            self.spec, devices, self._inventory, devices.load(self.spec, weights, progress)
+        )
         self._rope = devices.put(rope_tables(model, self.context_length))
         self._state = state = DeviceState(
-            self._spec,
+            self.spec,
             config.device_rows,
             self.buckets[-1],
             self.context_length,
@@ -118,21 +124,20 @@ class Runner(HeldWeights):
             lora=config.enable_lora,
         )
         if self._device_proposer is not None:
-            on_device = dict(zip(self._spec.leaves, self._weights, strict=True))
+            on_device = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
             self._device_proposer.load(on_device, config.device_rows, self.buckets[-1])
-        jax.block_until_ready((self._weights, state.held))
+        jax.block_until_ready((self.weights.leaves, state.held))
         self.load_seconds = time.perf_counter() - began
         self._prompt_logits: PromptLogits | None = None
         self._take_logits: TakeLogits | None = None
         self._copies_ahead = jax.default_backend() != "cpu"  # where the host's memory is not the device's
-        self._inventory = Inventory()
         self._pooling = None
         if pooling is not None:
-            self._pooling = Pooling(pooling, self._inventory, self._weights, devices.put)
+            self._pooling = Pooling(pooling, self._inventory, self.weights.leaves, devices.put)
         self._dispatch = Dispatch(
             self._inventory,
             state,
-            self._weights,
+            self.weights.leaves,
             self._rope,
             devices.put,
             config,
@@ -148,7 +153,7 @@ class Runner(HeldWeights):
             self._parked,
             num_spans(self.buckets[-1]),
             put,
-            stale_is_harmless=self._spec.attention.bounded_by_length,
+            stale_is_harmless=self.spec.attention.bounded_by_length,
         )
         self._block_moves = BlockMoves(self._inventory, self._parked, config.block_size, put)
         compiled = itertools.count(1)
@@ -212,7 +217,7 @@ class Runner(HeldWeights):
         """Fetch what a started step computed of prompts: log-probabilities of their tokens, and what was pooled."""
         scores = fetch_prompt_scores(step, self.config.chunk_size)
         if self._take_logits is not None and self._prompt_logits is not None:
-            self._prompt_logits.give(step, self._weights, self._take_logits)
+            self._prompt_logits.give(step, self.weights.leaves, self._take_logits)
         return [*scores, *(fetch_pooled(step) if self._pooling is not None else ())]
 
     @contextmanager
@@ -222,10 +227,10 @@ class Runner(HeldWeights):
         Compiles programs of its own at the first use. Nothing may be in flight before and after.
         """
         if self._prompt_logits is None:
-            make = functools.partial(logits_programs, self._spec, self.config, self.config.prefill_lanes)
-            programs = make(self._weights)
+            make = functools.partial(logits_programs, self.spec, self.config, self.config.prefill_lanes)
+            programs = make(self.weights.leaves)
             if not self._devices.is_one:
-                programs = list(self._devices.programs(make(list(self._spec.leaves)), programs))
+                programs = list(self._devices.programs(make(list(self.spec.leaves)), programs))
             self._inventory.compile(programs)
             self._prompt_logits = PromptLogits(self._inventory, self._devices.put, self.config.chunk_size)
             self.compiles.mark_warm()
@@ -261,7 +266,7 @@ class Runner(HeldWeights):
     @property
     def keeps_every_position(self) -> bool:
         """Whether what a slot holds can be reused from its beginning to anywhere."""
-        return self.config.num_blocks is not None or keeps_every_position(self._spec, self.context_length)
+        return self.config.num_blocks is not None or keeps_every_position(self.spec, self.context_length)
 
     @property
     def has_one_row_code(self) -> bool:
@@ -269,7 +274,7 @@ class Runner(HeldWeights):
 
         Elsewhere, bits that a probe found equal may differ in one sample of a hundred.
         """
-        spec = self._spec
+        spec = self.spec
         state = spec.config.delta is None or spec.native_state is not None
         return spec.products is not None and spec.attention.name == "native" and state
 
@@ -285,7 +290,7 @@ class Runner(HeldWeights):
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one position of a slot takes on the device."""
-        return memory.kv_bytes_per_token(self._spec)
+        return memory.kv_bytes_per_token(self.spec)
 
     @property
     def cache_bytes(self) -> int:
@@ -295,17 +300,17 @@ class Runner(HeldWeights):
     @property
     def platform(self) -> dict[str, str]:
         """Versions and device words that the bits of a run may depend on."""
-        return platform_words(self._spec)
+        return platform_words(self.spec)
 
     @property
     def isa(self) -> str | None:
         """The instruction set of the C++ operations in use; None: there are none."""
-        return self._spec.isa
+        return self.spec.isa
 
     @property
     def library(self) -> str | None:
         """Where the library of the C++ operations came from; None: there are none."""
-        return library_of(self._spec)
+        return library_of(self.spec)
 
     def blank(self) -> None:
         """`reset`, and a cache of zeros as well: what runs next repeats to the bit. Nothing may be in flight."""
@@ -316,9 +321,9 @@ class Runner(HeldWeights):
 
     def close(self) -> None:
         """Free device memory and executables."""
-        for leaf in (*self._weights, self._rope):
+        for leaf in (*self.weights.leaves, self._rope):
             leaf.delete()
-        self._weights.clear()
+        self.weights.leaves.clear()
         self._state.delete()
         if self._device_proposer is not None:
             self._device_proposer.delete()
@@ -330,8 +335,8 @@ class Runner(HeldWeights):
         """Run every program once with nothing to do: nothing is live, so no state changes."""
         self._dispatch.warm_up(self.buckets, self.few_choices)
         state, swaps = self._state, self.config.parks
-        if self._spec.lora is not None:
-            self.write_adapter(1, None)
+        if self.spec.lora is not None:
+            self.weights.write_adapter(1, None)
         if self.config.keep_finished:
             state.rows = self._inventory(
                 CONTINUE, state.rows, *(self._devices.put(np.int32(0)) for _ in range(2))
@@ -347,11 +352,11 @@ class Runner(HeldWeights):
         same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
         same["device_proposer"] = self._device_proposer
         same["pooling"] = None if self._pooling is None else self._pooling.kind
-        make = functools.partial(make_programs, self._spec, self.config, self.buckets, self.few_choices)
-        whole = make(weights=self._weights, cache=state.cache, **same)
+        make = functools.partial(make_programs, self.spec, self.config, self.buckets, self.few_choices)
+        whole = make(weights=self.weights.leaves, cache=state.cache, **same)
         if devices.is_one:
             return whole, Puts(whole=put, pieces=put)
-        local = make(weights=self._spec.leaves.on_device(), cache=state.local_cache(), **same)
+        local = make(weights=self.spec.leaves.on_device(), cache=state.local_cache(), **same)
         return list(devices.programs(local, whole)), Puts(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -30,24 +30,17 @@ _TOKEN_WISE = (
 )  # decoder steps that see each token alone, the first apart
 
 
-class IncrementalDetokenizer:
+class IncrementalDetokenizer(Protocol):
     """Text of one token stream as it becomes final.
 
     Law: all pushes and the flush, joined, are `Tokenizer.decode` of all ids. Pushed text is never taken back
     and has no half characters: U+FFFD appears only for bytes that are invalid for good. A push costs O(1)
-    amortised. This base holds everything back until the flush, which is right for any decoder; others stream.
+    amortised.
     """
-
-    def __init__(self, visible_token: VisibleToken, decode: Decode) -> None:
-        self._visible_token = visible_token
-        self._decode = decode
-        self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that became final, often empty."""
-        if self._visible_token(token_id) is not None:
-            self._held.append(token_id)
-        return ""
+        ...
 
     def push_all(self, token_ids: Sequence[int]) -> Iterable[str]:
         """Take many tokens; the same text as of so many pushes, in pieces."""
@@ -55,10 +48,30 @@ class IncrementalDetokenizer:
 
     def peek(self) -> str:
         """What a flush would return now, as far as it is no half character."""
-        return self._decode(self._held)
+        ...
 
     def flush(self) -> str:
         """End the stream; return the rest of the text."""
+        ...
+
+
+class WholeDetokenizer(IncrementalDetokenizer):
+    """Holds everything back until the flush, which is right for any decoder."""
+
+    def __init__(self, visible_token: VisibleToken, decode: Decode) -> None:
+        self._visible_token = visible_token
+        self._decode = decode
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if self._visible_token(token_id) is not None:
+            self._held.append(token_id)
+        return ""
+
+    def peek(self) -> str:
+        return self._decode(self._held)
+
+    def flush(self) -> str:
         held, self._held = self._held, []
         return self._decode(held)
 
@@ -78,8 +91,7 @@ class TokenBytes(dict[int, bytes]):
 class ByteLevelDetokenizer(IncrementalDetokenizer):
     """Text of tokens that spell bytes (GPT-2 style). At most three bytes of an unfinished character are held back."""
 
-    def __init__(self, token_bytes: TokenBytes, visible_token: VisibleToken, decode: Decode) -> None:
-        super().__init__(visible_token, decode)
+    def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -103,8 +115,8 @@ class PieceDetokenizer(IncrementalDetokenizer):
     run is final before its end.
     """
 
-    def __init__(self, visible_token: VisibleToken, decode: Decode, rules: DecodingRules) -> None:
-        super().__init__(visible_token, decode)
+    def __init__(self, visible_token: VisibleToken, rules: DecodingRules) -> None:
+        self._visible_token = visible_token
         self._rules = rules
         self._first = True
         self._run = bytearray()  # byte tokens since the last text token
@@ -193,10 +205,10 @@ class DecodingRules:
     ) -> IncrementalDetokenizer:
         """A detokenizer at the beginning of a stream."""
         if self.opaque:
-            return IncrementalDetokenizer(visible_token, decode)
+            return WholeDetokenizer(visible_token, decode)
         if self.byte_level:
-            return ByteLevelDetokenizer(token_bytes, visible_token, decode)
-        return PieceDetokenizer(visible_token, decode, self)
+            return ByteLevelDetokenizer(token_bytes)
+        return PieceDetokenizer(visible_token, self)
 
     def _piece(self, token: str, first: bool) -> str:
         """What `token` adds to the text before byte fallback, as the stream's first token or a later one."""

@@ -11,8 +11,7 @@ import click
 
 from xla_engine.cli import _common
 from xla_engine.observability.live_file import LiveFile
-from xla_engine.observability.metrics_file import MetricsFile
-from xla_engine.observability.status_file import StatusFile
+from xla_engine.observability.status_file import status_file
 from xla_engine.observability.step_log_writer import logging_steps
 
 if TYPE_CHECKING:
@@ -42,9 +41,9 @@ class Watched:
         """The files that are written again and again, each written once. run: what the run itself counts."""
         files: dict[str, LiveFile] = {}
         if self.status is not None:
-            files["status"] = StatusFile(self.status, engine, names=names, run=run)
+            files["status"] = status_file(self.status, engine, names=names, run=run)
         if self.metrics is not None:
-            files["metrics"] = MetricsFile(self.metrics, engine)
+            files["metrics"] = LiveFile(self.metrics, lambda: engine.metrics_text().encode())
         with _common.startup_errors():
             for file in files.values():
                 file.write()

@@ -97,7 +97,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     largest = runner.lane_choices[-1:], runner.bucket_choices[-1:], ()
     found = None
     if runner.spec.lora is not None:  # with an adapter, as requests may have one
-        runner.write_adapter(1, random_adapter(runner.spec))
+        runner.weights.write_adapter(1, random_adapter(runner.spec))
     for samples in _SAMPLES:
         try:
             found = _compare(runner, vocab_size, samples)
@@ -108,7 +108,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
             runner.reset()
             runner.lane_choices, runner.bucket_choices, runner.few_choices = choices
     if runner.spec.lora is not None:
-        runner.write_adapter(1, None)
+        runner.weights.write_adapter(1, None)
     if found is None:
         runner.lane_choices, runner.bucket_choices, runner.few_choices = largest
         return None

@@ -17,21 +17,17 @@ from xla_engine.runner.weights.adapters import no_adapter, write_adapter
 class HeldWeights:
     """Owner of the leaves of a model on its devices. Steps that were started keep those that they were given.
 
-    _weights: the leaves as `ModelSpec.leaves` has them; programs are given this list.
+    leaves: as `ModelSpec.leaves` has them; programs are given this list.
     """
 
-    _spec: ModelSpec
-    _devices: Devices
-    _inventory: Inventory
-    _weights: list[jax.Array]
+    def __init__(
+        self, spec: ModelSpec, devices: Devices, inventory: Inventory, leaves: list[jax.Array]
+    ) -> None:
+        self.leaves = leaves
+        self._spec, self._devices, self._inventory = spec, devices, inventory
 
     @property
-    def spec(self) -> ModelSpec:
-        """What is static of the model."""
-        return self._spec
-
-    @property
-    def weights_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the weights on the device."""
         return memory.weights_bytes(self._spec)
 
@@ -39,9 +35,9 @@ class HeldWeights:
         """Put an adapter into a slot, from 1, for the steps that start from now on; None clears it."""
         new = self._devices.adapter(self._spec, no_adapter(self._spec) if leaves is None else leaves)
         place = self._devices.put(np.int32(slot - 1))
-        write_adapter(self._inventory, self._spec, self._weights, place, new)
+        write_adapter(self._inventory, self._spec, self.leaves, place, new)
 
-    def replace_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+    def replace(self, weights: Mapping[str, np.ndarray]) -> None:
         """Take these leaves of a checkpoint, by name, in place of those that there are. Nothing may be in flight.
 
         Old and new ones are on the device together for a while. Where one cannot be placed nothing is changed.
@@ -52,5 +48,5 @@ class HeldWeights:
         jax.block_until_ready(fresh)
         for name, leaf in fresh.items():
             place = self._spec.leaves.names.index(name)
-            self._weights[place].delete()
-            self._weights[place] = leaf
+            self.leaves[place].delete()
+            self.leaves[place] = leaf
