@@ -45,6 +45,11 @@ def api_keys_from_environment() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get("XLA_ENGINE_API_KEY", "").split(",") if key.strip())
 
 
+def api_key(name: str) -> str:
+    """The key in the variable of this name, for a server that wants one; empty if it is not set."""
+    return os.environ.get(name, "").strip()
+
+
 def cache_directory() -> Path:
     """Our part of the user's cache directory; among the temporary files for a user who has no home."""
     if base := os.environ.get("XDG_CACHE_HOME"):

@@ -49,6 +49,13 @@ def test_scheduler_imports_only_the_standard_library(path: Path) -> None:
     assert roots(path) <= {*sys.stdlib_module_names, "scheduler"}
 
 
+@pytest.mark.parametrize("path", modules("xla_engine/same_bits"), ids=str)
+def test_the_checks_of_servers_need_the_standard_library_only(path: Path) -> None:
+    found = {name for name in imports(path) if not name.startswith("xla_engine.same_bits.")}
+    allowed = {*sys.stdlib_module_names, *(["pytest"] if path.name == "pytest_plugin.py" else [])}
+    assert {name.split(".")[0] for name in found} <= allowed
+
+
 @pytest.mark.parametrize("path", modules("graphs"), ids=str)
 def test_graphs_know_neither_host_nor_files(path: Path) -> None:
     allowed = {

@@ -1,4 +1,4 @@
-"""`xla-engine verify`: batching changes no bit."""
+"""`xla-engine verify`: batching changes no bit, in this engine or in a server at an address."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from xla_engine.cli import _common, _help
 from xla_engine.utils.progress import counting
@@ -14,13 +15,29 @@ from xla_engine.utils.progress import counting
 
 @click.command(
     cls=_help.Sectioned,
-    short_help="Check that batching changes no bit.",
+    short_help="Check that batching changes no bit, here or in a server.",
     context_settings={"show_default": True},
 )
+@click.option(
+    "--url", metavar="URL", help="Check an OpenAI-compatible server instead; --model is its name there."
+)
+@click.option("--remote", is_flag=True, help="Allow a --url that is not on this machine.")
+@click.option("--api-key-env", metavar="NAME", help="The environment variable that has the server's API key.")
+@click.option("--long", "is_long", is_flag=True, help="Also among 256 others, with three times the limits.")
+@click.option("--save", metavar="FILE", help="Write the server's answers, for a later --baseline.")
+@click.option(
+    "--baseline", metavar="FILE", help="Compare the server with answers saved before, such as by a restart."
+)
+@click.option(
+    "--markdown", "form", flag_value="markdown", default=None, help="A report for an issue tracker."
+)
+@click.option("--json", "form", flag_value="json", help="A report as JSON.")
 @_common.model_options
 @_common.scheduling_options
 @_common.verbose_option
-@click.option("--requests", type=click.IntRange(1), default=200, help="Random requests to compare.")
+@click.option(
+    "--requests", type=click.IntRange(1), default=200, help="Random requests to compare; 30 with --url."
+)
 @click.option(
     "--schedules", type=click.IntRange(1), default=4, help="Random schedules that share the requests."
 )
@@ -45,13 +62,23 @@ from xla_engine.utils.progress import counting
     help="Write the first schedule that differs, or else the last, for `xla-engine replay` and `shrink`. Schedules "
     "then start from a blank cache.",
 )
+@click.pass_context
 def verify(
+    context: click.Context,
+    /,
     requests: int,
     schedules: int,
     seed: int,
     against: str,
     oracle_python: str | None,
     record_path: str | None,
+    url: str | None,
+    remote: bool,
+    api_key_env: str | None,
+    is_long: bool,
+    save: str | None,
+    baseline: str | None,
+    form: str | None,
     **options: Any,
 ) -> None:
     """Check that batching changes no bit: run random requests each alone, then together, and compare.
@@ -66,8 +93,13 @@ def verify(
     (--against speculation) changes no bit wherever an engine takes a `speculative_config` at all. Level C
     (--against transformers) compares tokens with an external implementation.
 
+    With --url a server answers: repeated requests, among 8 and 48 others, after cached prefixes, streamed, cut,
+    scored, with equal seeds. Only addresses of this machine, unless --remote; at most 400 requests, 60,000 tokens
+    and 600 seconds.
+
     \b
-    Exit status: 0 no difference, or none that breaks a promise, 1 a difference, 2 could not start.
+    Exit status: 0 no difference, or none that breaks a promise, 1 a difference, 2 could not start, or too little of
+    the server was visible for a verdict.
 
     \b
     Example:
@@ -77,7 +109,13 @@ def verify(
       xla-engine verify --against config
       xla-engine verify --against speculation --requests 50
       xla-engine verify --record failing.json
+      xla-engine verify --url http://127.0.0.1:8000
     """
+    if url is not None:
+        sys.exit(_verify_url(context))
+    for name in _OF_SERVERS[1:]:
+        if _given(context, name):
+            raise _common.NotStarted(f"{_OPTIONS.get(name, '--' + name.replace('_', '-'))} goes with --url")
     if record_path is not None and against != "alone":
         raise _common.NotStarted("--record goes with --against alone: there is one engine to record")
     with contextlib.ExitStack() as stack:
@@ -123,3 +161,53 @@ def verify(
             failed = result.differing_tokens > 0
     if failed:
         sys.exit(_common.SOME_FAILED)
+
+
+_OF_SERVERS = ("url", "remote", "api_key_env", "is_long", "save", "baseline", "form")
+_OPTIONS = {"is_long": "--long", "form": "--markdown or --json"}
+
+
+def _given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _verify_url(context: click.Context) -> int:
+    """Check the server; the exit status. Its limits are told before, and the report goes to standard output."""
+    given = context.params
+    known = {*_OF_SERVERS, "requests", "seed", "model"}
+    if others := ", ".join(sorted(name for name in given if name not in known and _given(context, name))):
+        raise _common.NotStarted(f"{others}: an option of an engine here, which goes without --url")
+    from xla_engine.environment import api_key
+    from xla_engine.same_bits import checks
+    from xla_engine.same_bits.server import LONG, HttpTarget, Limits
+    from xla_engine.same_bits.target import TargetError
+
+    key_env = given["api_key_env"]
+    key = None if key_env is None else api_key(key_env)
+    if key_env is not None and not key:
+        raise _common.NotStarted(f"the environment variable {key_env} (--api-key-env) has no key")
+    limits = LONG if given["is_long"] else Limits()
+    click.echo(f"sending to {given['url']} at most {limits}", err=True)
+    try:
+        with _common.startup_errors():
+            target = HttpTarget(
+                given["url"],
+                model=given["model"],
+                api_key=key,
+                key_env=key_env,
+                remote=given["remote"],
+                limits=limits,
+            )
+            report = checks.check(
+                target,
+                requests=given["requests"] if _given(context, "requests") else 30,
+                seed=given["seed"],
+                among=checks.LONG if given["is_long"] else checks.AMONG,
+                save=given["save"],
+                baseline=given["baseline"],
+                progress=lambda name: click.echo(f"checking: {name}", err=True),
+            )
+    except TargetError as error:
+        raise _common.NotStarted(str(error)) from None
+    click.echo({"markdown": report.markdown, "json": report.json}.get(given["form"] or "", report.text)())
+    return report.exit_status

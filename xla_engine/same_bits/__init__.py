@@ -1,0 +1,37 @@
+"""Does a server, or a function, give a request the same answer whatever runs beside it? Standard library only."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xla_engine.same_bits.checks import check as check
+    from xla_engine.same_bits.report import Report as Report
+    from xla_engine.same_bits.server import HttpTarget as HttpTarget
+    from xla_engine.same_bits.target import Answer as Answer
+    from xla_engine.same_bits.target import Ask as Ask
+    from xla_engine.same_bits.target import CallableTarget as CallableTarget
+    from xla_engine.same_bits.target import Choice as Choice
+    from xla_engine.same_bits.target import Target as Target
+    from xla_engine.same_bits.target import TargetError as TargetError
+
+_HOME = {"check": "checks", "Report": "report", "HttpTarget": "server"}
+_HOME |= dict.fromkeys(("Answer", "Ask", "CallableTarget", "Choice", "Target", "TargetError"), "target")
+__all__ = [
+    "Answer",
+    "Ask",
+    "CallableTarget",
+    "Choice",
+    "HttpTarget",
+    "Report",
+    "Target",
+    "TargetError",
+    "check",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"xla_engine.same_bits.{_HOME[name]}"), name)

@@ -1,0 +1,180 @@
+"""What a run of the checks saw, as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_engine.same_bits.differences import Difference
+
+SAME, DIFFERS, NOT_VISIBLE = "same", "differs", "not visible"
+_DECISIVE = (
+    "repeat",
+    "co-batch",
+)  # without these, nothing was compared that a server could get wrong by load
+
+
+class DifferenceFound(AssertionError):
+    """A target gave a request different answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Two answers that differ. label: of what. cause: a word of `WORST_FIRST`, perhaps with more after a colon.
+    command: repeats the request."""
+
+    label: str
+    difference: Difference
+    cause: str
+    command: str | None
+
+    def __str__(self) -> str:
+        found, parts = self.difference, [f"{self.label}: {self.cause}"]
+        if found.position is not None:
+            parts.append(f"first other token at {found.position}: {found.left} and {found.right}")
+        if found.delta is not None:
+            parts.append(f"log-probabilities before it differ by {found.delta:.3g}")
+        if found.gap is not None:
+            parts.append(f"gap of the two likeliest {found.gap:.3g}")
+        return "; ".join(parts)
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One check. compared: pairs of answers, of which `with_logprobs` show log-probabilities, and `tokens` tokens.
+    failed: pairs of which one had no answer. largest: difference of log-probabilities, in nats. proven: comparisons
+    with a proven overlap, and `overlap` its median and maximum. hidden: why nothing could be seen."""
+
+    name: str
+    compared: int = 0
+    with_logprobs: int = 0
+    tokens: int = 0
+    failed: int = 0
+    largest: float = 0.0
+    proven: int | None = None
+    overlap: tuple[int, int] | None = None
+    findings: list[Finding] = field(default_factory=list)
+    hidden: str | None = None
+    note: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.findings:
+            return DIFFERS
+        return (
+            SAME
+            if self.hidden is None and self.compared and self.failed <= self.compared // 10
+            else NOT_VISIBLE
+        )
+
+    def remarks(self) -> str:
+        parts = [self.findings[0].cause] if self.findings else []
+        if self.overlap is not None:
+            parts.append(f"overlap {self.overlap[0]} (median), {self.overlap[1]} (most)")
+        if self.verdict == SAME and self.proven:
+            parts.append(f"at most {min(300 / self.proven, 100):.2g} % differ (95 %)")
+        if self.failed:
+            parts.append(f"{self.failed} without an answer")
+        if self.compared and not self.with_logprobs and self.name != "n":
+            parts.append("log-probabilities not visible")
+        return "; ".join([*parts, *(each for each in (self.hidden, self.note) if each)])
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """All rows. digits: the most significant digits of a log-probability. errors: of requests, counted."""
+
+    target: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    digits: int = 0
+    notes: list[str] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def differs(self) -> bool:
+        return any(row.verdict == DIFFERS for row in self.rows)
+
+    @property
+    def exit_status(self) -> int:
+        """0: the same. 1: a difference. 2: too little was visible for a verdict."""
+        if self.differs:
+            return 1
+        decisive = [row.verdict for row in self.rows if row.name.startswith(_DECISIVE)]
+        restart = [row.verdict for row in self.rows if row.name == "restart"]
+        return 0 if decisive and all(each == SAME for each in decisive + restart) else 2
+
+    @property
+    def causes(self) -> set[str]:
+        return {each.cause.partition(":")[0] for row in self.rows for each in row.findings}
+
+    @property
+    def conclusion(self) -> str:
+        if self.differs:
+            return "DIFFERENT answers to the same request: " + ", ".join(sorted(self.causes))
+        return "same answers" if self.exit_status == 0 else "NO VERDICT: too little was visible"
+
+    def raise_if_different(self) -> None:
+        """Raise `DifferenceFound`, an AssertionError with the report, unless everything decisive is the same."""
+        if self.exit_status:
+            raise DifferenceFound("\n" + self.text())
+
+    def text(self) -> str:
+        head = [f"{name:18s} {_value(value)}" for name, value in self._head().items()]
+        table = [["check", "compared", "differ", "largest", "verdict", ""], *self._table()]
+        widths = [max(len(row[column]) for row in table) for column in range(5)]
+        body = ["  ".join(map(str.ljust, row, [*widths, 0])) for row in table]
+        return "\n".join([*head, "", *(line.rstrip() for line in body), *self._tail(), self.conclusion])
+
+    def markdown(self) -> str:
+        """To paste into a tracker. Texts of the target stand in code, so that none of them is markup."""
+        head = [f"- {name}: `{_value(value).replace('`', chr(39))}`" for name, value in self._head().items()]
+        table = ["| " + " | ".join(row).replace("`", "'") + " |" for row in self._table()]
+        found = "\n".join(self._tail(every=True)).replace("```", "'''")
+        lines = [
+            f"**{self.conclusion}**",
+            "",
+            *head,
+            "",
+            "| check | compared | differ | largest | verdict | |",
+        ]
+        lines += ["|---|---|---|---|---|---|", *table, *(["", "```text", found, "```"] if found else [])]
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        record = dataclasses.asdict(self) | {"exit_status": self.exit_status, "causes": sorted(self.causes)}
+        for row, given in zip(self.rows, record["rows"], strict=True):
+            given["verdict"] = row.verdict
+        return json.dumps(_finite(record), allow_nan=False)
+
+    def _head(self) -> dict[str, Any]:
+        return self.target | {"logprob digits": self.digits or "not visible"}
+
+    def _table(self) -> list[list[str]]:
+        counts = [(str(row.compared), str(len(row.findings))) for row in self.rows]
+        largest = [f"{row.largest:.3g}" if row.with_logprobs else "-" for row in self.rows]
+        return [
+            [row.name, *numbers, moved, row.verdict, row.remarks()]
+            for row, numbers, moved in zip(self.rows, counts, largest, strict=True)
+        ]
+
+    def _tail(self, *, every: bool = False) -> list[str]:
+        lines = list(self.notes)
+        lines += [f"{count} requests without an answer: {error}" for error, count in self.errors.items()]
+        for row in self.rows:
+            lines += [f"{row.name}: {each}" for each in row.findings[: 10 if every else 3]]
+            lines += [f"  {each.command}" for each in row.findings[:1] if each.command]
+        return lines
+
+
+def _value(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return repr(value)
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
