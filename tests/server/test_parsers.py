@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xla_engine.text.parsers.choose import TOOL_PARSERS, Dialect, forced
-from xla_engine.text.parsers.formats import Hermes, Plain, Think
+from xla_engine.text.parsers.formats import FirstCall, Hermes, Plain, Think
 from xla_engine.text.parsers.scan import Message, Parser, message_of
 
+SCHEMA = {
+    "type": "object",
+    "$defs": {"Days": {"type": "integer"}},
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/Days"},
+        "tags": {"type": ["array", "null"]},
+        "wet": {"anyOf": [{"type": "boolean"}, {"type": "string"}]},
+    },
+}
 PARSERS: dict[str, Callable[[], Parser]] = {
-    **TOOL_PARSERS,
+    **{name: partial(make, {"f": SCHEMA}) for name, make in TOOL_PARSERS.items()},
+    "first of hermes": lambda: FirstCall(Hermes()),
     "think": lambda: Think(Plain(), begun=False),
     "think, begun": lambda: Think(Plain(), begun=True),
     "think, hermes": lambda: Think(Hermes(), begun=False),
@@ -22,7 +35,11 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "named": lambda: forced("f"),
 }
 CALL = '{"name": "f", "arguments": {"a": [1, 2.50], "b": "<tool_call> \\" ]}"}}'
+XML = (
+    "<function=f>\n<parameter=city>\nA <parameter=\n</parameter>\n<parameter=days>3</parameter>\n</function>"
+)
 PIECES = [
+    XML,
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]"),
     *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "analysis", "final", "assistant"),
     *(
@@ -56,7 +73,7 @@ def test_every_cut_gives_the_same_message(name: str, text: str, data: st.DataObj
     assert streamed == whole
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "think"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3", "mistral", "think"])
 @given(text=texts)
 @settings(max_examples=150, deadline=None)
 def test_a_text_without_calls_and_reasoning_is_content_to_the_letter(name: str, text: str) -> None:
@@ -110,7 +127,59 @@ def test_formats(name: str, text: str, expected: Message) -> None:
     assert all(json.loads(call[1]) for call in found.calls or ())
 
 
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"city": "\nParis\n", "days": "\n3\n"}, {"city": "Paris", "days": 3}),
+        ({"city": "5", "days": "three"}, {"city": "5", "days": "three"}),
+        ({"city": "a\nb <parameter=x> </function>", "tags": "[1, {}]"}, None),
+        ({"tags": "None", "wet": "True"}, {"tags": None, "wet": True}),
+        ({"tags": "3", "wet": "maybe", "unknown": "3"}, {"tags": "3", "wet": "maybe", "unknown": "3"}),
+        ({}, {}),
+    ],
+)
+def test_the_schema_tells_what_a_value_in_tags_is(
+    parameters: dict[str, str], expected: dict[str, Any] | None
+) -> None:
+    written = "".join(f"<parameter={name}>{value}</parameter>\n" for name, value in parameters.items())
+    text = f"ok\n<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    found = message_of(PARSERS["qwen3_coder"](), text)
+    if expected is None:  # what is written in the value is text, too
+        expected = {"city": parameters["city"], "tags": [1, {}]}
+    assert found.content == "ok"
+    assert [(name, json.loads(arguments)) for name, arguments in found.calls or ()] == [("f", expected)]
+
+
+@pytest.mark.parametrize(
+    "text", ["<function=f>\n<parameter=city>\nPar", "<function=f><parameter=city>a", "f", ""]
+)
+def test_a_call_in_tags_that_was_cut_off_is_content(text: str) -> None:
+    found = message_of(PARSERS["qwen3_coder"](), f"<tool_call>{text}")
+    assert not found.calls and found.content == f"<tool_call>{text}"
+
+
+def test_calls_after_the_first_are_left_out() -> None:
+    found = message_of(
+        PARSERS["first of hermes"](), f"a<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>b"
+    )
+    assert (found.content, len(found.calls or ())) == ("ab", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "f", "arguments": {"a": [1', [["f", '{"a": [1']]),
+        ('{"name": "f", "argu', [["f", ""]]),
+        ('{"name": "f', None),
+        ("", None),
+    ],
+)
+def test_a_forced_call_that_was_cut_off_is_a_call(text: str, calls: list[list[str]] | None) -> None:
+    assert message_of(forced(None), text) == Message(calls=calls)
+
+
 def test_the_template_tells_the_format() -> None:
+    assert Dialect.of("<tool_call> <function=example>") == Dialect(tools="qwen3_coder")
     assert Dialect.of("... <tool_call> ... <think>") == Dialect(tools="hermes", reasoning="think")
     assert Dialect.of("<|channel|>") == Dialect(tools="harmony", reasoning="harmony")
     assert Dialect.of("<tool_call>", "mistral", "none") == Dialect(tools="mistral")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import llguidance
 import openai
 import pytest
 
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
+from xla_engine.batch.requests import LineRequest, parse_record
 from xla_engine.text.parsers.choose import Dialect
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]
@@ -62,7 +65,10 @@ def chat(http: httpx.Client, **fields: Any) -> httpx.Response:
 
 def test_tools_that_cannot_be_are_refused(http: httpx.Client) -> None:
     for fields in (
-        {"tools": [TOOL]},  # the template tells of no format of calls
+        {"tools": [{"type": "function", "function": {**TOOL["function"], "strict": 1}}]},
+        {"tools": [TOOL], "parallel_tool_calls": "no"},
+        {"tools": [TOOL], "tool_choice": allowed("auto", "no")},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [TOOL]}},
         {"tools": [TOOL, TOOL], "tool_choice": "required"},
         {"tools": [{"type": "function"}], "tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}},
@@ -71,9 +77,150 @@ def test_tools_that_cannot_be_are_refused(http: httpx.Client) -> None:
         {"tools": 3},
     ):
         answer = chat(http, **fields)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] in ("tools", "tool_choice")
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in ("tools", "tool_choice", "parallel_tool_calls")
     assert chat(http, tools=[TOOL], tool_choice="none").status_code == 200
     assert chat(http, tool_choice="auto", parallel_tool_calls=True, reasoning_effort="low").status_code == 200
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_an_agent_gets_text_from_a_model_of_no_known_format(http: httpx.Client) -> None:
+    """As OpenAI's agents ask: tools with `strict`, and no `tool_choice`."""
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "add"}),
+    ):
+        shown = tool if "messages" in fields else {"type": "function", **tool["function"]}
+        answer = http.post(path, json={**fields, "tools": [shown], "temperature": 0})
+        assert answer.status_code == 200, answer.text
+        assert '"type":"function_call"' not in answer.text and '"tool_calls":' not in answer.text
+
+
+@pytest.fixture
+def hermes(server: Running) -> Iterator[None]:
+    before = server.service.dialect
+    server.service.dialect = Dialect(tools="hermes")
+    yield
+    server.service.dialect = before
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("no call", None),
+        ("a <tool", None),
+        ('so\n<tool_call>\n{"name": "add", "arguments": {"a":1,"b":true}}\n</tool_call>', None),
+        (2 * '<tool_call>{"name": "any", "arguments": {"x":[]}}</tool_call>\n' + "done", None),
+        ("<tool_call>no JSON", "<tool_call>"),
+        ('<tool_call>{"name": "none"', '<tool_call>{"name": "'),
+        ('<tool_call>{"name": "add", "arguments": {"a":3', '<tool_call>{"name": "add", "arguments": {"a":'),
+        ('<tool_call>{"name": "add", "arguments": {}', '<tool_call>{"name": "add", "arguments": {'),
+    ],
+)
+def test_calls_of_strict_tools_fit_their_schemas(text: str, taken: str | None) -> None:
+    """Any other text is free. taken: how far a text can go; None is all."""
+    tools = [
+        {"type": "function", "function": {**TOOL["function"], "strict": True}},
+        {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}},
+    ]
+    body = {"messages": MESSAGES, "tools": tools}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    request = parse_record(line, 1, {"tool_parser": "hermes"})
+    assert isinstance(request, LineRequest) and request.params.structured_outputs is not None
+    grammar = llguidance.LLMatcher.grammar_from_lark(request.params.structured_outputs.grammar)
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    size = matcher.validate_tokens(tokenizer.tokenize_str(text))
+    assert text.encode()[:size].decode() == (text if taken is None else taken)
+    if taken is None:
+        assert matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+
+def test_a_strict_tool_changes_no_answer_without_a_call(hermes: None, http: httpx.Client) -> None:
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    fields = {"temperature": 0, "max_tokens": 20}
+    free, held = (chat(http, tools=[each], **fields).json()["choices"] for each in (TOOL, tool))
+    assert free == held
+
+
+def test_strict_calls_of_a_format_that_cannot_be_held_are_refused(
+    server: Running, http: httpx.Client
+) -> None:
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    before = server.service.dialect
+    server.service.dialect = Dialect(tools="mistral")
+    try:
+        refused = chat(http, tools=[tool])
+        assert refused.status_code == 400 and "tool_choice" in refused.json()["error"]["message"]
+        assert chat(http, tools=[tool], tool_choice="required").status_code == 200
+        assert chat(http, tools=[TOOL]).status_code == 200
+    finally:
+        server.service.dialect = before
+
+
+def test_one_call_is_told_where_one_is_asked_for(hermes: None, http: httpx.Client) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    fields: Any = {"tools": [TOOL], "max_tokens": 100, "structured_outputs": {"choice": [call * 2]}}
+    for parallel, calls in ((None, 2), (True, 2), (False, 1)):
+        message = chat(http, **fields, parallel_tool_calls=parallel).json()["choices"][0]["message"]
+        assert len(message["tool_calls"]) == calls and message["content"] is None
+
+
+def test_allowed_tools_are_the_only_ones(client: openai.OpenAI) -> None:
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    options: Any = {"model": "embedded", "messages": MESSAGES, "tools": [other, TOOL], "max_tokens": 60}
+    for seed in range(3):
+        answer = client.chat.completions.create(**options, seed=seed, tool_choice=allowed("required", "add"))
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.function.name == "add"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_off_stays_a_call(http: httpx.Client, choice: Any, stream: bool) -> None:
+    tool = {"type": "function", **TOOL["function"]}
+    fields = {"input": "add", "tools": [tool], "tool_choice": choice, "stream": stream}
+    whole = json.dumps({"name": "add", "arguments": {}}) if choice == "required" else ""
+    answer = http.post("/v1/responses", json={**fields, "max_output_tokens": len(whole) // 2 + 5})
+    text = answer.text
+    if stream:
+        text = next(
+            line for line in text.splitlines() if '"response.incomplete"' in line and line[:5] == "data:"
+        )[5:]
+    body = json.loads(text)
+    response = body["response"] if stream else body
+    assert (response["status"], response["incomplete_details"]["reason"]) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    (item,) = response["output"]
+    assert item["type"] == "function_call" and item["name"] == "add" and item["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logprobs": 0},
+        {"verbosity": "low"},
+        {"prediction": {"type": "content", "content": "x"}},
+        {"guided_regex": "a{3}", "max_tokens": 9},
+        {"guided_json": {"enum": [7]}, "max_tokens": 9},
+        {"guided_choice": ["yes"], "max_tokens": 9},
+    ],
+)
+def test_fields_that_clients_send_are_taken(http: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = chat(http, **fields)
+    assert answer.status_code == 200, answer.text
+    content = answer.json()["choices"][0]["message"]["content"]
+    for name, text in {"guided_regex": "aaa", "guided_json": "7", "guided_choice": "yes"}.items():
+        assert name not in fields or content == text
+    for name in {"prediction", "verbosity"} & set(fields):
+        assert chat(http, **{name: 5}).status_code == 400
 
 
 def test_calls_and_reasoning_in_a_text_are_told_apart(server: Running, http: httpx.Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
-from xla_engine.text.parsers.chats import TEMPLATE_FIELDS
+from xla_engine.text.parsers.chats import HINTS, TEMPLATE_FIELDS
 from xla_engine.utils.json_line import kind
 
 # OpenAI bodies spell out defaults: an unsupported field may be there with the value that asks for nothing.
@@ -32,7 +32,6 @@ NEUTRAL: Mapping[str, Any] = {
     "use_beam_search": False,
     "spaces_between_special_tokens": True,
     "audio": None,
-    "prediction": None,
     "reasoning_effort": None,
     "web_search_options": None,
 }
@@ -41,6 +40,7 @@ LABELS = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
+        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -55,6 +55,7 @@ MAX_LABEL = 512  # characters of one of these, and of a value of metadata, as at
 MAX_METADATA = 16  # pairs
 MAX_METADATA_KEY = 64  # characters
 _SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
+_GUIDED = tuple(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))  # vLLM's older names
 SUBMIT_FIELDS = ("priority", "quantum", "deadline_s", "queue_timeout_s", "cache_salt")
 BESIDE_BODY = ("custom_id", "id", "method", "url", "body")
 LINE_FIELDS = frozenset(
@@ -62,12 +63,13 @@ LINE_FIELDS = frozenset(
         *BESIDE_BODY,
         *SUBMIT_FIELDS,
         *TEMPLATE_FIELDS,
+        *HINTS,
+        *_GUIDED,
         "echo",
         "max_completion_tokens",
         "messages",
         "model",
         "prompt",
-        "reasoning_effort",
         "response_format",
         "tool_choice",
         "tools",
@@ -122,6 +124,9 @@ def check_labels(body: Mapping[str, Any]) -> None:
     for label in ("parallel_tool_calls", "store"):
         if not isinstance(value := body.get(label), bool | None):
             raise InvalidRequestError(f"{label} must be true or false, not {kind(value)}")
+    prediction = body.get("prediction")  # of the answer, which makes no token another
+    if prediction is not None and not (isinstance(prediction, dict) and prediction.get("type") == "content"):
+        raise InvalidRequestError('prediction must be an object with the type "content"')
     if (tier := body.get("service_tier")) is not None and tier not in _SERVICE_TIERS:
         raise InvalidRequestError(f"service_tier must be one of {', '.join(_SERVICE_TIERS)}")
 
@@ -133,6 +138,15 @@ def take_cap(body: dict[str, Any]) -> None:
         if body.get("max_tokens") is not None:
             raise InvalidRequestError("both max_tokens and max_completion_tokens given; keep one")
         body["max_tokens"] = most
+
+
+def take_guided(body: dict[str, Any]) -> None:
+    """Write vLLM's `guided_json` and the like as `structured_outputs`. Raises InvalidRequestError."""
+    for name in _GUIDED:
+        if (value := body.pop(name, None)) is not None:
+            if body.get("structured_outputs") is not None:
+                raise InvalidRequestError(f"{name} and another constraint given; keep one")
+            body["structured_outputs"] = {name.removeprefix("guided_"): value}
 
 
 def take_echo(body: dict[str, Any]) -> tuple[bool, bool]:

@@ -33,6 +33,7 @@ from xla_engine.batch.fields import (
     check_labels,
     take_cap,
     take_echo,
+    take_guided,
     without_neutral,
 )
 from xla_engine.batch.pooling import POOLING_URLS, PoolingRequest, messages_of, take_pooling
@@ -231,6 +232,7 @@ _Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any], Reading | None]
 
 def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
     take_cap(body)
+    take_guided(body)
     if "messages" not in body:
         _check_prompt_is_there(body)
         _check_is_no_row(body)
@@ -246,6 +248,7 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
     check_labels(body)
     model = take_model(body)
     take_cap(body)
+    take_guided(body)
     if url == COMPLETIONS_URL:
         _check_prompt_is_there(body)
         return _prompts(body.pop("prompt", ...)), model, body, None
@@ -258,7 +261,7 @@ def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
     wanted, top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if not isinstance(wanted, (bool, type(None))):
         raise InvalidRequestError(f"logprobs of a chat must be true or false, not {wanted!r}")
-    if top is not None and not wanted:
+    if top not in (None, 0) and not wanted:
         raise InvalidRequestError("top_logprobs needs logprobs: true")
     if wanted:
         body["logprobs"] = 0 if top is None else top

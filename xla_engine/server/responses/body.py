@@ -61,6 +61,8 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         chat["response_format"] = _format(form)
     if (effort := reasoning.get("effort")) is not None:
         chat["reasoning_effort"] = effort
+    if (verbosity := text.get("verbosity")) is not None:
+        chat["verbosity"] = verbosity
     return {**rest, **chat}  # what is left is a chat's field, or refused by its name
 
 

@@ -10,11 +10,14 @@ from typing import Any
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.text.parsers.choose import Dialect, forced
 from xla_engine.text.parsers.scan import Parser, message_of
 from xla_engine.text.parsers.tools import Tools, take_tools
+from xla_engine.utils.shown import shown
 
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
+HINTS = ("reasoning_effort", "verbosity")  # to the model, which its template may read
 TEMPLATE_FIELDS = (*TEMPLATE_FLAGS, "chat_template_kwargs")
 OPENING = "<think>"
 _TAIL = 32  # characters of a prompt's end, where the opening tag may stand with blanks after it
@@ -45,7 +48,7 @@ class Reading:
         """
         if self.tools.is_forced:
             return forced(self.tools.name)
-        return self.dialect.parser(tools=self.tools.choice == "auto", thinking=thinking)
+        return self.dialect.parser(tools=self.tools, thinking=thinking)
 
     def prepared(self, params: SamplingParams) -> SamplingParams:
         """Parameters whose text shows the tags that parsers look for."""
@@ -70,23 +73,36 @@ def take_chat(body: dict[str, Any], dialect: Dialect | None) -> tuple[Chat, Read
     else:
         tools = take_tools(body)
         shown = list(tools.tools)
-    if tools.choice == "auto" and dialect is not None and dialect.tools is None:
-        raise InvalidRequestError(
-            "tools: no format of calls is known of this model's chat template; start with --tool-parser, or give "
-            'tool_choice "required", "none" or a function'
-        )
-    if (constraint := tools.constraint()) is not None:
-        plain = body.get("response_format") in (None, {"type": "text"})
-        if body.get("structured_outputs") or not plain:
-            raise InvalidRequestError("tool_choice that forces a call and response_format exclude each other")
+    constrained = body.get("structured_outputs") or body.get("response_format") not in (
+        None,
+        {"type": "text"},
+    )
+    if tools.is_forced and constrained:
+        raise InvalidRequestError("tool_choice that forces a call and response_format exclude each other")
+    constraint = tools.constraint()
+    if tools.choice == "auto" and tools.strict and dialect is not None and not constrained:
+        constraint = _strict(tools, dialect)
+    if constraint is not None:
         body["structured_outputs"] = constraint
     body.pop("tools", None)
     options = _template_options(body) | ({"tools": shown} if shown else {})
     return Chat(messages=tuple(messages), options=options), Reading(tools=tools, dialect=dialect or Dialect())
 
 
+def _strict(tools: Tools, dialect: Dialect) -> StructuredOutputsParams | None:
+    """What holds the calls that a model may write to their schemas; None where no call is read out of its text."""
+    if dialect.tools is None:
+        return None
+    if dialect.tools != "hermes":
+        raise InvalidRequestError(
+            f"tools: strict: true cannot be kept for calls in the format {dialect.tools} of this model; leave strict "
+            'out, or give tool_choice "required" or a function'
+        )
+    return tools.tagged()
+
+
 def _template_options(body: dict[str, Any]) -> dict[str, Any]:
-    effort = body.pop("reasoning_effort", None)
+    hints = {name: value for name in HINTS if (value := body.pop(name, None)) is not None}
     given = {name: body.pop(name, None) for name in TEMPLATE_FIELDS}
     options = {name: value for name, value in given.items() if value is not None}
     for name in TEMPLATE_FLAGS:
@@ -95,10 +111,10 @@ def _template_options(body: dict[str, Any]) -> dict[str, Any]:
     kwargs = options.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         raise InvalidRequestError(f"chat_template_kwargs must be an object, not {kwargs!r}")
-    if effort is not None:
-        if not isinstance(effort, str):
-            raise InvalidRequestError(f"reasoning_effort must be a string, not {effort!r}")
-        options["chat_template_kwargs"] = {"reasoning_effort": effort, **kwargs}
+    for name, value in hints.items():
+        if not isinstance(value, str):
+            raise InvalidRequestError(f"{name} must be a string, not {shown(value)}")
+        options["chat_template_kwargs"] = {name: value, **options.get("chat_template_kwargs", {})}
     return options
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from xla_engine.errors import ConfigError
-from xla_engine.text.parsers.formats import Forced, Harmony, Hermes, Plain, Think, Whole
+from xla_engine.text.parsers.formats import FirstCall, Forced, Harmony, Hermes, Plain, Think, Whole
 from xla_engine.text.parsers.scan import Parser
+from xla_engine.text.parsers.tools import Tools
+from xla_engine.text.parsers.xml_calls import Schemas, xml_call_events
 
-TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
-    "hermes": Hermes,
-    "llama3": lambda: Whole(("<|python_tag|>",), bare=True, separator=";"),
-    "mistral": lambda: Whole(("[TOOL_CALLS]",)),
-    "harmony": Harmony,
+TOOL_PARSERS: dict[str, Callable[[Schemas], Parser]] = {
+    "hermes": lambda _: Hermes(),
+    "qwen3_coder": lambda schemas: Hermes(partial(xml_call_events, schemas=schemas)),
+    "llama3": lambda _: Whole(("<|python_tag|>",), bare=True, separator=";"),
+    "mistral": lambda _: Whole(("[TOOL_CALLS]",)),
+    "harmony": lambda _: Harmony(),
 }
 REASONING_PARSERS = ("think", "harmony")
 _SIGNS = (
     ("harmony", "<|channel|>"),
     ("mistral", "[TOOL_CALLS]"),
+    ("qwen3_coder", "<function="),
     ("hermes", "<tool_call>"),
     ("llama3", "<|python_tag|>"),
     ("llama3", '{"name": function name, "parameters":'),
@@ -71,14 +76,20 @@ class Dialect:
         """Whether tags may be special tokens, which the text must show then."""
         return "harmony" in (self.tools, self.reasoning) or self.tools in ("llama3", "mistral")
 
-    def parser(self, *, tools: bool, thinking: bool) -> Parser | None:
+    def parser(self, *, tools: Tools, thinking: bool) -> Parser | None:
         """A parser for one answer; None where all of it is content.
 
-        tools: calls are looked for. thinking: the prompt ended in the opening tag of the reasoning.
+        tools: that may be called. thinking: the prompt ended in the opening tag of the reasoning.
         """
+        found = self._parser(tools, thinking=thinking)
+        return FirstCall(found) if found is not None and not tools.parallel else found
+
+    def _parser(self, tools: Tools, *, thinking: bool) -> Parser | None:
         if "harmony" in (self.tools, self.reasoning):
             return Harmony()
-        rest = TOOL_PARSERS[self.tools]() if tools and self.tools is not None else None
+        rest = None
+        if tools.choice == "auto" and self.tools is not None:
+            rest = TOOL_PARSERS[self.tools](tools.schemas)
         if self.reasoning == "think":
             return Think(rest or Plain(), begun=thinking)
         return rest

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 
 from xla_engine.text.parsers.calls import call_events, list_events
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, Scanner, ToolArguments, ToolStart
@@ -73,12 +75,13 @@ class Think:
 class Hermes:
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as often as wanted, with text between (Hermes, Qwen).
 
-    Blanks beside a call belong to it. A call is told when it is whole.
+    Blanks beside a call belong to it. A call is told when it is whole. read: of the text between the tags.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[str], list[Event] | None] = call_events) -> None:
+        self._read = read
         self._scanner = Scanner()
         self._in_call = False
         self._call = ""
@@ -123,7 +126,7 @@ class Hermes:
 
     def _end_call(self, close: str) -> list[Event]:
         call, self._call, self._in_call = self._call, "", False
-        events = call_events(call)
+        events = self._read(call)
         if events is None:
             held, self._blanks = self._blanks, ""
             return [Content(f"{held}{self.OPEN}{call}{close}")]
@@ -251,8 +254,35 @@ class Harmony:
                 return [Content(piece)]
 
 
+class FirstCall:
+    """What another parser tells, without the calls after the first one: `parallel_tool_calls: false`."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+        self._calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        return self._kept(self._parser.feed(text))
+
+    def finish(self) -> list[Event]:
+        return self._kept(self._parser.finish())
+
+    def _kept(self, events: list[Event]) -> list[Event]:
+        kept = []
+        for event in events:
+            self._calls += isinstance(event, ToolStart)
+            if self._calls <= 1 or not isinstance(event, ToolStart | ToolArguments):
+                kept.append(event)
+        return kept
+
+
 class Forced:
-    """A text that a grammar holds to one call of a named tool: its arguments. Without a name, one whole call."""
+    """A text that a grammar holds to one call of a named tool: its arguments. Without a name, one whole call.
+
+    A call that was cut off has the arguments as far as they came; one without its name is nothing.
+    """
+
+    _CUT = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"]*")\s*(?:,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
 
     def __init__(self, name: str | None) -> None:
         self._name = name
@@ -272,4 +302,7 @@ class Forced:
     def finish(self) -> list[Event]:
         if self._name is not None or not self._held:
             return []
-        return call_events(self._held) or [Content(self._held)]
+        if (events := call_events(self._held)) is not None:
+            return events
+        cut = self._CUT.match(self._held)
+        return [] if cut is None else [ToolStart(json.loads(cut[1])), ToolArguments(cut[2] or "")]

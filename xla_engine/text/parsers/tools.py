@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping
@@ -10,21 +11,36 @@ from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.utils.shown import shown
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ARGUMENTS = "/properties/arguments"
+_ARGUMENTS_NAME = '"arguments": '
+# A grammar of llguidance: text up to an opening tag, then a call, as often as wanted; then text without that tag.
+_TAGGED = r"""start: (opened call)* REST
+opened[lazy]: /(.|\n)*<tool_call>/
+call: /\s*/ "{\"name\": " tool "}" /\s*/ "</tool_call>"
+REST: /(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/
+tool:
+"""
 _VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold data, not schemas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a chat may call. choice: "none", "auto", "required" or "named". name: of the one tool, if named."""
+    """What a chat may call.
+
+    choice: "none", "auto", "required" or "named". name: of the one tool, if named. parallel: more than one call may be
+    told. schemas: of the arguments of each tool, by its name. strict: whether a call must fit them.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     choice: str = "none"
     name: str | None = None
-    _schemas: Mapping[str, Any] = field(default_factory=dict)
+    parallel: bool = True
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    strict: bool = False
 
     @property
     def is_forced(self) -> bool:
@@ -35,8 +51,8 @@ class Tools:
         if not self.is_forced:
             return None
         if self.name is not None:
-            return StructuredOutputsParams(json=self._schemas[self.name])
-        several = len(self._schemas) > 1
+            return StructuredOutputsParams(json=self.schemas[self.name])
+        several = len(self.schemas) > 1
         calls = [
             {
                 "type": "object",
@@ -49,13 +65,24 @@ class Tools:
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for number, (name, schema) in enumerate(self._schemas.items())
+            for number, (name, schema) in enumerate(self.schemas.items())
         ]
         return StructuredOutputsParams(json=calls[0] if len(calls) == 1 else {"anyOf": calls})
 
+    def tagged(self) -> StructuredOutputsParams:
+        """Any text whose calls in `<tool_call>` tags fit the schemas."""
+        calls = [
+            f"{json.dumps(json.dumps(name) + ', ')} {json.dumps(_ARGUMENTS_NAME)} %json {json.dumps(schema)}"
+            for name, schema in self.schemas.items()
+        ]
+        return StructuredOutputsParams(grammar=_TAGGED + "\n".join(f"  | {call}" for call in calls) + "\n")
+
 
 def take_tools(body: dict[str, Any]) -> Tools:
-    """Remove `tools`, `tool_choice` and `parallel_tool_calls` from a body. Raises InvalidRequestError."""
+    """Remove `tools`, `tool_choice` and `parallel_tool_calls` from a body. Raises InvalidRequestError.
+
+    Of `tool_choice` with the type "allowed_tools" the others are left out.
+    """
     tools, choice = body.pop("tools", None) or [], body.pop("tool_choice", None)
     parallel = body.pop("parallel_tool_calls", None)
     if not isinstance(parallel, bool | None):
@@ -63,11 +90,18 @@ def take_tools(body: dict[str, Any]) -> Tools:
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise _wrong("tools", f"must be a list of at most {MAX_TOOLS} functions")
     schemas: dict[str, Any] = {}
+    strict = False
     for number, tool in enumerate(tools):
-        name, schema = _function(tool, number)
+        name, schema, is_strict = _function(tool, number)
         if name in schemas:
             raise _wrong("tools", f"has two functions {name!r}")
         schemas[name] = schema
+        strict |= is_strict
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed(choice, schemas)
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        schemas = {name: schema for name, schema in schemas.items() if name in allowed}
+    common: Any = {"parallel": parallel is not False, "schemas": schemas, "strict": strict}
     if choice is None:
         choice = "auto" if tools else "none"
     if isinstance(choice, Mapping):
@@ -75,17 +109,34 @@ def take_tools(body: dict[str, Any]) -> Tools:
         wanted = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(wanted, str) or wanted not in schemas:
             raise _wrong("tool_choice", f"names {wanted!r}, which is not among the tools")
-        return Tools(tools=tuple(tools), choice="named", name=wanted, _schemas=schemas)
+        return Tools(tools=tuple(tools), choice="named", name=wanted, **common)
     if choice not in ("none", "auto", "required"):
         raise _wrong("tool_choice", f'must be "none", "auto", "required" or a function, not {choice!r}')
     if choice == "none" or (choice == "auto" and not tools):
         return Tools()
     if not tools:
         raise _wrong("tool_choice", "needs tools to choose from")
-    return Tools(tools=tuple(tools), choice=str(choice), _schemas=schemas)
+    return Tools(tools=tuple(tools), choice=str(choice), **common)
 
 
-def _function(tool: object, number: int) -> tuple[str, Mapping[str, Any]]:
+def _allowed(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> tuple[object, set[str]]:
+    """Mode and names of OpenAI's allowed tools, in the form of a chat or of a response."""
+    inner = choice.get("allowed_tools", choice)
+    given = inner.get("tools") if isinstance(inner, Mapping) else None
+    if not isinstance(given, list) or not given or inner.get("mode") not in ("auto", "required"):
+        raise _wrong("tool_choice", 'allowed_tools needs a mode, "auto" or "required", and a list of tools')
+    names = set()
+    for tool in given:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or name not in schemas:
+            raise _wrong("tool_choice", f"allows {shown(name)}, which is not among the tools")
+        names.add(name)
+    return inner["mode"], names
+
+
+def _function(tool: object, number: int) -> tuple[str, Mapping[str, Any], bool]:
+    """Name, schema of the arguments, and whether a call must fit it."""
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
         raise _wrong("tools", f'[{number}] must be {{"type": "function", "function": {{...}}}}')
@@ -94,7 +145,9 @@ def _function(tool: object, number: int) -> tuple[str, Mapping[str, Any]]:
         raise _wrong("tools", f"[{number}] needs a name of 1 to 64 letters, digits, _, - and .")
     if not isinstance(schema, Mapping):
         raise _wrong("tools", f"[{number}]: parameters must be a JSON schema")
-    return name, schema
+    if not isinstance(strict := function.get("strict"), bool | None):
+        raise _wrong("tools", f"[{number}]: strict must be true or false, not {shown(strict)}")
+    return name, schema, strict is True
 
 
 def _moved(schema: Any, place: str) -> Any:
