@@ -14,6 +14,8 @@ import pytest
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
 from xla_engine.batch.requests import LineRequest, parse_record
+from xla_engine.outputs import RequestOutput
+from xla_engine.server.usage import Usage
 from xla_engine.text.parsers.choose import Dialect
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]
@@ -178,6 +180,57 @@ def test_allowed_tools_are_the_only_ones(client: openai.OpenAI) -> None:
         answer = client.chat.completions.create(**options, seed=seed, tool_choice=allowed("required", "add"))
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.function.name == "add"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_what_the_tokens_were(server: Running, http: httpx.Client, stream: bool) -> None:
+    reasoning, tokenizer = "<think>a b c", server.service.engine.tokenizer
+    assert tokenizer is not None
+    fields: Any = {"max_tokens": 100, "structured_outputs": {"choice": [f"{reasoning}</think>done"]}}
+    ids = chat(http, **fields, return_token_ids=True).json()["choices"][0]["token_ids"]
+    expected = next(n for n in range(len(ids)) if len(tokenizer.decode(ids[:n])) >= len(reasoning))
+    before = server.service.dialect
+    server.service.dialect = Dialect(reasoning="think")
+    try:
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        text = chat(http, **fields, **options).text
+        if stream:
+            text = text.split("data: ")[-2]
+        usage = json.loads(text)["usage"]
+        answer = http.post(
+            "/v1/responses",
+            json={"input": "x", "stream": stream, **fields, "max_tokens": None, "max_output_tokens": 100},
+        ).text
+        if stream:
+            answer = json.dumps(json.loads(answer.split("data: ")[-2])["response"])
+        response = json.loads(answer)["usage"]
+    finally:
+        server.service.dialect = before
+    for details, new in (
+        (usage["completion_tokens_details"], usage["completion_tokens"]),
+        (response["output_tokens_details"], response["output_tokens"]),
+    ):
+        assert abs(details["reasoning_tokens"] - expected) <= 1 and details["reasoning_tokens"] < new
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
+
+
+def test_usage_tells_of_speculation() -> None:
+    output = RequestOutput(
+        request_id="x",
+        prompt=None,
+        prompt_token_ids=(1, 2, 3),
+        outputs=(),
+        finished=True,
+        num_cached_tokens=2,
+        num_drafted_tokens=9,
+        num_accepted_tokens=7,
+    )
+    details = Usage.of([output, output], new=5, reasoning=1).as_completion()["completion_tokens_details"]
+    assert details == {
+        "reasoning_tokens": 1,
+        "accepted_prediction_tokens": 14,
+        "rejected_prediction_tokens": 4,
+    }
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])

@@ -101,7 +101,8 @@ from xla_engine.text.parsers.choose import Dialect
 @click.option(
     "--tool-parser",
     metavar="NAME",
-    help="Extract tool calls from replies: hermes, llama3, mistral or harmony.  [default: leave them in the text]",
+    help="Extract tool calls from replies: hermes, qwen3_coder, llama3, mistral or harmony.  "
+    "[default: leave them in the text]",
 )
 @click.option(
     "--reasoning-parser",

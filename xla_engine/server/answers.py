@@ -22,7 +22,9 @@ from xla_engine.server.columns import (
     prompt_logprobs_pieces,
     spelled,
 )
+from xla_engine.server.usage import ReasoningTokens, Usage
 from xla_engine.server.wire import Call
+from xla_engine.text.parsers.chats import begins_thinking
 
 _encode = msgspec.json.Encoder().encode
 
@@ -36,9 +38,14 @@ def answer_pieces(
     """
     request, params, tokenizer = call.request, call.request.params, header.tokenizer
     head = result_head(request, outputs, name, header)
-    head["usage"]["prompt_tokens_details"] = {
-        "cached_tokens": sum(each.num_cached_tokens for each in outputs)
-    }
+    reasoning = 0
+    thinking = request.is_chat and begins_thinking(outputs[0], tokenizer)
+    for completion in (each for output in outputs for each in output.outputs):
+        counter = ReasoningTokens(call, tokenizer, thinking=thinking)
+        yield from counter.pauses(completion.token_ids)
+        reasoning += counter.count
+    new = head["usage"]["completion_tokens"]
+    head["usage"] = Usage.of(outputs, new=new, reasoning=reasoning).as_completion()
     if call.return_token_ids and request.is_chat:
         head["prompt_token_ids"] = outputs[0].prompt_token_ids
     del head["choices"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,9 +22,11 @@ from xla_engine.server.batches.worker import Batches
 from xla_engine.server.errors import ApiError
 from xla_engine.server.generation import Generation
 from xla_engine.server.info import Info, JsonResponse
-from xla_engine.server.middleware import ApiKeys, RequestContext
+from xla_engine.server.middleware import ApiErrors, ApiKeys, RequestContext
 from xla_engine.server.responses.endpoint import Responses
 from xla_engine.server.service import Service
+
+_EXPOSED = ["retry-after", "x-request-id"]  # headers that scripts of other origins may read
 
 
 def make_app(service: Service) -> Starlette:
@@ -50,7 +53,8 @@ def make_app(service: Service) -> Starlette:
             await service.llm.close()
 
     origins = list(service.settings.allowed_origins)
-    cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+    every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": _EXPOSED}
+    cors = [Middleware(CORSMiddleware, allow_origins=origins, **every)]
     routes = [
         *_routes(service),
         *(_NO_BATCHES if batches is None else BatchRoutes(service, batches).routes()),
@@ -67,6 +71,7 @@ def make_app(service: Service) -> Starlette:
                 send_timeout_s=service.settings.send_timeout_s,
             ),
             *(cors if origins else []),
+            Middleware(ApiErrors),
             Middleware(ApiKeys, keys=service.settings.api_keys),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},

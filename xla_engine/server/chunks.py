@@ -11,6 +11,7 @@ import msgspec
 from xla_engine.batch.results import Offsets, ResultHeader, asked_for
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.server.columns import Columns, completion_columns, prompt_columns, spelled
+from xla_engine.server.usage import ReasoningTokens, Usage
 from xla_engine.server.wire import Call
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 from xla_engine.text.parsers.tools import new_call_id
@@ -33,6 +34,7 @@ class _Choice:
     offsets: Offsets | None = None
     parser: Parser | None = None
     calls: int = 0
+    reasoning: ReasoningTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class ChunkWriter:
         self._choices: dict[int, _Choice] = {}
         self._heads: dict[int, _Head] = {}  # by prompt
         self._prompt_ids: dict[int, msgspec.Raw] = {}  # by prompt
-        # by prompt: its tokens, the cached ones, the new ones
-        self._usage: dict[int, tuple[int, int, int]] = {}
+        self._outputs: dict[int, RequestOutput] = {}  # by prompt: what came last
+        self._new = 0  # tokens
         self._common: dict[str, Any] = {
             "id": name,
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
@@ -71,21 +73,22 @@ class ChunkWriter:
             ended = tuple(each for each in output.outputs if each.finish_reason is not None)
             output = asked_for(self._call.request, replace(output, outputs=ended))
         per_prompt = self._call.request.params.n
-        *_, before = self._usage.get(index, (0, 0, 0))
-        prompt = (len(output.prompt_token_ids), output.num_cached_tokens)
-        begun = self._usage.setdefault(index, (*prompt, 0))
-        new = before + sum(len(completion.token_ids) for completion in output.outputs)
+        self._outputs[index] = output
         for completion in output.outputs:
             number = index * per_prompt + completion.index
             state = self._choices.get(number)
             if state is None:
                 state = self._choices[number] = _Choice(parser=self._call.parser(thinking=self._thinking))
                 if self._is_chat:  # before its first token
-                    self._usage[index] = begun
                     role = {"role": "assistant", "content": ""}
                     beginning = {"index": number, "delta": role, "logprobs": None, "finish_reason": None}
                     yield from self._event(beginning, index, output)
-            self._usage[index] = (*prompt, new)
+            self._new += len(completion.token_ids)
+            if self._call.include_usage:
+                if state.reasoning is None:
+                    tokenizer = self._header.tokenizer
+                    state.reasoning = ReasoningTokens(self._call, tokenizer, thinking=self._thinking)
+                yield from state.reasoning.pauses(completion.token_ids)
             for choice in (yield from self._news(number, index, state, output, completion)):
                 yield from self._event(choice, index, output)
 
@@ -97,13 +100,8 @@ class ChunkWriter:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all prompts and choices so far."""
-        prompt, cached, new = (sum(column) for column in zip(*self._usage.values(), strict=True))
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        reasoning = sum(each.reasoning.count for each in self._choices.values() if each.reasoning is not None)
+        return Usage.of(self._outputs.values(), new=self._new, reasoning=reasoning).as_completion()
 
     def _event(self, choice: dict[str, Any], index: int, output: RequestOutput) -> Iterator[bytes]:
         """The chunk of one choice, whose `logprobs` are `Columns` or None."""

@@ -1,5 +1,5 @@
-"""What happens to every request: its id, its keys, its line in the access log. Pure ASGI, so that a client that hangs
-up is still seen by the endpoint (Starlette's BaseHTTPMiddleware hides it)."""
+"""What happens to every request: its id, its keys, its errors, its line in the access log. Pure ASGI, so that a client
+that hangs up is still seen by the endpoint (Starlette's BaseHTTPMiddleware hides it)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ access_log = logging.getLogger("xla_engine.server.access")
 
 
 class RequestContext:
-    """Gives each request an id, which its answer bears, and counts and logs its answer. Errors end here.
+    """Gives each request an id, which its answer bears, and counts and logs its answer.
 
     Answers are sent in parts. A client that does not take one in time is cut off.
 
@@ -60,10 +60,7 @@ class RequestContext:
             await self._send(send, message)
 
         try:
-            try:
-                await self._app(scope, receive, send_marked)
-            except ApiError as error:
-                await send_json(send_marked, error.status, error.json(), error.headers)
+            await self._app(scope, receive, send_marked)
         except ClientGone:
             status = 499
             cut_off(scope)
@@ -97,6 +94,19 @@ class RequestContext:
                     await send(message)
         except (TimeoutError, OSError) as error:
             raise ClientGone("it takes nothing") from error
+
+
+class ApiErrors:
+    """Answers with the errors that are raised below it; middleware above it adds its headers to them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            await send_json(send, error.status, error.json(), error.headers)
 
 
 class ApiKeys:

@@ -24,6 +24,7 @@ from xla_engine.server.responses.body import chat_body, items_of
 from xla_engine.server.responses.builder import ResponseBuilder
 from xla_engine.server.responses.memory import Memory
 from xla_engine.server.service import Service, Submission
+from xla_engine.server.usage import ReasoningTokens, Usage
 from xla_engine.server.wire import Call, parse_call, read_json
 from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Parser
@@ -96,7 +97,10 @@ class Responses(Generation):
         completion = output.outputs[0]
         for _ in builder.add([*parser.feed(completion.text), *parser.finish()]):
             pass
-        usage = _usage(output, len(completion.token_ids))
+        counter = ReasoningTokens(call, self._service.engine.tokenizer, thinking=submission.thinking)
+        async for _ in self._service.turns.parts(counter.pauses(completion.token_ids)):
+            pass
+        usage = Usage.of([output], new=len(completion.token_ids), reasoning=counter.count).as_response()
         for _ in builder.end(reason=completion.finish_reason, usage=usage, now=int(time.time())):
             pass
         self._keep(call, builder)
@@ -107,7 +111,10 @@ class Responses(Generation):
     ) -> None:
         turns = self._service.turns
         builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
-        tokens = 0
+        tokens, counter = (
+            0,
+            ReasoningTokens(call, self._service.engine.tokenizer, thinking=submission.thinking),
+        )
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         async for part in turns.parts(map(_event, builder.begin())):
             await send_part(send, part)
@@ -115,18 +122,25 @@ class Responses(Generation):
             await next_news(submission, gone)
             news = [output for _, output in submission.take()]
             tokens += sum(len(output.outputs[0].token_ids) for output in news)
-            async for part in turns.parts(self._events(call, builder, parser, news, tokens)):
+            async for part in turns.parts(self._events(call, builder, parser, news, tokens, counter)):
                 await send_part(send, part)
         await send_part(send, DONE)
         await send_part(send, b"", last=True)
 
     def _events(
-        self, call: Call, builder: ResponseBuilder, parser: Parser, news: list[RequestOutput], tokens: int
+        self,
+        call: Call,
+        builder: ResponseBuilder,
+        parser: Parser,
+        news: list[RequestOutput],
+        tokens: int,
+        counter: ReasoningTokens,
     ) -> Iterator[bytes]:
         """What a stream tells of news. tokens: those of the answer, the new ones included."""
         for output in news:
             completion = output.outputs[0]
             events = parser.feed(completion.text)
+            yield from counter.pauses(completion.token_ids)
             if (error := output_error(call.request, output)) is not None:
                 failure = ended(error)
                 yield _event(builder.failed(failure.code, failure.message))
@@ -135,20 +149,10 @@ class Responses(Generation):
                 events += parser.finish()
             yield from map(_event, builder.add(events))
             if output.finished:
-                usage, now = _usage(output, tokens), int(time.time())
-                yield from map(_event, builder.end(reason=completion.finish_reason, usage=usage, now=now))
+                usage = Usage.of([output], new=tokens, reasoning=counter.count).as_response()
+                end = builder.end(reason=completion.finish_reason, usage=usage, now=int(time.time()))
+                yield from map(_event, end)
                 self._keep(call, builder)
-
-
-def _usage(output: RequestOutput, new: int) -> dict[str, Any]:
-    prompt = len(output.prompt_token_ids)
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
-        "output_tokens": new,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + new,
-    }
 
 
 def _names(request: Request) -> tuple[str, str]:

@@ -50,6 +50,12 @@ class Reading:
             return forced(self.tools.name)
         return self.dialect.parser(tools=self.tools, thinking=thinking)
 
+    def reasoning_parser(self, *, thinking: bool) -> Parser | None:
+        """A parser that tells reasoning from the rest; None where there is none. thinking: as of `parser`."""
+        if self.tools.is_forced or self.dialect.reasoning is None:
+            return None
+        return self.dialect.parser(tools=Tools(), thinking=thinking)
+
     def prepared(self, params: SamplingParams) -> SamplingParams:
         """Parameters whose text shows the tags that parsers look for."""
         if self.dialect.needs_special_tokens and not self.tools.is_forced:
