@@ -137,12 +137,17 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Like `generate` for one conversation; options are also those of `XlaBatchEngine.render_chat`."""
+        """Like `generate` for one conversation; options are also those of `XlaBatchEngine.render_chat`. Without
+        parameters the answer goes on to the end of the model's turn."""
         check_options("chat", options, *CHAT_OPTIONS)
         request_options = pop_options(options)
         prompt = await asyncio.to_thread(self.engine.render_chat, messages, **options)
         outputs = self.generate(
-            prompt, sampling_params, request_id=request_id, add_special_tokens=False, **request_options
+            prompt,
+            sampling_params or self.engine.default_params.for_chat(),
+            request_id=request_id,
+            add_special_tokens=False,
+            **request_options,
         )
         try:
             async for output in outputs:

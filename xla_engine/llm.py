@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +50,8 @@ from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.progress import prompts_bar
 from xla_engine.utils.startup import startup_line
 
+_log = logging.getLogger("xla_engine.llm")  # without a handler, Python prints its warnings
+
 Adapter = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or for each
 
 
@@ -63,6 +66,8 @@ class LLM:
             where that would need more than a quarter of the memory.
         dtype: "auto", "bfloat16" or "float32".
         seed: used for requests without a seed of their own.
+        generation_config: "model", the default, gives prompts without parameters the values that the checkpoint
+            recommends; "engine" those of `SamplingParams`.
         data_parallel_size: so many engines side by side, a process each, which share this machine's devices, cores and
             memory. Results are the same; a process that ends is started again, and its requests run elsewhere.
         engine_options: further fields of `EngineConfig`, also by the names of docs/from_vllm.md. Raises ConfigError
@@ -91,7 +96,7 @@ class LLM:
         **engine_options: Any,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "dtype": dtype, "seed": seed}
-        config = engine_config(sizes | engine_options)
+        config = engine_config({"generation_config": "model"} | sizes | engine_options)
         with startup_line(sys.stderr) as progress:
             self._hold(open_engine(model, config, engines=data_parallel_size, progress=progress))
 
@@ -105,6 +110,7 @@ class LLM:
     def _hold(self, engine: EngineClient) -> None:
         self.engine = engine
         self._callbacks: Callbacks | None = None  # runs the requests of `submit`
+        self._told_of_cuts = False
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -117,7 +123,7 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What prompts without parameters get; see `EngineConfig.generation_config`."""
+        """What prompts without parameters get: the model's recommendations, or `SamplingParams`' own values."""
         return self.engine.default_params
 
     def generate(
@@ -162,7 +168,8 @@ class LLM:
 
         Arguments:
             messages: dicts with "role" and "content", or a list of such lists.
-            sampling_params, use_tqdm, priority, lora_request: as in `generate`.
+            sampling_params: as in `generate`; None goes on to the end of the model's turn.
+            use_tqdm, priority, lora_request: as in `generate`.
             options: those of `generate`; `chat_template`, jinja2 source to use in place of the checkpoint's; and
                 `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
                 `xla_engine.text.chat_template.render_chat`.
@@ -180,7 +187,7 @@ class LLM:
                 raise type(error)(f"conversation {index}: {error}") from error
         return self._complete(
             prompts,
-            sampling_params,
+            self.engine.default_params.for_chat() if sampling_params is None else sampling_params,
             use_tqdm=use_tqdm,
             priority=priority,
             add_special_tokens=False,
@@ -380,7 +387,22 @@ class LLM:
             for place, output in self._run(prompts, sampling_params, only_finished=True, **options):
                 done[place] = output
                 bar.update()
-        return RequestOutputs(done[place] for place in range(len(prompts)))
+        outputs = RequestOutputs(done[place] for place in range(len(prompts)))
+        if sampling_params is None and not self._told_of_cuts:
+            self._tell_of_cuts(outputs)
+        return outputs
+
+    def _tell_of_cuts(self, outputs: list[RequestOutput]) -> None:
+        """Log, once, that a default cut texts of callers who gave no parameters."""
+        cut = sum(each.finish_reason == "length" for output in outputs for each in output.outputs)
+        if cut and (most := self.engine.default_params.max_tokens) is not None:
+            self._told_of_cuts = True
+            _log.warning(
+                "%d of %d texts end after the default of %d tokens: give SamplingParams(max_tokens=...)",
+                cut,
+                len(outputs),
+                most,
+            )
 
     def _run(
         self,

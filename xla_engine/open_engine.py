@@ -9,6 +9,7 @@ from typing import Any
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.client import EngineClient
+from xla_engine.model_loader.model_files import ModelFiles
 from xla_engine.utils.startup import StartupProgress, silent
 from xla_engine.vllm_options import VLLM_OPTIONS
 
@@ -19,14 +20,20 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def open_engine(
-    model: str | Path | None, config: EngineConfig, *, engines: int = 1, progress: StartupProgress = silent
+    model: str | Path | ModelFiles | None,
+    config: EngineConfig,
+    *,
+    engines: int = 1,
+    progress: StartupProgress = silent,
 ) -> EngineClient:
     """Load a model and compile. model, config, progress: as in `XlaBatchEngine.from_pretrained`.
 
-    engines: more than one run in processes of their own. Raises CheckpointError and ConfigError.
+    engines: more than one run in processes of their own, which open the model by its name. Raises CheckpointError
+    and ConfigError.
     """
     if engines == 1:
         return XlaBatchEngine.from_pretrained(model, config, progress=progress)
     from xla_engine.data_parallel.engine import DataParallelEngine
 
+    assert model is None or isinstance(model, str | Path)
     return DataParallelEngine(model, config, engines=engines, progress=progress)

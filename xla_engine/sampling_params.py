@@ -15,6 +15,8 @@ from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.plain import plain
 from xla_engine.utils.shown import shown
 
+DEFAULT_MAX_TOKENS = 16
+LEAST_TEMPERATURE = 0.01  # above 0
 MAX_N = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
@@ -103,7 +105,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -140,9 +142,10 @@ class SamplingParams:
             )
         if self.temperature < 0:
             raise InvalidRequestError(f"temperature must be >= 0 (0 is greedy), not {self.temperature}")
-        if 0 < self.temperature < 1e-2:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
             raise InvalidRequestError(
-                f"temperature {self.temperature} is too small to divide by; use 0 for greedy or at least 0.01"
+                f"temperature {self.temperature} is too small to divide by; use 0 for greedy or at least "
+                f"{LEAST_TEMPERATURE}"
             )
         check_integer("top_k", self.top_k, low=-1)
         check_finite("top_p", self.top_p)
@@ -261,6 +264,10 @@ class SamplingParams:
     def clone(self, **changes: Any) -> SamplingParams:
         """The same parameters with some changed; they themselves never change."""
         return replace(self, **changes)
+
+    def for_chat(self) -> SamplingParams:
+        """Default parameters as chats take them: without the default limit, a model's turn ends where it ends it."""
+        return replace(self, max_tokens=None) if self.max_tokens == DEFAULT_MAX_TOKENS else self
 
     @property
     def token_limit(self) -> int:

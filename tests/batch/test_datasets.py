@@ -256,6 +256,22 @@ def test_chats_and_sampling_params_of_columns(tmp_path: Path, engine: FakeEngine
     assert "max_tokens" in found[2]["error"]
 
 
+def test_a_table_of_questions_with_columns_of_sampling_fields(tmp_path: Path, engine: FakeEngine) -> None:
+    """Its columns are named if they are not taken, and its questions are chats if that is asked for."""
+    (tmp_path / "in.csv").write_text("question,max_tokens,seed\nhi,5,1\nho,,2\nno,-5,3\n")
+    asked = (tmp_path / "in.csv", tmp_path / "out.csv", "--prompt-column", "question")
+    done = run(*asked)
+    assert (
+        done.exit_code == 0
+        and "not used: max_tokens, seed; --sampling-columns max_tokens,seed" in done.stderr
+    )
+    done = run(*asked, "--sampling-columns", "max_tokens,seed", "--system", "be", "--overwrite")
+    assert done.exit_code == 1 and "not used" not in done.stderr
+    texts = [row["generated_text"] for row in csv.DictReader((tmp_path / "out.csv").read_text().splitlines())]
+    assert texts == ["<be|hi>", "<be|ho>", ""] and "max_tokens" in done.stderr
+    assert "did you mean 'seed'" in run(*asked, "--sampling-columns", "sede", "--overwrite").stderr
+
+
 def test_urls(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec = pytest.importorskip("fsspec")
     monkeypatch.chdir(tmp_path)

@@ -96,9 +96,11 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "--runner=pooling",
         '--pooler-config={"pooling_type": "MEAN"}',
     ]
+    (tmp_path / "mine").mkdir()
     result, records = run_file(
         tmp_path, prompts(1), *options, "--lag", "0", "--seed", "5", "--max-tokens", "101", "--created", "1"
     )
+    assert engine.options.pop("files").path == tmp_path / "mine"  # type: ignore[attr-defined]
     assert engine.options == {  # type: ignore[attr-defined]
         "model": str(tmp_path / "mine"),
         "max_num_seqs": 3,
@@ -130,7 +132,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "quantization": None,
         "attention_backend": "auto",
         "isa": "auto",
-        "generation_config": "engine",
+        "generation_config": "model",
         "keep_finished": 0,
         "enable_dry": False,
         "phase_timers": False,

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import assert_not_started, invoke
+from tests.support.command_line import assert_not_started, invoke, run_file
 from tests.support.fake_engine import FakeEngine
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
 from xla_engine.runner import memory
+
+MODEL = str(embedded_model_directory())
+CUT = "(cut by its length; --max-tokens N gives more)\n"
 
 
 def test_a_prompt_is_completed_in_the_shell(
@@ -27,6 +30,38 @@ def test_a_prompt_is_completed_in_the_shell(
     result = invoke("run", "--prompt", "def size(self):", "--max-tokens", "3", "--temperature", "0")
     assert result.exit_code == 0, result.output
     assert result.stdout == expected.outputs[0].text + "\n" and "--max-tokens" in result.stderr
+
+
+def test_a_prompt_is_a_chat_message_where_there_is_a_template(engine: FakeEngine) -> None:
+    assert (
+        invoke("run", "--max-tokens", "9", "--prompt", "hi").stderr == CUT
+    )  # the embedded model completes code
+    engine.as_they_are.clear()
+    short = ("run", "--max-tokens", "9", "--prompt", "hi", "--model", MODEL)
+    said = invoke(*short)
+    assert said.stdout == "<hi>\n" and "chat message; --raw completes" in said.stderr
+    for options, shown, told in (
+        (["--system", "be"], "<be|hi>", False),
+        (["--raw"], "<hi>", False),
+        (["--chat"], "<hi>", False),
+    ):
+        result = invoke(*short, *options)
+        assert (result.stdout, "--raw" in result.stderr) == (shown + "\n", told)
+    assert engine.as_they_are == [False, False, True, False]
+    assert "exclude each other" in invoke(*short, "--raw", "--chat").stderr
+
+
+def test_prompts_of_files_become_chats_with_chat(engine: FakeEngine, tmp_path: Path) -> None:
+    lines = b'{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": [1]}\n'
+    options = ("--chat", "--max-tokens", "5", "--ordered", "--model", MODEL)
+    result, records = run_file(tmp_path, lines, "--system", "be", *options)
+    texts = [each["response"]["body"]["choices"][0]["message"]["content"] for each in records[:2]]
+    assert texts == ["<be|one>", "<be|two>"] and "token ids" in records[2]["error"]["message"]
+    assert "chat template" not in result.stderr
+    result, records = run_file(tmp_path, lines[:18], "--overwrite", "--model", MODEL)
+    assert records[0]["response"]["body"]["choices"][0]["text"] == "<one>"
+    assert "--chat makes each a message" in result.stderr
+    assert "1 texts without max_tokens end after the default of 16" in result.stderr
 
 
 def test_what_cannot_run_says_why(engine: FakeEngine, tmp_path: Path) -> None:

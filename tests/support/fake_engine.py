@@ -87,9 +87,10 @@ class FakeEngine:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.tokenizer = None
-        self.chat_template: str | None = "that of render_chat"
+        self.chat_template: Any = "that of render_chat"
         self.live: dict[str, FakeRequest] = {}
         self.submitted: list[str] = []
+        self.as_they_are: list[bool] = []  # of the same: whether special tokens were added
         self.aborted: list[str] = []
         self.peak = 0
         self.steps = 0
@@ -145,6 +146,7 @@ class FakeEngine:
         if len(prompt) + (params.max_tokens or 1) > LONGEST:
             raise TokenLimitError(f"{len(prompt)} + {params.max_tokens} > {LONGEST}")
         self.submitted.append(request_id)
+        self.as_they_are.append(add_special_tokens)
         collector = self.collector if collector is None else collector
         self.live[request_id] = FakeRequest(request_id, prompt, params, collector)
         self.peak = max(self.peak, len(self.live))

@@ -65,6 +65,7 @@ class LineRequest:
     echo: whether the text begins with the prompt.
     generates: false where the prompt is all that was asked for: the one token that is generated is left out.
     options: `priority`, `deadline_s`, `queue_timeout_s` and `cache_salt` where given, for `submit` to check.
+    default_limit: whether the texts end after `DEFAULT_MAX_TOKENS` because nobody said otherwise.
     reading: how the answer to a chat is parted into content, reasoning and calls.
     pooling: of a line that asks for vectors or scores, what its answer looks like; else None.
     """
@@ -77,6 +78,7 @@ class LineRequest:
     echo: bool = False
     generates: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    default_limit: bool = False
     reading: Reading | None = None
     pooling: PoolingRequest | None = None
 
@@ -119,7 +121,8 @@ def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None)
 
     line: its number from 1. defaults: sampling fields that apply where the line does not say otherwise;
     `chat_template`, the source of a template to use in place of the checkpoint's; and `tool_parser` and
-    `reasoning_parser`, names of formats in which the model writes calls and reasoning, without which they stay text.
+    `reasoning_parser`, names of formats in which the model writes calls and reasoning, without which they stay text;
+    and `chat_system`, which makes a chat of each plain line's prompt, with this system message unless it is empty.
 
     Never raises for anything in `raw`: what is wrong comes back as a `LineError` with code
     `invalid_json_line` or `invalid_request`. The engine checks prompt length and token ids against
@@ -157,12 +160,15 @@ def parse_record(
     custom_id = None
     defaults = dict(defaults or {})
     template, dialect = defaults.pop("chat_template", None), Dialect.take(defaults)
+    system = defaults.pop("chat_system", None)
     try:
         custom_id = custom_id_in(record)
         if record.get("url") in POOLING_URLS:
             return _pooling(record, line, custom_id or f"line-{line}", template)
         if record.keys().isdisjoint(("body", "url", "method")):
             body = {name: value for name, value in record.items() if name not in ("custom_id", "id")}
+            if system is not None:
+                _as_chat(body, system)
             prompts, model, sampling, reading = _plain(body, dialect)
         else:
             prompts, model, sampling, reading = _openai(record, dialect)
@@ -171,7 +177,8 @@ def parse_record(
         options = {name: sampling.pop(name) for name in SUBMIT_FIELDS if name in sampling}
         if isinstance(prompts[0], Chat):
             defaults = {"max_tokens": None, **defaults}
-        params = SamplingParams.from_mapping({**defaults, **sampling}, also_known=LINE_FIELDS)
+        wanted = {**defaults, **sampling}
+        params = SamplingParams.from_mapping(wanted, also_known=LINE_FIELDS)
         params = params if reading is None else reading.prepared(params)
         if (sequences := len(prompts) * params.n) > MAX_SEQUENCES:
             raise InvalidRequestError(
@@ -192,6 +199,7 @@ def parse_record(
         echo=echo,
         generates=generates,
         options=options,
+        default_limit="max_tokens" not in wanted,
         reading=reading,
     )
 
@@ -228,6 +236,22 @@ def _with_template(prompt: Prompt, source: str | None) -> Prompt:
 
 # prompts, model, sampling fields, and how a chat's answer is read
 _Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any], Reading | None]
+
+
+def _as_chat(body: dict[str, Any], system: str) -> None:
+    """Make a chat of a line's prompt, and begin a chat that has no system message with `system`."""
+    if isinstance(prompt := body.get("prompt"), list):
+        raise InvalidRequestError(
+            "the prompt is a list of token ids, of which --chat can make no message; give text"
+        )
+    if isinstance(prompt, str) and prompt and "messages" not in body:
+        del body["prompt"]
+        body["messages"] = [{"role": "user", "content": prompt}]
+    messages = body.get("messages")
+    if system and isinstance(messages, list) and messages:
+        first = messages[0]
+        if not (isinstance(first, Mapping) and first.get("role") in ("system", "developer")):
+            body["messages"] = [{"role": "system", "content": system}, *messages]
 
 
 def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:

@@ -248,7 +248,7 @@ class BatchRun:
         del self._jobs[job.request.line]
         self.totals.ok += 1
         for output in outputs:
-            self.totals.count(output)
+            self.totals.count(output, default_limit=job.request.default_limit)
 
     def _fail(self, job: _Job, error: LineError) -> None:
         """End a line without a result, and abort what the engine still holds of it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from xla_engine.batch.requests import LineError
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import DEFAULT_MAX_TOKENS
 from xla_engine.utils.quantiles import Quantiles
 
 
@@ -19,6 +20,7 @@ class RunTotals:
     failed: lines without one, by error code.
     first_errors: a few of these, in the order of the input.
     finish_reasons: of the sequences of these lines, with how often each came.
+    cut_by_default: sequences that end after the default of tokens, which nobody asked for.
     prompt_tokens, generated_tokens: of the lines with a result.
     ttft: seconds to the first token, of the same lines.
     inter_token: seconds between tokens, of the same lines.
@@ -34,6 +36,7 @@ class RunTotals:
     failed: Counter[str] = field(default_factory=Counter)
     first_errors: list[LineError] = field(default_factory=list)
     finish_reasons: Counter[str] = field(default_factory=Counter)
+    cut_by_default: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     ttft: Quantiles = field(default_factory=Quantiles)
@@ -50,11 +53,13 @@ class RunTotals:
         """Lines that came to their end in this run."""
         return self.ok + self.failed.total()
 
-    def count(self, output: RequestOutput) -> None:
-        """Add the tokens and times of a finished request."""
+    def count(self, output: RequestOutput, *, default_limit: bool = False) -> None:
+        """Add the tokens and times of a finished request; `default_limit` as in `LineRequest`."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         self.finish_reasons.update(str(completion.finish_reason) for completion in output.outputs)
+        if default_limit:
+            self.cut_by_default += sum(each.finish_reason == "length" for each in output.outputs)
         if (metrics := output.metrics) is None:
             return
         at = metrics.first_token_time
@@ -85,6 +90,7 @@ def summary_lines(
             + before,
         ),
         ("finish reasons", _counts(totals.finish_reasons) or "none"),
+        *_cut_lines(totals),
         ("wall time", f"{wall:.2f} s"),
         ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
         *_memory_lines(stats),
@@ -99,6 +105,15 @@ def summary_lines(
         ("compiles", f"{stats.compiles_warmup} before, {stats.compiles_after_warmup} after warm-up"),
     ]
     return [f"{name:<20} {text}" for name, text in rows]
+
+
+def _cut_lines(totals: RunTotals) -> list[tuple[str, str]]:
+    if not totals.cut_by_default:
+        return []
+    why = (
+        f"without max_tokens end after the default of {DEFAULT_MAX_TOKENS} tokens; --max-tokens N gives more"
+    )
+    return [("cut short", f"{totals.cut_by_default} texts {why}")]
 
 
 def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:

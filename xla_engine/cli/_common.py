@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,7 @@ import click
 from xla_engine.cli import _help, _lora
 from xla_engine.cli._help import together
 from xla_engine.errors import XlaEngineError
+from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler.policy import POLICIES
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.startup import startup_line
@@ -25,7 +27,13 @@ if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.engine.client import EngineClient
 
-_BESIDE = ("model", "start_timeout_s", "data_parallel_size", "lora_modules")  # not fields of `EngineConfig`
+_BESIDE = (
+    "model",
+    "files",
+    "start_timeout_s",
+    "data_parallel_size",
+    "lora_modules",
+)  # not fields of `EngineConfig`
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses beside 0
 
 
@@ -248,6 +256,35 @@ scheduling_options = together(
 )
 
 
+generation_config_option = click.option(
+    "--generation-config",
+    type=click.Choice(["model", "engine"]),
+    default="model",
+    help="Sampling fields of requests that leave them out: model takes the values that the checkpoint recommends, if "
+    "any; engine takes the defaults of docs/sampling.md.",
+)
+chat_template_option = click.option(
+    "--chat-template",
+    "chat_template_path",
+    metavar="FILE",
+    help="A jinja2 template to use for chats in place of the checkpoint's.",
+)
+# Sampling fields of requests that leave them out.
+request_defaults = together(
+    click.option("--seed", type=int, default=0, help="Seed for requests that have none."),
+    click.option(
+        "--max-tokens",
+        type=int,
+        help="max_tokens for requests without one.  [default: 16; for chats all that fit]",
+    ),
+    click.option(
+        "--temperature",
+        type=float,
+        help="temperature for requests without one.  [default: the model's, or 1.0]",
+    ),
+)
+
+
 # How long a device may take, for commands that run unattended.
 time_limits = together(
     click.option(
@@ -315,7 +352,8 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[EngineClient
     screen, limit_s = sys.stderr if show else io.StringIO(), options.get("start_timeout_s")
     engines = options.get("data_parallel_size", 1)
     with _start_limit(limit_s), startup_line(screen) as progress:
-        engine = open_engine(options["model"], EngineConfig(**fields), engines=engines, progress=progress)
+        model = options.get("files", options["model"]) if engines == 1 else options["model"]
+        engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress)
     with engine:
         _lora.load(engine, options)
         if isinstance(engine, XlaBatchEngine) and fields.get("max_model_len") is None:
@@ -336,6 +374,32 @@ def load_one_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatch
     with load_engine(options, show=show) as engine:
         assert isinstance(engine, XlaBatchEngine)
         yield engine
+
+
+def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """Sampling fields for requests that leave them out: what the model recommends, unless the options say otherwise,
+    and those `given` that are not None."""
+    from xla_engine.environment import embedded_model_directory
+    from xla_engine.model_loader.describe import sampling_defaults
+    from xla_engine.model_loader.model_files import open_model
+
+    fields: dict[str, Any] = {}
+    if options["generation_config"] == "model":
+        options["files"] = open_model(
+            options["model"] or embedded_model_directory()
+        )  # for `load_engine`, too
+        fields = sampling_defaults(options["files"])
+    fields |= {name: value for name, value in given.items() if value is not None}
+    SamplingParams.from_mapping(fields)
+    return fields
+
+
+def text_of(path: str | Path | None) -> str | None:
+    """The text of a file that an option names."""
+    try:
+        return None if path is None else Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise NotStarted(f"{path}: not text in UTF-8: {error}") from error
 
 
 def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +14,6 @@ from xla_engine.cli._run.pooling import pooling_options
 from xla_engine.cli._run.shards import shard_option
 from xla_engine.cli._run.tables import TableOptions, table_options, take_table_options
 from xla_engine.cli._run.watched import Watched
-from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.choose import Dialect
 
 
@@ -24,8 +22,16 @@ from xla_engine.text.parsers.choose import Dialect
 )
 @click.argument("input_path", metavar="INPUT", required=False)
 @click.option(
-    "--prompt", metavar="TEXT", help="Complete this text and print it; takes no INPUT and no OUTPUT."
+    "--prompt",
+    metavar="TEXT",
+    help="Print the answer to TEXT as a chat message if the model has a chat template, else the text's completion, as "
+    "the embedded model does. Takes no INPUT and no OUTPUT.",
 )
+@click.option(
+    "--raw", is_flag=True, help="With --prompt: complete the text as it is, without the chat template."
+)
+@click.option("--chat", is_flag=True, help="Make each prompt that is text a chat message.")
+@click.option("--system", metavar="TEXT", help="System message of chats that have none; includes --chat.")
 @click.option("-o", "--output", "output_path", metavar="OUTPUT", help="Results file, or -.")
 @click.option(
     "--errors",
@@ -85,19 +91,8 @@ from xla_engine.text.parsers.choose import Dialect
     default=0,
     help="With --stream: keep this many finished requests, so that they can be extended.",
 )
-@click.option("--seed", type=int, default=0, help="Seed for requests that have none.")
-@click.option(
-    "--generation-config",
-    type=click.Choice(["engine", "model"]),
-    default="engine",
-    help="model: lines without sampling fields use the checkpoint's recommended values.",
-)
-@click.option(
-    "--chat-template",
-    "chat_template_path",
-    metavar="FILE",
-    help="A jinja2 template to use for chats in place of the checkpoint's.",
-)
+@_common.generation_config_option
+@_common.chat_template_option
 @click.option(
     "--tool-parser",
     metavar="NAME",
@@ -109,10 +104,7 @@ from xla_engine.text.parsers.choose import Dialect
     metavar="NAME",
     help="Extract reasoning from replies: think or harmony.  [default: leave it in the text]",
 )
-@click.option(
-    "--max-tokens", type=int, help="max_tokens for lines without one.  [default: 16; for chats all that fit]"
-)
-@click.option("--temperature", type=float, help="temperature for lines without one.  [default: 1.0]")
+@_common.request_defaults
 @click.option("--ordered", is_flag=True, help="Write results in input order, not as they finish.")
 @click.option(
     "--max-line-bytes",
@@ -132,6 +124,9 @@ from xla_engine.text.parsers.choose import Dialect
 def run(
     input_path: str | None,
     prompt: str | None,
+    raw: bool,
+    chat: bool,
+    system: str | None,
     output_path: str | None,
     errors_path: str | None,
     resume: bool,
@@ -195,17 +190,10 @@ def run(
       cat in.jsonl | xla-engine run --stream
     """
     tables = take_table_options(options)
-    given = {"max_tokens": max_tokens, "temperature": temperature}
-    defaults: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     with _common.startup_errors():
-        if options["generation_config"] == "model":
-            from xla_engine.environment import embedded_model_directory
-            from xla_engine.model_loader.describe import sampling_defaults
-
-            defaults = sampling_defaults(options["model"] or embedded_model_directory()) | defaults
-        SamplingParams.from_mapping(defaults)
-        if chat_template_path is not None:
-            defaults["chat_template"] = _text_of(chat_template_path)
+        defaults = _common.sampling_fields(options, max_tokens=max_tokens, temperature=temperature)
+        if (template := _common.text_of(chat_template_path)) is not None:
+            defaults["chat_template"] = template
         if tool_parser is not None or reasoning_parser is not None:
             defaults |= Dialect.named(tool_parser, reasoning_parser).as_defaults()
     if options["data_parallel_size"] > 1 and step_log_path is not None:
@@ -213,6 +201,7 @@ def run(
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
     _one_of({"--dry-run": dry_run, "--stream": stream, "-o": output_path is not None})
     _one_of({"--dry-run": dry_run, "--stream": stream, "--shard": shard is not None})
+    _one_of({"--raw": raw, "--chat": chat, "--system": system is not None and not chat})
     _one_of({"--stream": stream, "options of tables": tables != TableOptions()})
     if prompt is not None:
         _one_of(
@@ -228,10 +217,18 @@ def run(
         )
         from xla_engine.cli._run.prompt import run_prompt
 
-        for name in ("chat_template", "tool_parser", "reasoning_parser"):  # of chats
+        for name in ("tool_parser", "reasoning_parser"):
             defaults.pop(name, None)
-        run_prompt(prompt, defaults, options)
+        completes = raw or options["model"] is None  # the embedded model is there to complete code
+        as_chat = True if chat or system is not None else False if completes else None
+        run_prompt(prompt, defaults, options, chat=as_chat, system=system)
         return
+    if raw:
+        raise click.UsageError(
+            "--raw needs --prompt; prompts in a file are completed as they are without --chat."
+        )
+    if chat or system is not None:
+        defaults["chat_system"] = system or ""
     if input_path is None:
         if not stream:
             raise click.UsageError(
@@ -272,13 +269,6 @@ def run(
             shard=shard,
         )
         batch.run_file(files, settings, options)
-
-
-def _text_of(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise _common.NotStarted(f"{path}: not text in UTF-8: {error}") from error
 
 
 def _one_of(given: dict[str, bool]) -> None:

@@ -80,12 +80,7 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 @_common.scheduling_options
 @_common.phase_timers_option
 @click.option("--seed", type=int, default=0, help="Seed for batch lines that have none.")
-@click.option(
-    "--generation-config",
-    type=click.Choice(["engine", "model"]),
-    default="engine",
-    help="model: requests without sampling fields use the checkpoint's recommended values.",
-)
+@_common.generation_config_option
 @click.option("--no-access-log", is_flag=True, help="Do not log requests.")
 def serve(
     names: tuple[str, ...],
@@ -136,11 +131,14 @@ def serve(
         own = names or ("embedded" if model is None else Path(model).name or str(model),)
         if taken := set(own) & options["lora_modules"].keys():
             raise ConfigError(f"{min(taken)!r} is a name of the model; give the adapter another")
+        defaults = _common.sampling_fields(options, temperature=temperature)
+        if (template := _common.text_of(template_path)) is not None:
+            defaults["chat_template"] = template
         settings = ServerSettings(
             model_names=(*own, *options["lora_modules"]),
             adapter_names=tuple(options["lora_modules"]),
             api_keys=keys,
-            sampling_defaults=_sampling_defaults(options, temperature, template_path),
+            sampling_defaults=defaults,
             max_tokens=max_tokens,
             max_waiting=max_waiting,
             max_body_bytes=max_body_bytes,
@@ -176,24 +174,6 @@ def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any
         gc.collect()
         gc.freeze()  # or full collections visit modules and engine, and hold the event loop for 0.2 s
         run(service, **place)
-
-
-def _sampling_defaults(
-    options: dict[str, Any], temperature: float | None, template_path: Path | None
-) -> dict[str, Any]:
-    from xla_engine.environment import embedded_model_directory
-    from xla_engine.model_loader.describe import sampling_defaults
-    from xla_engine.sampling_params import SamplingParams
-
-    found: dict[str, Any] = {}
-    if options["generation_config"] == "model":
-        found = sampling_defaults(options["model"] or embedded_model_directory())
-    if temperature is not None:
-        found["temperature"] = temperature
-    SamplingParams.from_mapping(found)
-    if template_path is not None:
-        found["chat_template"] = template_path.read_text("utf-8")
-    return found
 
 
 def _check_place(place: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_weights
 from xla_engine.model_loader.describe import describe
-from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.observability.log import ProgressLog, engine_log
@@ -167,12 +167,13 @@ class XlaBatchEngine:
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path | None = None,
+        model: str | Path | ModelFiles | None = None,
         config: EngineConfig | None = None,
         *,
         progress: StartupProgress = silent,
     ) -> XlaBatchEngine:
-        """Load a Hugging Face directory, an id of its hub or a GGUF file (None: the embedded model) and compile.
+        """Load a Hugging Face directory, an id of its hub or a GGUF file (None: the embedded model) and compile;
+        `open_model` says which names there are.
 
         Raises CheckpointError. `progress` is that of the constructor.
         """

@@ -29,7 +29,7 @@ from xla_engine.model_loader.pooling import (
     read_pooling,
 )
 from xla_engine.model_loader.weights import Sources
-from xla_engine.sampling_params import SamplingParams
+from xla_engine.sampling_params import LEAST_TEMPERATURE, SamplingParams
 
 # Their name to ours: the fields that vLLM takes, too. `do_sample` is not among them, as it is not there.
 _NAMES = {
@@ -74,11 +74,13 @@ def describe(files: ModelFiles, options: EngineConfig, encode: Encode | None = N
     Raises CheckpointError naming file, field and remedy; ConfigError for options that the model contradicts.
     """
     model = describe_decoder(files, options)
-    recommends = model.options.generation_config == "model"
+    recommended = sampling_defaults(files) if model.options.generation_config == "model" else {}
     return replace(
         model,
+        # A model that recommends nothing is the same engine either way, and has the same fingerprint.
+        options=model.options if recommended else replace(model.options, generation_config="engine"),
         chat_template=files.chat_template(),
-        sampling_defaults=sampling_defaults(files) if recommends else {},
+        sampling_defaults=recommended,
         pooling=read_pooling(files, model.fields, model.options, encode),
     )
 
@@ -110,6 +112,8 @@ def sampling_defaults(model: ModelFiles | Path | str) -> dict[str, Any]:
     if fields is None:
         return {}
     found = {ours: fields.values[theirs] for theirs, ours in _NAMES.items() if fields.given(theirs)}
+    if isinstance(warmth := found.get("temperature"), float) and 0 < warmth < LEAST_TEMPERATURE:
+        found["temperature"] = 0  # written so for greedy, by frameworks that divide by it
     try:
         SamplingParams.from_mapping(found)
     except InvalidRequestError as error:

@@ -35,7 +35,7 @@ class ModelFiles(Protocol):
         """What describes the model, in the words of transformers' config.json."""
 
     def generation_config(self) -> Fields | None:
-        """generation_config.json; None where there is none."""
+        """Sampling defaults and eos ids in the words of generation_config.json; None where there are none."""
 
     def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
         """The weight files, mapped. Tensors that transformers calls by one of `names` bear that name in them, if the

@@ -92,7 +92,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them; results in their order.
+        """Answer one conversation or a list of them; results in their order. As in vLLM, answers without parameters
+        end after 16 tokens.
 
         chat_template_content_format: content is text, or parts of text, whatever it says.
         """
@@ -103,7 +104,8 @@ class LLM:
         shared = {"use_tqdm": use_tqdm, "lora_request": lora_request, **given(options)}
         if (template := chat_template or self._chat_template) is not None:
             shared["chat_template"] = template
-        return self._shaped(self._llm.chat(messages, fixed(sampling_params), **shared), lora_request)
+        params = fixed(sampling_params) or self._llm.get_default_sampling_params()
+        return self._shaped(self._llm.chat(messages, params, **shared), lora_request)
 
     def beam_search(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line
@@ -21,7 +21,7 @@ class RowColumns:
     """Which columns make a request.
 
     prompt: of text, token ids, or a chat's messages. template: text with {column} in it, in place of `prompt`; {{ is a
-        brace. id: becomes the custom_id as text.
+        brace. id: becomes the custom_id as text. sampling: sampling fields of the row's request, if they are not null.
 
     A column `sampling_params` (an object, or one as JSON text) holds further fields of the row's request.
     """
@@ -29,13 +29,14 @@ class RowColumns:
     prompt: str | None = None
     template: str | None = None
     id: str | None = None
+    sampling: tuple[str, ...] = ()
 
     def of(self, names: Sequence[str]) -> RowColumns:
         """These columns in a table that has `names`: where no prompt is named, `messages` or `prompt` is it; where no
         id is, `custom_id`. Raises ConfigError for a column that is not there."""
         if self.prompt is not None and self.template is not None:
             raise ConfigError("--prompt-column and --prompt-template both say what the prompt is; give one")
-        for name in (self.prompt, self.id, *template_columns(self.template)):
+        for name in (self.prompt, self.id, *self.sampling, *template_columns(self.template)):
             if name is not None and name not in names:
                 hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
                 raise ConfigError(f"the input has no column {name!r}{hint}")
@@ -48,7 +49,7 @@ class RowColumns:
                     "--prompt-template"
                 )
         given_id = self.id or ("custom_id" if "custom_id" in names else None)
-        return RowColumns(prompt=prompt, template=self.template, id=given_id)
+        return replace(self, prompt=prompt, id=given_id)
 
 
 def template_columns(template: str | None) -> list[str]:
@@ -115,10 +116,20 @@ def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, A
             return record, problem or f"column 'sampling_params' is no JSON: {error}"
     if more is not None and not isinstance(more, Mapping):
         return record, problem or f"column 'sampling_params' must be an object, not {kind(more)}"
-    given = without_nulls(dict(more or {}))
+    given = without_nulls({name: _field(row.get(name)) for name in columns.sampling} | dict(more or {}))
     if twice := sorted(given.keys() & {"custom_id", "id", "prompt", "messages"}):
         return record, problem or f"column 'sampling_params' has {twice[0]!r}, which is no sampling field"
     return {**record, **given}, problem
+
+
+def _field(value: Any) -> Any:
+    """A sampling field's value in a column: text, all that CSV knows, may be JSON, and empty text is no value."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError:
+        return value
 
 
 def without_nulls(value: Any) -> Any:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.cli._common import NotStarted
 from xla_engine.text.parsers.chats import Chat
@@ -39,12 +41,18 @@ def check_first_line(
 
 
 def check_template(request: LineRequest | None, engine: EngineClient, model: str | None) -> None:
-    """Raises NotStarted where the first request is a chat, and neither it nor the model has a chat template."""
+    """Raises NotStarted where the first request is a chat, and neither it nor the model has a chat template; says how
+    prompts become chats where it is a text and the model has one (but the embedded model, which completes code)."""
     chat = None if request is None else request.prompts[0]
     if isinstance(chat, Chat) and "chat_template" not in chat.options and engine.chat_template is None:
         raise NotStarted(
             f"no_chat_template: {model or 'the embedded model'} has no chat template, and the first request is a "
             "chat; give one with --chat-template FILE, or write a prompt in place of messages"
+        )
+    if isinstance(chat, str) and engine.chat_template is not None and model is not None:
+        click.echo(
+            "the model has a chat template, and prompts are completed as they are: --chat makes each a message",
+            err=True,
         )
 
 

@@ -1,44 +1,52 @@
-"""`xla-engine run --prompt`: one completion, shown as it comes."""
+"""`xla-engine run --prompt`: one completion or one answer, shown as it comes."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
 import click
 
 from xla_engine.cli import _common
+from xla_engine.cli._answer import chat_prompt, show_answer
 from xla_engine.cli._run.files import silence_stdout
 from xla_engine.sampling_params import SamplingParams
 
 
-def run_prompt(prompt: str, defaults: dict[str, Any], options: dict[str, Any]) -> None:
-    """Write the completion of a prompt to standard output; exit with the command's status.
+def run_prompt(
+    prompt: str, defaults: dict[str, Any], options: dict[str, Any], *, chat: bool | None, system: str | None
+) -> None:
+    """Write the answer to a prompt, or its completion, to standard output; exit with the command's status.
 
-    defaults: sampling fields. options: of the engine. A note about a text that was cut by its length goes to standard
-    error.
+    defaults: sampling fields, and `chat_template`. options: of the engine. chat: whether the prompt is a message of a
+    chat; None: if there is a chat template. Notes go to standard error.
     """
-    with contextlib.ExitStack() as stack:
-        with _common.startup_errors():
-            engine = stack.enter_context(_common.load_engine(options, show=sys.stderr.isatty()))
-            engine.submit(prompt, SamplingParams.from_mapping(defaults))
-        shown, reason = "", None
+    template = defaults.pop("chat_template", None)
+    with _common.startup_errors(), _common.load_engine(options, show=sys.stderr.isatty()) as engine:
+        has_template = template is not None or engine.chat_template is not None
+        if chat is None and has_template:
+            click.echo("(sent as a chat message; --raw completes the text as it is)", err=True)
+        request: dict[str, Any] = {"prompt": prompt}
+        if chat or (chat is None and has_template):
+            defaults = {"max_tokens": None, **defaults}
+            request = chat_prompt(engine, chat_messages(prompt, system), template)
         try:
-            while reason is None:
-                for output in engine.step():
-                    completion = output.outputs[0]
-                    click.echo(completion.text[len(shown) :], nl=False)
-                    shown, reason = completion.text, completion.finish_reason
+            output = show_answer(engine, lambda: engine.submit(params=SamplingParams(**defaults), **request))
         except BrokenPipeError:
             silence_stdout()
             return
-        except KeyboardInterrupt:
-            click.echo()
-            raise SystemExit(_common.INTERRUPTED) from None
+        reason = output.outputs[0].finish_reason
         click.echo()
+        if reason == "abort":
+            raise SystemExit(_common.INTERRUPTED)
         if reason == "length":
             click.echo("(cut by its length; --max-tokens N gives more)", err=True)
         elif reason != "stop":
             click.echo(output.error or f"the request ended with finish_reason {reason!r}", err=True)
             raise SystemExit(_common.SOME_FAILED)
+
+
+def chat_messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """A prompt as the conversation of `--chat`."""
+    said = [] if system is None else [{"role": "system", "content": system}]
+    return [*said, {"role": "user", "content": prompt}]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from xla_engine.batch.fields import SUBMIT_FIELDS
 from xla_engine.batch.lines import Line, count_lines, read_lines
 from xla_engine.batch.output_file import Mode
 from xla_engine.batch.resume import is_packed
 from xla_engine.cli._help import together
 from xla_engine.cli._run.files import open_input
 from xla_engine.errors import OutputError
+from xla_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from xla_engine.batch.datasets.tables import Table
@@ -30,6 +32,7 @@ class TableOptions:
     prompt_column: str | None = None
     prompt_template: str | None = None
     id_column: str | None = None
+    sampling_columns: str | None = None
     keep_columns: str | None = None
     journal: str | None = None
 
@@ -47,6 +50,11 @@ table_options = together(
         "--prompt-template", metavar="TEXT", help="The prompt of each row: text with {column} in it."
     ),
     click.option("--id-column", metavar="NAME", help="The column of a table that holds ids."),
+    click.option(
+        "--sampling-columns",
+        metavar="NAME,...",
+        help="Columns of a table that are sampling fields of the row's request, such as max_tokens,seed.",
+    ),
     click.option(
         "--keep-columns",
         metavar="NAME,...",
@@ -108,12 +116,26 @@ def _table_lines(
 
     table = Table(source)
     columns = RowColumns(
-        prompt=options.prompt_column, template=options.prompt_template, id=options.id_column
+        prompt=options.prompt_column,
+        template=options.prompt_template,
+        id=options.id_column,
+        sampling=tuple(_names(options.sampling_columns) or ()),
     ).of(table.names)
-    wanted = (
-        None if options.keep_columns is None else [name for name in options.keep_columns.split(",") if name]
-    )
-    read = [columns.prompt, columns.id, "sampling_params", *template_columns(columns.template)]
+    wanted = _names(options.keep_columns)
+    read = [
+        columns.prompt,
+        columns.id,
+        "sampling_params",
+        *columns.sampling,
+        *template_columns(columns.template),
+    ]
+    known = {each.name for each in fields(SamplingParams)}.union(SUBMIT_FIELDS)
+    if unused := [name for name in table.names if name in known and name not in read]:
+        click.echo(
+            f"columns named like sampling fields are not used: {', '.join(unused)}; --sampling-columns "
+            f"{','.join(unused)} takes them",
+            err=True,
+        )
     return Input(
         lines=row_lines(table.rows([name for name in read if name]), columns, max_line_bytes),
         total=table.num_rows if count else None,
@@ -121,6 +143,10 @@ def _table_lines(
         table=table,
         columns=tuple(kept_columns(table.names, wanted, columns)) if keep else (),
     )
+
+
+def _names(given: str | None) -> list[str] | None:
+    return None if given is None else [name for name in given.split(",") if name]
 
 
 class TableOutput:

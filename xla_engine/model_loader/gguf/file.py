@@ -20,6 +20,8 @@ from xla_engine.model_loader.tokenizer_json import raising, read_tokenizer
 
 SUFFIX = ".gguf"
 _TEMPLATE = "tokenizer.chat_template"
+_SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
+_SAMPLING |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 
 
 class GgufFile:
@@ -39,9 +41,10 @@ class GgufFile:
     def config_fields(self) -> Fields:
         return gguf_config.config_fields(self.reader)
 
-    def generation_config(self) -> None:
-        """The metadata have no such fields."""
-        return None
+    def generation_config(self) -> Fields:
+        """What llama.cpp takes as sampling defaults, in the words of generation_config.json."""
+        values = {theirs: self.reader.get(f"general.sampling.{name}") for name, theirs in _SAMPLING.items()}
+        return Fields(self.path, values)
 
     def tensors(self, names: Iterable[str] = ()) -> GgufWeights:
         wanted = list(names)

@@ -1,0 +1,156 @@
+"""`xla-engine chat`: a conversation through a pipe with an engine without a model, and in a terminal with one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import assert_not_started, invoke
+from tests.support.fake_engine import FakeEngine
+from xla_engine.environment import embedded_model_directory
+
+MARKDOWN = "{% for each in messages %}# {{ each.role }}\n{{ each.content }}\n{% endfor %}# assistant\n"
+
+
+def talk(engine: FakeEngine, text: str, *options: str) -> tuple[list[str], str, int]:
+    """Answers, notes and exit status of a conversation through a pipe."""
+    result = invoke("chat", "--max-tokens", "5", *options, stdin=text.encode())
+    return result.stdout.splitlines(), result.stderr, result.exit_code
+
+
+def test_a_conversation_remembers_and_forgets(engine: FakeEngine) -> None:
+    text = "a\n\nb\n/system s\nc\n/reset\nd\n/system\ne\n/exit\nf\n"
+    answers, _, status = talk(engine, text)
+    assert answers == ["<a>", "<a|<a>|b>", "<s|a|<a>|b|<a|<a>|b>|c>", "<s|d>", "<d|<s|d>|e>"] and status == 0
+    assert engine.as_they_are == [False] * 5
+
+
+def test_messages_have_several_lines(engine: FakeEngine) -> None:
+    answers, _, _ = talk(engine, 'a \\\nb\n/reset\n"""c\n d"""\n/reset\n /e\n', "--system", "s")
+    assert answers == ["<s|a ", "b>", "<s|c", " d>", "<s|/e>"]
+
+
+def test_fields_are_set_and_all_is_saved(engine: FakeEngine, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    _, notes, status = talk(
+        engine, f"/seed 7\n/set top_p 0.5\nü\n/save {saved}\n/set\n/help\n", "--temperature", "1"
+    )
+    fields = {"max_tokens": 5, "temperature": 1.0, "seed": 7, "top_p": 0.5}
+    said = [{"role": "user", "content": "ü"}, {"role": "assistant", "content": "<ü>"}]
+    assert json.loads(saved.read_text("utf-8")) == {"messages": said, **fields}
+    assert json.dumps(fields) in notes and "/system TEXT" in notes and status == 0
+
+
+def test_what_fails_leaves_the_conversation_as_it_was(engine: FakeEngine, tmp_path: Path) -> None:
+    bad = [
+        "/nothing",
+        "/seed x",
+        "/set top_p 7",
+        "/set topp 1",
+        "/save",
+        f"/save {tmp_path}",
+        "no!",
+        "x" * 99,
+    ]
+    answers, notes, status = talk(engine, "\n".join(["a", *bad, "b"]))
+    assert answers == ["<a>", "<a|<a>|b>"] and status == 1
+    for words in (
+        "no command /nothing",
+        "JSON",
+        "top_p must be",
+        "did you mean",
+        "needs the name",
+        "not this one",
+    ):
+        assert words in notes
+    assert "/reset begins a new conversation" in notes and "Traceback" not in notes
+
+
+def test_a_model_without_a_template_is_refused(engine: FakeEngine) -> None:
+    engine.chat_template = None
+    assert_not_started(invoke("chat", stdin=b"a\n"), "--chat-template FILE")
+    assert engine.submitted == []
+
+
+class Terminal:
+    """A process that believes it is used by a person."""
+
+    def __init__(self, *arguments: str) -> None:
+        own, theirs = pty.openpty()
+        self._file, self.shown = own, ""
+        command = [sys.executable, "-m", "xla_engine", *arguments]
+        environment = {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that a typed Ctrl-C is a signal
+        )
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._file, text.encode())
+
+    def wait_for(self, words: str, seconds: float = 300) -> str:
+        """All that is shown up to some words, which is then forgotten."""
+        until = time.monotonic() + seconds
+        while words not in self.shown:
+            assert select.select([self._file], [], [], max(until - time.monotonic(), 0))[0], self.shown
+            try:
+                self.shown += os.read(self._file, 4096).decode(errors="replace")
+            except OSError as error:
+                raise AssertionError(f"ended early: {self.shown}") from error
+        before, self.shown = self.shown.split(words, 1)
+        return before
+
+
+@pytest.mark.full
+def test_a_person_talks_in_a_terminal(tmp_path: Path) -> None:
+    """Ctrl-C ends an answer and, at the prompt, nothing; the same seed gives the same answer; Ctrl-D leaves."""
+    shutil.copytree(embedded_model_directory(), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(MARKDOWN)
+    terminal = Terminal("chat", "--model", str(tmp_path / "model"), "--seed", "3")
+    try:
+        terminal.wait_for("> ")
+        answers = []
+        for _ in range(2):
+            terminal.type("/reset\n/set max_tokens 12\n")
+            terminal.wait_for("> "), terminal.wait_for("> ")
+            terminal.type("def fib(n):\n")
+            terminal.wait_for("def fib(n):\r\n")
+            answers.append(terminal.wait_for("> "))
+        assert answers[0] == answers[1] and answers[0].strip()
+        terminal.type("/set ignore_eos true\n/set max_tokens null\n")
+        terminal.wait_for("> "), terminal.wait_for("> ")
+        terminal.type("def\n")
+        terminal.wait_for("def\r\n")
+        terminal.shown += os.read(terminal._file, 1).decode()  # it answers
+        terminal.type("\x03")
+        terminal.wait_for("(stopped)")
+        terminal.wait_for("> ")
+        terminal.type("\x03")
+        terminal.wait_for("(Ctrl-D or /exit leaves)")
+        terminal.type(f"/save {tmp_path / 'chat.json'}\n")
+        terminal.wait_for("saved to")
+        roles = [each["role"] for each in json.loads((tmp_path / "chat.json").read_text())["messages"]]
+        assert roles == ["user", "assistant"] * 2
+        terminal.type("\x04")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal._file)

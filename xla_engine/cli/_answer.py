@@ -1,0 +1,41 @@
+"""One answer of an engine on standard output, as it comes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from xla_engine.engine.client import EngineClient
+
+
+def show_answer(engine: EngineClient, submit: Callable[[], str]) -> RequestOutput:
+    """Write the text of the request that `submit` queues, and return its last output. Main thread only.
+
+    Ctrl-C aborts the request between two steps: its finish reason is then "abort". Raises what `submit` does.
+    """
+    asked: list[bool] = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        request_id, shown = submit(), ""
+        while True:
+            for output in engine.step():
+                text = output.outputs[0].text
+                click.echo(text[len(shown) :], nl=False)
+                shown = text
+                if output.finished:
+                    return output
+            if asked:
+                engine.abort(request_id)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def chat_prompt(engine: EngineClient, messages: list[dict[str, str]], template: str | None) -> dict[str, Any]:
+    """Arguments of `submit` for a conversation; template: jinja2 source in place of the checkpoint's."""
+    return {"prompt": engine.render_chat(messages, chat_template=template), "add_special_tokens": False}

