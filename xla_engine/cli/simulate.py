@@ -136,7 +136,7 @@ def simulate(
     from xla_engine.observability.step_log import is_step_log, read_step_log
     from xla_engine.tools.simulator.cost import StatedMachine, machine_of, read_stated
     from xla_engine.tools.simulator.fit import fit
-    from xla_engine.tools.simulator.report import plot, table, to_json
+    from xla_engine.tools.simulator.report import extrapolations, plot, table, to_json
 
     made = _made(trace)
     with _common.startup_errors():
@@ -181,7 +181,7 @@ def simulate(
         found["machines"] = simulate_machines(
             wanted,
             config,
-            replace(machine_of(source), rows=config.max_num_seqs),
+            machine_of(source),
             cost,
             lambda: _arrivals(trace, recorded, requests, rate, speed, seed),
             lag=int(source.engine["lag"]),
@@ -198,7 +198,7 @@ def simulate(
             reports[name] = report = _simulate(config, source, cost, arrivals, step_log_path)
         took = time.monotonic() - began
         click.echo(f"{name}: {report.requests} requests, {report.steps} steps in {took:.1f} s", err=True)
-    click.echo("\n" + "\n".join(table(reports)))
+    click.echo("\n" + "\n".join([*table(reports), *extrapolations(reports, cost, machine_of(source))]))
     with _common.startup_errors():
         if plot_path is not None:
             plot(reports, plot_path, title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,28 @@ def test_the_command_answers_with_a_stated_machine(tmp_path: Path) -> None:
     picture = tmp_path / "machines.png"
     drawn = CliRunner().invoke(main, [*command, "--p99-first-token", "0.25", "--plot", str(picture)])
     assert drawn.exit_code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_plan_is_made_of_what_was_not_measured(tmp_path: Path) -> None:
+    """Requests far longer than the recorded engine takes, and a fit that explains nothing; else by how much."""
+    stated = stated_machine(tmp_path)
+    command = ["simulate", "azure-like", "--rate", "5", "--requests", "200", "--cost", str(stated)]
+    long = CliRunner().invoke(main, [*command, "--p99-first-token", "0.5"])
+    assert long.exit_code == 2 and re.search(
+        r"longest request has \d+ tokens, and the recorded engine took 512 at most", long.stderr
+    )
+    told = CliRunner().invoke(main, [*command, "--max-num-seqs", "16"])
+    assert told.exit_code == 0 and re.search(r"\d+ of 200 requests are longer than the 512 pos", told.stdout)
+    assert "16 slots, 4.0 times the recorded ones" in told.stdout
+    fitted = json.loads(stated.read_text())
+    fitted["cost"]["residual"] = 1.46
+    stated.write_text(json.dumps(fitted))
+    command[1] = "uniform"
+    vague = CliRunner().invoke(main, [*command, "--p99-first-token", "0.5"])
+    assert vague.exit_code == 2 and "misses the time of a step by 146 %" in vague.stderr
+    told = CliRunner().invoke(main, command)
+    assert told.exit_code == 0 and "misses the time of a step by 146 %" in told.stdout
+    assert "longer than" not in told.stdout
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

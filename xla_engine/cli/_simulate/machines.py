@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from xla_engine.tools.simulator.cost import CostModel, Machine
     from xla_engine.tools.simulator.report import Report
     from xla_engine.tools.simulator.trace import Arrival
+
+
+HOPELESS = 1.0  # a residual of a whole step: the model knows nothing
+FURTHEST = 2  # times the recorded length that a straight line may be drawn on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,15 @@ def simulate_machines(
     plot_path: str | None,
     title: str,
 ) -> dict[str, Any]:
-    """Print the table, and draw the plot where asked for; returns the figures by number of machines."""
+    """Print the table, and draw the plot where asked for; returns the figures by number of machines.
+
+    machine: that the cost model was fitted to. Raises NotStarted for an answer that would rest on nothing measured.
+    """
+    if cost.residual > HOPELESS:
+        raise _common.NotStarted(
+            f"the cost model misses the time of a step by {100 * cost.residual:.0f} % of the mean step, so no number "
+            "of machines follows from it: record a longer run on a quiet machine"
+        )
     from xla_engine.tools.simulator.replicas import (
         Goal,
         fewest,
@@ -89,15 +101,22 @@ def simulate_machines(
         plot_machines,
         simulate_replicas,
     )
-    from xla_engine.tools.simulator.report import to_json
+    from xla_engine.tools.simulator.report import extrapolations, to_json
 
     goal = Goal(first_token=wanted.p99_first_token, inter_token=wanted.p99_between, whole=wanted.p99_request)
 
     def simulate(replicas: int) -> Report:
         began = time.monotonic()
-        report = simulate_replicas(config, machine, cost, arrivals(), replicas=replicas, lag=lag)
+        simulated = replace(machine, rows=config.max_num_seqs)
+        report = simulate_replicas(config, simulated, cost, arrivals(), replicas=replicas, lag=lag)
         took = time.monotonic() - began
         click.echo(f"{_machines(replicas)}: {report.requests} requests in {took:.1f} s", err=True)
+        if wanted.searches and report.longest > FURTHEST * machine.length:
+            raise _common.NotStarted(
+                f"the longest request has {report.longest} tokens, and the recorded engine took {machine.length} at "
+                f"most: no number of machines follows from it. Record a run with --max-model-len {report.longest}, or "
+                "take a trace of shorter requests"
+            )
         return report
 
     with _common.startup_errors():
@@ -108,15 +127,16 @@ def simulate_machines(
             needed = next(
                 (replicas for replicas, each in reports.items() if goal and goal.is_met(each)), None
             )
-    click.echo("\n" + "\n".join(machines_table(reports, goal)))
+    said = extrapolations({_machines(number): each for number, each in reports.items()}, cost, machine)
+    click.echo("\n" + "\n".join([*machines_table(reports, goal), *said]))
     if goal:
-        said = ", ".join(f"{name} {most:g} s" for name, most in goal.wanted.items() if most is not None)
+        goals = ", ".join(f"{name} {most:g} s" for name, most in goal.wanted.items() if most is not None)
         answer = (
             "no number of machines keeps it: a single request takes longer"
             if wanted.searches
             else "none of these"
         )
-        click.echo(f"\np99 of {said}: {_machines(needed) if needed is not None else answer}")
+        click.echo(f"\np99 of {goals}: {_machines(needed) if needed is not None else answer}")
     with _common.startup_errors():
         if plot_path is not None:
             plot_machines(reports, goal, Path(plot_path), title)

@@ -82,6 +82,11 @@ class Machine:
     key_buckets: tuple[int, ...]
     rows: int
 
+    @property
+    def length(self) -> int:
+        """Positions that a request may have."""
+        return self.key_buckets[-1]
+
     def calls(self, chunks: int) -> tuple[int, ...]:
         """Lanes of the calls that run so many chunks: the largest program as often as it is full, then one that
         holds the rest."""

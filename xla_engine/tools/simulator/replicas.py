@@ -88,9 +88,11 @@ def together(reports: Iterable[Report]) -> Report:
             "prompt_tokens",
             "new_tokens",
             "preemptions",
+            "beyond",
         ):
             setattr(first, name, getattr(first, name) + getattr(other, name))
-        first.most_waiting = max(first.most_waiting, other.most_waiting)
+        for name in ("most_waiting", "longest"):
+            setattr(first, name, max(getattr(first, name), getattr(other, name)))
         for reason, count in other.finished.items():
             first.finished[reason] = first.finished.get(reason, 0) + count
         for name in ("queued", "first_token", "inter_token", "whole"):

@@ -10,12 +10,14 @@ from typing import Any
 
 from xla_engine.errors import ConfigError
 from xla_engine.scheduler import SchedulerConfig
+from xla_engine.tools.simulator.cost import CostModel, Machine
 from xla_engine.utils.extras import install
 from xla_engine.utils.quantiles import Quantiles
 from xla_engine.utils.tables import aligned, figure
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a picture: from a hundredth to the longest of a thousand
 MOST_TICKS = 6  # labels below a picture of this width that do not overlap
+DOUBTFUL = 0.3  # a cost model's residual as a share of a step: more is said
 REFUSED = "refused"  # among the ends of requests: it needs more blocks than there are
 
 
@@ -31,6 +33,7 @@ class Report:
     finished: requests by the reason of their end.
     most_waiting: the longest queue.
     preemptions: how often a request lost its slot.
+    longest: positions of the longest request. beyond: requests longer than those the cost model was fitted to.
     queued: from arrival to a slot.
     first_token: from arrival to the first token.
     inter_token: between two tokens of a request.
@@ -49,6 +52,8 @@ class Report:
     finished: dict[str, int] = field(default_factory=dict)
     most_waiting: int = 0
     preemptions: int = 0
+    longest: int = 0
+    beyond: int = 0
     queued: Quantiles = field(default_factory=Quantiles)
     first_token: Quantiles = field(default_factory=Quantiles)
     inter_token: Quantiles = field(default_factory=Quantiles)
@@ -101,6 +106,29 @@ def table(reports: Mapping[str, Report]) -> list[str]:
     return lines
 
 
+def extrapolations(reports: Mapping[str, Report], cost: CostModel, machine: Machine) -> list[str]:
+    """What the figures rest on that was not measured, and by how much. machine: that the cost model was fitted to."""
+    lines = []
+    if cost.residual > DOUBTFUL:
+        lines.append(
+            f"the cost model misses the time of a step by {100 * cost.residual:.0f} % of the mean step: record a "
+            "longer run on a quiet machine"
+        )
+    for name, report in reports.items():
+        if report.beyond:
+            lines.append(
+                f"{name}: {report.beyond} of {report.requests} requests are longer than the {machine.length} "
+                f"positions of the recorded engine, the longest {report.longest / machine.length:.1f} times: their times are "
+                "extrapolated"
+            )
+        if (slots := report.config.max_num_seqs) > machine.rows:
+            lines.append(
+                f"{name}: {slots} slots, {slots / machine.rows:.1f} times the recorded ones: times of steps with more "
+                "rows are extrapolated"
+            )
+    return lines
+
+
 def to_json(report: Report) -> dict[str, Any]:
     """A simulation's figures; times in seconds."""
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -115,6 +143,8 @@ def to_json(report: Report) -> dict[str, Any]:
             "finished",
             "most_waiting",
             "preemptions",
+            "longest",
+            "beyond",
         )
     }
     found |= {"tokens_per_second": report.tokens_per_second, "occupancy": report.occupancy}

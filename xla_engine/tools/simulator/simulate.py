@@ -142,6 +142,9 @@ class Simulation:
 
     def _submit(self, arrival: Arrival) -> None:
         self.report.requests += 1
+        length = arrival.prompt_tokens + arrival.new_tokens
+        self.report.longest = max(self.report.longest, length)
+        self.report.beyond += length > self._machine.length
         if self._scheduler.never_fits(arrival.prompt_tokens, arrival.max_tokens) is not None:
             self.report.finished[REFUSED] = self.report.finished.get(REFUSED, 0) + 1
             return
