@@ -117,8 +117,8 @@ def extrapolations(reports: Mapping[str, Report], cost: CostModel, machine: Mach
     for name, report in reports.items():
         if report.beyond:
             lines.append(
-                f"{name}: {report.beyond} of {report.requests} requests are longer than the {machine.length} "
-                f"positions of the recorded engine, the longest {report.longest / machine.length:.1f} times: their times are "
+                f"{name}: {report.beyond} of {report.requests} requests are longer than the "
+                f"{machine.length} positions of the recorded engine, the longest {report.longest / machine.length:.1f} times: their times are "
                 "extrapolated"
             )
         if (slots := report.config.max_num_seqs) > machine.rows:
