@@ -116,10 +116,10 @@ def extrapolations(reports: Mapping[str, Report], cost: CostModel, machine: Mach
         )
     for name, report in reports.items():
         if report.beyond:
+            times = report.longest / machine.length
             lines.append(
-                f"{name}: {report.beyond} of {report.requests} requests are longer than the "
-                f"{machine.length} positions of the recorded engine, the longest {report.longest / machine.length:.1f} times: their times are "
-                "extrapolated"
+                f"{name}: {report.beyond} of {report.requests} requests are longer than the {machine.length} "
+                f"positions of the recorded engine, the longest {times:.1f} times: their times are extrapolated"
             )
         if (slots := report.config.max_num_seqs) > machine.rows:
             lines.append(
