@@ -126,9 +126,11 @@ def test_every_request_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> 
             if row.slot is not None:
                 row.samples.append(Sample(tokens[row.slot], logprobs[row.slot], extra.get(row.slot)))
                 row.times.append(float(step))
-        eager = buffer.eager()
-        assert set(eager) == {row.request for row in rows if row.slot is not None and row.request.eager}
-        for request in eager:
+        immediate = buffer.immediate()
+        assert set(immediate) == {
+            row.request for row in rows if row.slot is not None and row.request.immediate
+        }
+        for request in immediate:
             assert not request.take()
         assert buffer.num_tokens == sum(len(row.samples) for row in (*rows, *over))
         for request in buffer.next_to_flush():

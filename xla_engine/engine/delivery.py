@@ -48,7 +48,7 @@ class Delivery:
             table.token_buffer.begin(one, row.slot.index, step, step + 1)
 
     def deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
-        """Give requests their first token, and eager requests their next one; lazy requests take theirs later."""
+        """Give requests their first token, and immediate ones their next; buffered requests take theirs later."""
         state = self._state
         table, now, token_buffer = state.table, state.clock(), state.table.token_buffer
         state.last_answer = now
@@ -65,10 +65,10 @@ class Delivery:
         for name, several in groupby(events.several, key=lambda event: event.request_id):
             self._give_several(name, list(several), now)
         token_buffer.append(plan.step, result.decode, now)
-        for request in token_buffer.eager():
+        for request in token_buffer.immediate():
             self._give(request, request.take, ends.pop(request.request_id, None))
-            if not (request.finished or request.eager):
-                token_buffer.make_lazy(request)
+            if not (request.finished or request.immediate):
+                token_buffer.make_buffered(request)
         for name, reason in ends.items():
             if reason is not None and table.get(name) is not None:  # no stop string has ended it before
                 self.end(name, reason)

@@ -145,7 +145,7 @@ class LiveSequence:
         return self._mask is not None and self._mask.constrained
 
     @property
-    def eager(self) -> bool:
+    def immediate(self) -> bool:
         """Whether each token has to be looked at as it comes; else they can be taken many at a time."""
         looks_for_stops = bool(self._host_stop_ids) or (self._text is not None and bool(self._params.stop))
         return self.constrained or self.is_repeating or looks_for_stops
@@ -172,7 +172,7 @@ class LiveSequence:
 
     def rewind(self) -> None:
         """Run again from the beginning; the tokens there are stay, and must come again."""
-        if not self.eager:
+        if not self.immediate:
             with suppress(Exception):  # kept in `_failure`, and raised when the sequence goes on
                 self.take()
         self._token_buffer.end(self)
@@ -187,7 +187,7 @@ class LiveSequence:
         taken = self._token_buffer.take(self)
         if taken is None:
             return False
-        if taken.eager:
+        if taken.immediate:
             pairs = zip(taken.steps, taken.times, strict=True)
             return any(self.add(step.sample(taken.slot), now) for step, now in pairs)
         try:
@@ -209,7 +209,7 @@ class LiveSequence:
 
     def tokens_from(self, place: int) -> list[int]:
         """The generated tokens from `place` on, as far as they were read."""
-        self._take_if_lazy()
+        self._take_if_buffered()
         return self._token_ids[place:]
 
     def read_from(self, place: int) -> list[int]:
@@ -318,7 +318,7 @@ class LiveSequence:
 
     def output(self) -> RequestOutput:
         """The request as it stands, cumulative."""
-        self._take_if_lazy()
+        self._take_if_buffered()
         completion = self._completion(0, Seen())
         if completion.logprobs is not None:
             completion = replace(completion, cumulative_logprob=sum(completion.logprobs))
@@ -349,7 +349,7 @@ class LiveSequence:
         """What is not seen of this sequence, which is seen then; None for nothing. index: its place in the request."""
         if seen.ended or (only_ended and not self.finished):
             return None
-        self._take_if_lazy()
+        self._take_if_buffered()
         if len(self._token_ids) == seen.tokens and not self.finished:
             return None
         part = self._completion(index, seen)
@@ -382,8 +382,8 @@ class LiveSequence:
     def _by_id_or_none(self, score: Score | None) -> dict[int, Logprob] | None:
         return None if score is None else self._by_id(score)
 
-    def _take_if_lazy(self) -> None:
-        if not self.eager:
+    def _take_if_buffered(self) -> None:
+        if not self.immediate:
             with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
                 self.take()
 

@@ -12,44 +12,44 @@ from xla_engine.engine.requests.token_gaps import TokenGaps
 from xla_engine.observability.distributions import Histograms
 from xla_engine.scheduler import Decoded
 
-FLUSH_STEPS = 192  # steps in which every lazy request has taken its tokens once
+FLUSH_STEPS = 192  # steps in which every buffered request has taken its tokens once
 
 
-class Taker(Protocol):
+class BufferedRequest(Protocol):
     """A request that takes its tokens from the buffer.
 
-    eager: it has to look at each token as it comes. collector: where its reader finds its news.
+    immediate: it has to look at each token as it comes. collector: where its reader finds its news.
     last_token_time: of the tokens that it has taken; None without any.
     """
 
     @property
-    def eager(self) -> bool: ...
+    def immediate(self) -> bool: ...
     @property
     def collector(self) -> OutputCollector: ...
     @property
     def last_token_time(self) -> float | None: ...
 
 
-T = TypeVar("T", bound=Taker)
+T = TypeVar("T", bound=BufferedRequest)
 
 
 class Taken(NamedTuple):
     """Steps in which a request decoded in `slot`, and the times at which they were read.
 
-    eager: it is to look at each token.
+    immediate: it is to look at each token.
     """
 
     slot: int
     steps: Sequence[Decoded]
     times: Sequence[float]
-    eager: bool
+    immediate: bool
 
 
 @dataclass(slots=True)
 class _Occupancy:
     """A request decodes in `slot` from `step` on, the first step it has not taken, until before `until`.
 
-    began: its first step, or the first since it is lazy.
+    began: its first step, or the first since it is buffered.
     """
 
     slot: int
@@ -68,12 +68,12 @@ class _Occupancy:
 class TokenBuffer(Generic[T]):
     """What steps decoded and when they were read, and in which of them each request has tokens.
 
-    An eager request takes each token as it comes. A lazy one takes what has gathered when it ends or is read; besides,
-    a few lazy requests take theirs in every step, so that no step does the work of many and old steps can be
-    forgotten: however long a request is, about two times `FLUSH_STEPS` are kept.
+    An immediate request takes each token as it comes. A buffered one takes what has gathered when it ends or is read;
+    besides, a few buffered requests take theirs in every step, so that no step does the work of many and old steps can
+    be forgotten: however long a request is, about two times `FLUSH_STEPS` are kept.
 
     added: tokens that requests were given, and have taken from here.
-    histograms: where times of requests are counted; those between tokens of lazy ones here, once a step.
+    histograms: where times of requests are counted; those between tokens of buffered ones here, once a step.
     """
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class TokenBuffer(Generic[T]):
         self._columns: list[Decoded] = []
         self._times: list[float] = []
         self._occupancies: dict[T, _Occupancy] = {}  # the request that took longest ago comes first
-        self._eager: dict[T, None] = {}  # of these
-        self._lazy: dict[OutputCollector, dict[T, _Occupancy]] = {}  # the others, by collector
+        self._immediate: dict[T, None] = {}  # of these
+        self._buffered: dict[OutputCollector, dict[T, _Occupancy]] = {}  # the others, by collector
 
     @property
     def next_step(self) -> int:
@@ -110,7 +110,7 @@ class TokenBuffer(Generic[T]):
 
     def clear(self) -> None:
         """Forget all tokens that were not taken; the next step may have any number."""
-        for part in (self._columns, self._times, self._occupancies, self._eager, self._lazy):
+        for part in (self._columns, self._times, self._occupancies, self._immediate, self._buffered):
             part.clear()
         self._gaps.clear()
         self._first = 0
@@ -119,13 +119,13 @@ class TokenBuffer(Generic[T]):
         """Note that a request decodes in a slot from `step` on; its tokens of another slot it has taken."""
         self.end(request)
         self._occupancies[request] = occupancy = _Occupancy(slot, step, until, step)
-        if request.eager:
-            self._eager[request] = None
+        if request.immediate:
+            self._immediate[request] = None
         else:
-            self._add_lazy(request, occupancy)
+            self._add_buffered(request, occupancy)
 
-    def _add_lazy(self, request: T, occupancy: _Occupancy) -> None:
-        self._lazy.setdefault(request.collector, {})[request] = occupancy
+    def _add_buffered(self, request: T, occupancy: _Occupancy) -> None:
+        self._buffered.setdefault(request.collector, {})[request] = occupancy
         self._gaps.join(request, occupancy.began, occupancy.until)
 
     def bound(self, request: T, step: int) -> None:
@@ -133,7 +133,7 @@ class TokenBuffer(Generic[T]):
         if (occupancy := self._occupancies.get(request)) is None:
             return
         if occupancy.until is None or step < occupancy.until:
-            if request not in self._eager:
+            if request not in self._immediate:
                 self._gaps.bound(occupancy.until, step)
             occupancy.until = step
         if occupancy.step >= occupancy.until:
@@ -143,14 +143,14 @@ class TokenBuffer(Generic[T]):
         """Forget a request, whose tokens left here are not wanted."""
         if (occupancy := self._occupancies.pop(request, None)) is None:
             return
-        if request in self._eager:
-            del self._eager[request]
+        if request in self._immediate:
+            del self._immediate[request]
         else:
             self._gaps.leave(request, occupancy.began, occupancy.until, self.next_step)
-            lazy = self._lazy[request.collector]
-            del lazy[request]
-            if not lazy:
-                del self._lazy[request.collector]
+            waiting = self._buffered[request.collector]
+            del waiting[request]
+            if not waiting:
+                del self._buffered[request.collector]
         if not self._occupancies:
             self.clear()
 
@@ -165,31 +165,31 @@ class TokenBuffer(Generic[T]):
             return None
         assert begin >= 0, "a step was forgotten before it was taken"
         there = slice(begin, begin + count)
-        taken = Taken(occupancy.slot, self._columns[there], self._times[there], request in self._eager)
+        taken = Taken(occupancy.slot, self._columns[there], self._times[there], request in self._immediate)
         occupancy.step += count
         if occupancy.step == occupancy.until:
             self.end(request)
         return taken
 
     def waiting(self, request: T, skip: int = 0) -> list[int]:
-        """The tokens that a lazy request has here and has not taken, but for the first `skip`; they are left here."""
-        if (occupancy := self._occupancies.get(request)) is None or request in self._eager:
+        """The tokens that a buffered request has here and has not taken, but for the first `skip`; they stay here."""
+        if (occupancy := self._occupancies.get(request)) is None or request in self._immediate:
             return []
         begin = occupancy.step - self._first
         there = slice(begin + max(skip, 0), begin + occupancy.waiting(self.next_step))
         return [column.tokens[occupancy.slot] for column in self._columns[there]]
 
-    def eager(self) -> list[T]:
+    def immediate(self) -> list[T]:
         """Return the requests that take each token as it comes."""
-        return list(self._eager)
+        return list(self._immediate)
 
-    def make_lazy(self, request: T) -> None:
-        """Let an eager request take its tokens many at a time from now on."""
-        if request in self._eager:
-            del self._eager[request]
+    def make_buffered(self, request: T) -> None:
+        """Let an immediate request take its tokens many at a time from now on."""
+        if request in self._immediate:
+            del self._immediate[request]
             occupancy = self._occupancies[request]
             occupancy.began = max(occupancy.began, self.next_step)
-            self._add_lazy(request, occupancy)
+            self._add_buffered(request, occupancy)
 
     def next_to_flush(self) -> list[T]:
         """Return the few requests whose turn it is in this step to take what has gathered."""
@@ -199,14 +199,14 @@ class TokenBuffer(Generic[T]):
         ]
 
     def streamed(self) -> Iterator[T]:
-        """Yield the lazy requests with a token in the latest step whose reader wants to hear of each token."""
+        """Yield the buffered requests with a token in the latest step whose reader wants to hear of each token."""
         step = self.next_step - 1
-        for collector, requests in self._lazy.items():
+        for collector, requests in self._buffered.items():
             if collector.every_token:
                 yield from (request for request, occupancy in requests.items() if occupancy.covers(step))
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all requests so far, taken or not."""
-        occupancies = (occupancy for requests in self._lazy.values() for occupancy in requests.values())
+        occupancies = (occupancy for requests in self._buffered.values() for occupancy in requests.values())
         return self.added + sum(occupancy.waiting(self.next_step) for occupancy in occupancies)
