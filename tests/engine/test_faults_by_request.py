@@ -110,22 +110,22 @@ def test_an_interrupt_in_the_turn_that_lets_suspects_go_loses_nothing(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That turn begins with a restart, and the step that it starts behind it is as unsettled as any other."""
-    tiny.lag, acquitted, interrupts = 0, False, 0
-    acquit, start = Faults.acquit, tiny.runner.start
+    tiny.lag, has_passed, interrupts = 0, False, 0
+    passed, start = Faults.passed, tiny.runner.start
 
     def noted(self: Faults, *arguments: Any) -> bool:
-        nonlocal acquitted
-        acquitted = acquit(self, *arguments)
-        return acquitted
+        nonlocal has_passed
+        has_passed = passed(self, *arguments)
+        return has_passed
 
     def interrupted(*arguments: Any) -> Any:
-        nonlocal acquitted
-        if acquitted:
-            acquitted = False
+        nonlocal has_passed
+        if has_passed:
+            has_passed = False
             raise KeyboardInterrupt
         return start(*arguments)
 
-    monkeypatch.setattr(Faults, "acquit", noted)
+    monkeypatch.setattr(Faults, "passed", noted)
     fail_at(monkeypatch, tiny, "wait", {3, 5}, RuntimeError("planted"))
     monkeypatch.setattr(tiny.runner, "start", interrupted)
     submit_all(tiny, cases)

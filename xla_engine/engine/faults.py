@@ -14,9 +14,7 @@ FAULTS_SURVIVED = 1  # failed steps after which a request is run again as before
 FAULTS_IN_A_ROW = (
     16  # failed steps without a good one between them; then the device is given up if the canary fails
 )
-ACQUITTALS = (
-    3  # times that a request got past its failed step apart from others; then it is run apart to its end
-)
+PASSES = 3  # times that a request got past its failed step apart from others; then it is run apart to its end
 
 
 class Accused(NamedTuple):
@@ -38,10 +36,10 @@ class Faults:
     Why any number of culprits among any number of requests ends the culprits and nothing else:
 
     - A request ends only if it was alone in a step that failed, and steps without it are good. A request that is no
-      culprit is never alone in a failed step, whatever order they come in, unless the device is at fault.
+      faulty request is never alone in a failed step, whatever order they come in, unless the device is at fault.
     - Each failed step halves the group that was in it, so that after 2 + log2(slots) of them at most there is a good
       one, or one request is accused. No number of failed steps is too many as long as the canary lives between them.
-    - A culprit is in every step that it makes fail, so it cannot get past them: it is accused at last.
+    - A faulty request is in every step that it makes fail, so it cannot get past them: it is accused at last.
 
     Why a device that fails every step does not run on: some request is accused after 2 + log2(slots) steps, the canary
     fails from then on, and at `FAULTS_IN_A_ROW` the engine closes. Turns that fail outside of any step are the host's
@@ -109,7 +107,7 @@ class Faults:
         hit, alone = self._in_step({one.request_id: one for one in live})
         for one in hit:
             one.faults += 1
-            self._reached[one] = math.inf if one.acquittals >= ACQUITTALS else tokens(one.request_id) or 0
+            self._reached[one] = math.inf if one.passes >= PASSES else tokens(one.request_id) or 0
         suspects = [one for one in hit if one.faults > FAULTS_SURVIVED]
         if self._groups:
             suspects = hit
@@ -121,7 +119,7 @@ class Faults:
         half = (len(suspects) + 1) // 2
         self._groups += [group for group in (suspects[half:], suspects[:half]) if group]
 
-    def acquit(self, tokens: Callable[[str], int | None]) -> bool:
+    def passed(self, tokens: Callable[[str], int | None]) -> bool:
         """Whether the requests that run apart are all past the step that failed; then it is the next group's turn."""
         if not self._groups or self.accused is not None:
             return False
@@ -129,7 +127,7 @@ class Faults:
         if any(not one.finished and (tokens(one.request_id) or 0) <= self._reached[one] for one in group):
             return False
         for one in self._groups.pop():
-            one.acquittals += 1
+            one.passes += 1
         if not self._groups:
             self._reached.clear()
         return True

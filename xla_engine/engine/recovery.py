@@ -55,7 +55,7 @@ class Recovery:
 
     def release_suspects(self) -> None:
         """Let the next ones run when those that run apart are past the step that failed."""
-        if self.faults.acquit(self._state.scheduler.credited):
+        if self.faults.passed(self._state.scheduler.credited):
             self.restart()
             self._state.turn.torn = True  # an interrupt may come before the turn's own step is started
 

@@ -27,7 +27,7 @@ class LiveSequence:
     collector: takes its news. reader: what is put there, the sequence itself or the group it is part of.
     host_stop_ids: those of the stop ids that the device does not know.
     pooling: its vector, where the model pools; the one token that ends such a request is not shown.
-    faults: failed steps it was in. acquittals: times it got past such a step apart from others.
+    faults: failed steps it was in. passes: times it got past such a step apart from others.
     preemptions: times it lost its slot to another.
     arrival_time, finished_time: on the engine's clock, the latter None while it runs. error: why it failed, if it did.
     """
@@ -53,7 +53,7 @@ class LiveSequence:
         self.pooling = pooling
         self.collector = collector
         self.reader: Readable = self
-        self.faults = self.acquittals = self.preemptions = 0
+        self.faults = self.passes = self.preemptions = 0
         self._token_buffer = token_buffer
         self._histograms = token_buffer.histograms
         self._num_cached_tokens = 0
@@ -89,7 +89,7 @@ class LiveSequence:
         other = copy.copy(self)
         other.request_id, other.collector, other.reader = request_id, collector, other
         other._params, other._mask = params, mask
-        other.faults = other.acquittals = 0
+        other.faults = other.passes = 0
         other._finish_reason = other.finished_time = other.error = None
         lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
         for name in (*lists, "_top_logprobs", "_prompt_logprobs"):
