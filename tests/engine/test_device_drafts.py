@@ -19,7 +19,7 @@ from tests.engine.test_speculation_families import CONFIG, DENSE, HYBRID, WIDTH,
 from tests.support.eagle3 import ByNumpy, head_config, head_tensors, write_head
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.speculation.proposer import Nobody
+from xla_engine.engine.speculation.proposer import NoProposer
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import draw_cases
@@ -93,7 +93,7 @@ def test_the_model_itself_drafts_what_it_samples(tiny: XlaBatchEngine, by_model:
         prompt = tuple(int(token) for token in draw.integers(0, 199, int(draw.integers(1, 200))))
         cases.append(replace(case, prompt_token_ids=prompt, params=params))
     expected = run(tiny, cases, 1)
-    by_model.draft_with(Nobody())
+    by_model.draft_with(NoProposer())
     before = by_model.stats()
     assert seen(run(by_model, cases, 1)) == seen(expected)
     after = by_model.stats()
@@ -162,7 +162,7 @@ def sees_every_position(engine: XlaBatchEngine) -> None:
     prompt = tuple(range(5, 45))
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True)
     engine.blank()
-    engine.draft_with(Nobody())
+    engine.draft_with(NoProposer())
     engine.submit(prompt, params, request_id="a")
     (output,) = engine.drain()
     stepwise = keys_and_values(engine)
@@ -259,7 +259,7 @@ def test_an_eagle3_head_changes_no_bit(
         ]
         expected = run(tiny, cases, 1)
         engine.lag = lag
-        engine.draft_with(Nobody() if lag == 1 else SuffixProposer())
+        engine.draft_with(NoProposer() if lag == 1 else SuffixProposer())
         assert seen(run(engine, cases, 2, preempts=preempts)) == seen(expected)
     engine.lag = 1
     after = engine.stats()

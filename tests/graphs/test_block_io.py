@@ -33,7 +33,7 @@ from xla_engine.graphs.sampling.sampled import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.runner.backends import choose_attention
-from xla_engine.runner.kv_moves import BlockMoves, Parked, Puts, State
+from xla_engine.runner.kv_moves import BlockMoves, Parked, State, Transfers
 from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.runner.programs import COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS
 from xla_engine.runner.row_settings import HostTables, RowSettings
@@ -198,7 +198,7 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
         noise, (cache, pack_rows(make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
     )
     parked = Parked()
-    put = Puts(whole=jax.device_put, pieces=jax.device_put)
+    put = Transfers(whole=jax.device_put, pieces=jax.device_put)
     moves = BlockMoves(cast("Inventory", Calls(spec)), parked, 64, put)
     expected, slots = by_page(state), by_slot(state[1])
     assert by_page(moves.warm_up(state, swaps=True)) == expected

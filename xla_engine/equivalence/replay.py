@@ -143,13 +143,13 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     faults = engine.stats().recoveries
     engine.blank()
     check = _Check(engine, record)
-    engine.state.masks.script = check.held
+    engine.state.masks.replay = check.held
     try:
         with guessing_as_recorded(engine, record), contextlib.suppress(_Stop):
             results = check.run(on_turn=check.stop_at_difference)
             check.compare_ends(results)
     finally:
-        engine.state.masks.script = None
+        engine.state.masks.replay = None
     if engine.stats().recoveries > faults:
         raise EngineFaultError(
             f"a step failed during the replay, so that it proves nothing: {engine.last_fault}"

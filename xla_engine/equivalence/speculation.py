@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.speculation.proposer import Nobody, Proposer
+from xla_engine.engine.speculation.proposer import NoProposer, Proposer
 from xla_engine.engine.speculation.recorded import Recorded
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.across_configurations import LevelResult, compared, run_together
@@ -61,7 +61,7 @@ def _configurations(own: SpeculativeConfig | None) -> Sequence[SpeculativeConfig
 
 def _proposers(outputs: Mapping[str, Sequence[int]], on_device: bool) -> Iterator[tuple[str, Proposer]]:
     if on_device:
-        yield "by the device", Nobody()
+        yield "by the device", NoProposer()
     yield "looked up", SuffixProposer()
     yield "recorded", Recorded(outputs)
     yield "half right", Recorded(outputs, 0.5)
@@ -75,15 +75,15 @@ def guessing_as_recorded(engine: XlaBatchEngine, record: Record) -> Iterator[Non
     if speculator is None or record.speculative_config is None:
         yield
         return
-    speculator.script = _AsRecorded(record, engine.snapshot().counters.steps_planned)
+    speculator.replay = _AsRecorded(record, engine.snapshot().counters.steps_planned)
     try:
         yield
     finally:
-        speculator.script = None
+        speculator.replay = None
 
 
 class _AsRecorded:
-    """The `Script` of a record. What a row samples is in the record, and how many of its drafts were right."""
+    """The `ReplayControl` of a record. What a row samples is in the record, and how many of its drafts were right."""
 
     def __init__(self, record: Record, first_step: int) -> None:
         self._widths = [step.width for step in record.steps]

@@ -22,7 +22,7 @@ State = tuple[KVCache, RowState]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Puts:
+class Transfers:
     """From the host to the devices. whole: what every device has. pieces: what was read out of slots or blocks."""
 
     whole: Callable[..., Any]
@@ -95,10 +95,16 @@ class SlotMoves:
     """
 
     def __init__(
-        self, inventory: Inventory, parked: Parked, spans: int, put: Puts, *, stale_is_harmless: bool
+        self,
+        inventory: Inventory,
+        parked: Parked,
+        spans: int,
+        transfers: Transfers,
+        *,
+        stale_is_harmless: bool,
     ) -> None:
         self._inventory = inventory
-        self._put = put
+        self._transfers = transfers
         self._parked = parked
         self._spans = spans
         self._stale_is_harmless = stale_is_harmless
@@ -108,24 +114,26 @@ class SlotMoves:
         target, length = reuse.slot.index, reuse.length
         first = length // KEY_SPAN if target == reuse.source else 0
         for span in range(first, self._last(length, moves=target != reuse.source)):
-            state = self._inventory(COPY, *state, *self._put.scalars(reuse.source, target, span, length))
+            state = self._inventory(
+                COPY, *state, *self._transfers.scalars(reuse.source, target, span, length)
+            )
         return state
 
     def park(self, state: State, swap: Swap) -> None:
         """Read a slot and its row."""
         spans, row = [], None
         for span in range(num_spans(swap.length)):
-            moved, row = self._inventory(READ, *state, *self._put.scalars(swap.slot.index, span))
+            moved, row = self._inventory(READ, *state, *self._transfers.scalars(swap.slot.index, span))
             spans.append(moved)
         self._parked.put(swap.request_id, spans, row)
 
     def resume(self, state: State, swap: Swap) -> State:
         """Write a parked request into a slot."""
         parked = self._parked.take(swap.request_id)
-        row = self._put.whole(parked.row)
+        row = self._transfers.whole(parked.row)
         for span in range(self._last(swap.length, moves=True)):
-            moved = self._put.pieces(parked.pieces[min(span, len(parked.pieces) - 1)])
-            scalars = self._put.scalars(swap.slot.index, span, swap.length)
+            moved = self._transfers.pieces(parked.pieces[min(span, len(parked.pieces) - 1)])
+            scalars = self._transfers.scalars(swap.slot.index, span, swap.length)
             state = self._inventory(WRITE, *state, *scalars, moved, row)
         return state
 
@@ -133,10 +141,10 @@ class SlotMoves:
         """Run every program once so that no byte changes."""
         whole = self._spans * KEY_SPAN
         if copies:
-            state = self._inventory(COPY, *state, *self._put.scalars(0, 0, 0, whole))
+            state = self._inventory(COPY, *state, *self._transfers.scalars(0, 0, 0, whole))
         if swaps:
-            moved, row = self._inventory(READ, *state, *self._put.scalars(0, 0))
-            state = self._inventory(WRITE, *state, *self._put.scalars(0, 0, whole), moved, row)
+            moved, row = self._inventory(READ, *state, *self._transfers.scalars(0, 0))
+            state = self._inventory(WRITE, *state, *self._transfers.scalars(0, 0, whole), moved, row)
         return state
 
     def _last(self, length: int, *, moves: bool) -> int:
@@ -149,9 +157,9 @@ class SlotMoves:
 class BlockMoves:
     """Moves of blocks, as many in a call as a span has. The cache and row state are donated and returned."""
 
-    def __init__(self, inventory: Inventory, parked: Parked, block_size: int, put: Puts) -> None:
+    def __init__(self, inventory: Inventory, parked: Parked, block_size: int, transfers: Transfers) -> None:
         self._inventory = inventory
-        self._put = put
+        self._transfers = transfers
         self._parked = parked
         self._many = blocks_per_call(block_size)
 
@@ -163,7 +171,7 @@ class BlockMoves:
                 self._padded([each.source for each in few]),
                 self._padded([each.target for each in few]),
             )
-            state = self._inventory(COPY_BLOCKS, *state, source, target, *self._put.scalars(len(few)))
+            state = self._inventory(COPY_BLOCKS, *state, source, target, *self._transfers.scalars(len(few)))
         return state
 
     def park(self, state: State, swap: Swap) -> None:
@@ -171,7 +179,7 @@ class BlockMoves:
         groups, row = [], None
         for blocks in self._groups(swap):
             moved, row = self._inventory(
-                READ_BLOCKS, *state, *self._put.scalars(swap.slot.index), self._padded(blocks)
+                READ_BLOCKS, *state, *self._transfers.scalars(swap.slot.index), self._padded(blocks)
             )
             groups.append(moved)
         self._parked.put(swap.request_id, groups, row)
@@ -179,24 +187,31 @@ class BlockMoves:
     def resume(self, state: State, swap: Swap) -> State:
         """Write a parked request's row into a slot and, but for those that are shared, its blocks."""
         parked = self._parked.take(swap.request_id)
-        row = self._put.whole(parked.row)
+        row = self._transfers.whole(parked.row)
         last = len(parked.pieces) - 1
         for index, (blocks, group) in enumerate(zip(self._groups(swap), parked.pieces, strict=True)):
             shared = sum(block < 0 for block in blocks)
             if shared == len(blocks) and index < last:
                 continue
-            slot, first, end = self._put.scalars(swap.slot.index, shared, len(blocks))
+            slot, first, end = self._transfers.scalars(swap.slot.index, shared, len(blocks))
             state = self._inventory(
-                WRITE_BLOCKS, *state, slot, self._padded(blocks), first, end, self._put.pieces(group), row
+                WRITE_BLOCKS,
+                *state,
+                slot,
+                self._padded(blocks),
+                first,
+                end,
+                self._transfers.pieces(group),
+                row,
             )
         return state
 
     def warm_up(self, state: State, *, swaps: bool) -> State:
         """Run every program once so that no byte changes."""
         blocks = self._padded([])
-        state = self._inventory(COPY_BLOCKS, *state, blocks, blocks, *self._put.scalars(0))
+        state = self._inventory(COPY_BLOCKS, *state, blocks, blocks, *self._transfers.scalars(0))
         if swaps:
-            slot, none = self._put.scalars(0, 0)
+            slot, none = self._transfers.scalars(0, 0)
             moved, row = self._inventory(READ_BLOCKS, *state, slot, blocks)
             state = self._inventory(WRITE_BLOCKS, *state, slot, blocks, none, none, moved, row)
         return state
@@ -207,4 +222,4 @@ class BlockMoves:
     def _padded(self, blocks: Sequence[int]) -> jax.Array:
         padded = np.zeros(self._many, np.int32)
         padded[: len(blocks)] = blocks
-        return self._put.whole(padded)
+        return self._transfers.whole(padded)

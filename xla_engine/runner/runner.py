@@ -42,7 +42,7 @@ from xla_engine.runner.in_flight import (
     fetch_prompt_scores,
     fetch_samples,
 )
-from xla_engine.runner.kv_moves import BlockMoves, Parked, Puts, SlotMoves
+from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, Transfers
 from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
 from xla_engine.runner.programs import CONTINUE, logits_programs, make_programs
 from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
@@ -346,7 +346,7 @@ class Runner:
         else:
             state.held = self._block_moves.warm_up(state.held, swaps=swaps)
 
-    def _programs(self) -> tuple[list[Program], Puts]:
+    def _programs(self) -> tuple[list[Program], Transfers]:
         """What is to be compiled, and how its arguments get to the devices."""
         state, devices, put = self._state, self._devices, self._devices.put
         same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
@@ -355,9 +355,9 @@ class Runner:
         make = functools.partial(make_programs, self.spec, self.config, self.buckets, self.few_choices)
         whole = make(weights=self.weights.leaves, cache=state.cache, **same)
         if devices.is_one:
-            return whole, Puts(whole=put, pieces=put)
+            return whole, Transfers(whole=put, pieces=put)
         local = make(weights=self.spec.leaves.on_device(), cache=state.local_cache(), **same)
-        return list(devices.programs(local, whole)), Puts(whole=put, pieces=devices.pieces(local, whole))
+        return list(devices.programs(local, whole)), Transfers(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
         state, paged = self._state, self.config.num_blocks is not None

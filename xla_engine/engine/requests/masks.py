@@ -16,19 +16,19 @@ class MaskMaker:
     A turn makes masks for `TURN_S` at most, and those of constraints that were seen to be slow are made by another
     thread, for which it waits no longer. llguidance lets other threads run meanwhile.
 
-    script: says which rows sit out, by id, in place of the clock; all others are waited for.
+    replay: says which rows sit out, by id, in place of the clock; all others are waited for.
     on_made: called in the other thread when it has made a mask.
     """
 
     def __init__(self) -> None:
-        self.script: Callable[[], Collection[str]] | None = None
+        self.replay: Callable[[], Collection[str]] | None = None
         self.on_made: Callable[[], object] = lambda: None
         self._rows: dict[LiveSequence, Pending[None] | BaseException | None] = {}
         self._maker = Waiter()
         self.close = self._maker.close
 
     def __bool__(self) -> bool:
-        return bool(self._rows) or self.script is not None
+        return bool(self._rows) or self.replay is not None
 
     @property
     def making(self) -> bool:
@@ -65,9 +65,9 @@ class MaskMaker:
         until = time.monotonic() + TURN_S - spent
         for pending in asked:
             pending.done.wait(max(until - time.monotonic(), 0))
-        held = () if self.script is None else self.script()
+        held = () if self.replay is None else self.replay()
         for row, state in self._rows.items():
-            if self.script is not None and row.request_id not in held and isinstance(state, Pending):
+            if self.replay is not None and row.request_id not in held and isinstance(state, Pending):
                 state.done.wait()
         self._collect()
         return frozenset((*held, *(row.request_id for row in self._rows)))

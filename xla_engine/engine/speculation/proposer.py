@@ -36,7 +36,7 @@ class Proposer(Protocol):
         ...
 
 
-class Nobody:
+class NoProposer:
     """Proposes nothing: the device guesses for itself."""
 
     def begin(self, name: str, tokens: Sequence[int], group: str) -> None: ...

@@ -10,7 +10,7 @@ from typing import Protocol
 from xla_engine.config import AUTO, EngineConfig
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.speculation.proposer import CERTAIN, Nobody, Proposal, Proposer
+from xla_engine.engine.speculation.proposer import CERTAIN, NoProposer, Proposal, Proposer
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.engine.speculation.width import WidthChooser
 from xla_engine.errors import ConfigError
@@ -43,7 +43,7 @@ def make_speculator(
         lanes[width] = max(lanes.get(width, 0), rows)
     chooser = WidthChooser(runner.step_costs()) if options.num_speculative_tokens == AUTO else None
     if options.method in ON_DEVICE:
-        return Speculator(Nobody(), table, lanes, chooser, on_device=True)
+        return Speculator(NoProposer(), table, lanes, chooser, on_device=True)
     return Speculator(SuffixProposer(shares=options.method == "suffix"), table, lanes, chooser)
 
 
@@ -58,7 +58,7 @@ def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
     return None
 
 
-class Script(Protocol):
+class ReplayControl(Protocol):
     """Says what a run is to do, in place of proposers and of the choice of widths."""
 
     def wanted(self) -> Speculation | None:
@@ -81,7 +81,7 @@ class Script(Protocol):
 class Speculator:
     """Tells proposers what sequences have so far, and the device what they guess.
 
-    proposer: may be another while the engine is idle. script: what replaces it, and the choice of widths.
+    proposer: may be another while the engine is idle. replay: what replaces it, and the choice of widths.
     drafted, accepted: drafts that steps have checked, and those that were right.
     """
 
@@ -99,7 +99,7 @@ class Speculator:
         self.drafted = 0
         self.accepted = 0
         self.proposer = proposer
-        self.script: Script | None = None
+        self.replay: ReplayControl | None = None
         self._table = table
         self._lanes = lanes
         self._chooser = chooser
@@ -130,8 +130,8 @@ class Speculator:
 
     def wanted(self, running: list[str]) -> Speculation | None:
         """What the next plan may do. running: the sequences that may have a row in it."""
-        if self.script is not None:
-            return self.script.wanted()
+        if self.replay is not None:
+            return self.replay.wanted()
         if self._chooser is None:
             ((width, lanes),) = self._lanes.items()
             return Speculation(width, lanes)
@@ -160,27 +160,27 @@ class Speculator:
 
     def guesses(self, plan: Plan) -> dict[str, Guess]:
         """What may come next for the rows of a verify step."""
-        if self.script is not None:
-            self.script.planned(plan)
+        if self.replay is not None:
+            self.replay.planned(plan)
         if plan.width < 2:
             return {}
         found, matches = {}, {}
         for row in plan.verify:
             sequence = self._table[row.request_id]
-            gated, script = sequence.constrained, self.script
-            if script is not None:
-                start = script.start(plan, row.request_id)
-                proposal = Proposal(script.drafts(plan, row.request_id))
+            gated, replay = sequence.constrained, self.replay
+            if replay is not None:
+                start = replay.start(plan, row.request_id)
+                proposal = Proposal(replay.drafts(plan, row.request_id))
             else:
                 start = sequence.next_position
                 proposal = self._propose(row.request_id, row.width - 1 if gated else HELD * plan.width)
             if gated:
                 mask = sequence.mask
-                slow = mask is None or (mask.may_be_slow and script is None)
+                slow = mask is None or (mask.may_be_slow and replay is None)
                 masks = [] if mask is None or slow else mask.ahead(proposal.tokens)
                 guess = Guess(start, proposal.tokens[: len(masks)], masks=masks)
             else:
-                guess = Guess(start, proposal.tokens, lookup=script is None)
+                guess = Guess(start, proposal.tokens, lookup=replay is None)
             found[row.request_id] = guess
             matches[row.request_id] = proposal.match
         self._started.append(matches)
