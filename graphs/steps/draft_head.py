@@ -24,7 +24,7 @@ from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
 from xla_engine.graphs.row_state.rows import Rows, Tables
 from xla_engine.graphs.sampling.logits import Logits
-from xla_engine.graphs.steps.guess import asks, draw, proposed
+from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed
 from xla_engine.graphs.steps.prefill import Lanes, behind_last, through_layers
 from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify_rows
 

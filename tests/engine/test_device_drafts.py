@@ -27,7 +27,7 @@ from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import to_host
 from xla_engine.graphs.steps import draft_head
-from xla_engine.graphs.steps.guess import proposed
+from xla_engine.graphs.steps.draft_sampling import proposed
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.model_files import open_model

@@ -60,7 +60,7 @@ class FailingDevice:
         self._sampled: dict[Slot, int] = {}  # tokens of each occupancy
         self._answers: dict[int, StepResult] = {}
 
-    def start(self, plan: Plan, settings: Mapping[str, RowSettings], guesses: object = None) -> InFlight:
+    def start(self, plan: Plan, settings: Mapping[str, RowSettings], drafts: object = None) -> InFlight:
         self._fail(plan, "start")
         step = InFlight(plan=plan, first=(), decode=None)
         first = [Sample(self._next(chunk.slot, chunk.request_id)) for chunk in plan.first_rows]

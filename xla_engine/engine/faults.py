@@ -33,10 +33,10 @@ class Faults:
     answers it, the accused ends; law 1 gives the others the bits that they have anyway. If not, the device is at
     fault.
 
-    Why any number of culprits among any number of requests ends the culprits and nothing else:
+    Why any number of faulty requests among any number of requests ends these and nothing else:
 
-    - A request ends only if it was alone in a step that failed, and steps without it are good. A request that is no
-      faulty request is never alone in a failed step, whatever order they come in, unless the device is at fault.
+    - A request ends only if it was alone in a step that failed, and steps without it are good. A good request
+      is never alone in a failed step, whatever order they come in, unless the device is at fault.
     - Each failed step halves the group that was in it, so that after 2 + log2(slots) of them at most there is a good
       one, or one request is accused. No number of failed steps is too many as long as the canary lives between them.
     - A faulty request is in every step that it makes fail, so it cannot get past them: it is accused at last.

@@ -24,7 +24,7 @@ from xla_engine.errors import DeviceLostError, EngineClosedError, InvalidRequest
 from xla_engine.observability.log import LOG_STEPS, engine_log
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import Guess
+from xla_engine.runner.verify_inputs import Draft
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
@@ -178,7 +178,7 @@ class Loop:
                 self._delivery.lost_slot(decision.request_id, plan.step)
         for name in plan.to_speculate:
             table.token_buffer.bound(table[name], plan.step)
-        self._start(plan, table.settings, None if speculator is None else speculator.guesses(plan))
+        self._start(plan, table.settings, None if speculator is None else speculator.drafts(plan))
         state.observers.started(plan)
         for reuse in plan.reuses:
             table[reuse.request_id].reuse(reuse.length)
@@ -202,11 +202,11 @@ class Loop:
         return True
 
     def _start(
-        self, plan: Plan, settings: Mapping[str, RowSettings], guesses: Mapping[str, Guess] | None
+        self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None
     ) -> None:
         """Start a step on the device, within the time of a step where that has a limit. Raises DeviceLostError."""
         state, timer = self._state, self._state.timer
-        start = partial(state.runner.start, plan, settings, *(() if guesses is None else (guesses,)))
+        start = partial(state.runner.start, plan, settings, *(() if drafts is None else (drafts,)))
         if timer is not None:
             timer.dispatches()
         try:

@@ -14,7 +14,7 @@ from xla_engine.errors import DeviceLostError, EngineClosedError
 from xla_engine.runner.in_flight import InFlight, PromptScores
 from xla_engine.runner.pooling.pooled import PooledChunk
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import Guess
+from xla_engine.runner.verify_inputs import Draft
 from xla_engine.scheduler import Plan, StepResult
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class StepRunner(Protocol):
     """What a loop asks of the device side; `Runner` documents it."""
 
     def start(
-        self, plan: Plan, settings: Mapping[str, RowSettings], guesses: Mapping[str, Guess] | None = None
+        self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
     ) -> InFlight: ...
     def wait(self, step: InFlight) -> StepResult: ...
     def prompt_scores(self, step: InFlight) -> Sequence[PromptScores | PooledChunk]: ...

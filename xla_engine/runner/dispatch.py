@@ -20,7 +20,7 @@ from xla_engine.runner.pooling.pooled import Pooling
 from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
 from xla_engine.runner.programs import decode_name, prefill_name, prompt_name, read_name, verify_name
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import NO_GUESS, Guess, make_drafts, no_drafts
+from xla_engine.runner.verify_inputs import NO_DRAFT, Draft, make_drafts, no_drafts
 from xla_engine.scheduler import Chunk, Row, VerifyRow
 
 
@@ -236,7 +236,7 @@ class Dispatch:
         self,
         rows: Sequence[VerifyRow],
         settings: Mapping[str, RowSettings],
-        guesses: Mapping[str, Guess],
+        drafts: Mapping[str, Draft],
         width: int,
         shapes: Sequence[tuple[int, int]],
         key_choices: Sequence[int],
@@ -247,13 +247,13 @@ class Dispatch:
             mask = settings[row.request_id].mask
             if mask is not None and mask.constrained:
                 self._state.host.set_mask(row.slot.index, mask.words)
-                if masks := guesses.get(row.request_id, NO_GUESS).masks:
+                if masks := drafts.get(row.request_id, NO_DRAFT).masks:
                     self._state.host.set_draft_masks(row.slot.index, masks[: width - 1])
             self.lengths[row.slot.index] += row.width
         longest = max(int(self.lengths[row.slot.index]) for row in rows)
         keys = _smallest(key_choices, min(longest, self._context_length))
-        drafts = self.put(pack(make_drafts(rows, guesses, lanes, width)))
-        samples, top = self.run_verify(verify_name(lanes, width, keys), drafts)
+        packed = self.put(pack(make_drafts(rows, drafts, lanes, width)))
+        samples, top = self.run_verify(verify_name(lanes, width, keys), packed)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
         return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None)
 

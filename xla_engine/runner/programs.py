@@ -61,7 +61,7 @@ def make_programs(
     scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
     wide = _abstract(tables)
     processed = config.logprobs_mode == "processed_logprobs"
-    guesses, taps = (
+    proposer_state, taps = (
         ((), ()) if device_proposer is None else (_abstract(device_proposer.takes), device_proposer.taps)
     )
     programs: list[Program] = []
@@ -89,8 +89,8 @@ def make_programs(
                 Program(
                     name=verify_name(lanes, width, bucket),
                     function=verify,
-                    arguments=(*state, _abstract(pack(none)), wide, *guesses),
-                    donate=(2, 3, 5 + len(guesses)) if guesses else (2, 3),
+                    arguments=(*state, _abstract(pack(none)), wide, *proposer_state),
+                    donate=(2, 3, 5 + len(proposer_state)) if proposer_state else (2, 3),
                 )
             )
         few_rows = functools.partial(decode_few_rows, spec, bucket, processed_logprobs=processed)
@@ -121,8 +121,8 @@ def make_programs(
                 Program(
                     name=read_name(lanes),
                     function=device_proposer.read(spec, buckets[-1], idle, rows),
-                    arguments=(*state[:2], seen, _abstract(pack(idle)), *guesses),
-                    donate=(3 + len(guesses),),
+                    arguments=(*state[:2], seen, _abstract(pack(idle)), *proposer_state),
+                    donate=(3 + len(proposer_state),),
                 )
             )
     if config.keep_finished:

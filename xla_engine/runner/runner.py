@@ -49,7 +49,7 @@ from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
 from xla_engine.runner.step_costs import StepCosts, measure
-from xla_engine.runner.verify_inputs import Guess
+from xla_engine.runner.verify_inputs import Draft
 from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
@@ -168,12 +168,12 @@ class Runner:
         self.compiles.mark_warm()
 
     def start(
-        self, plan: Plan, settings: Mapping[str, RowSettings], guesses: Mapping[str, Guess] | None = None
+        self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
     ) -> InFlight:
         """Dispatch a plan: its moves, its prefill calls in order, then one decode or verify step. Blocks on nothing.
 
         `settings` is read for requests whose prompt completes in this plan or that come back, and for rows that join
-        the decode step. `guesses`, for rows of a verify step, say what may come next.
+        the decode step. `drafts`, for rows of a verify step, say what may come next.
         """
         self._start_moves(plan, settings)
         for table in plan.tables:
@@ -184,7 +184,7 @@ class Runner:
         decode = None
         if plan.width > 1:
             shapes = self.config.verify_shapes
-            decode = self._dispatch.verify(plan.verify, settings, guesses or {}, plan.width, shapes, keys)
+            decode = self._dispatch.verify(plan.verify, settings, drafts or {}, plan.width, shapes, keys)
         elif rows := plan.decode_rows:
             decode = self._dispatch.decode(rows, settings, keys, self.few_choices)
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
@@ -281,9 +281,9 @@ class Runner:
     def step_costs(self) -> StepCosts:
         """What decode and verify steps cost, measured now. The runner must be idle, and is blank afterwards."""
         config, keys = self.config, self.bucket_choices[0]
-        slots, guesses = config.num_slots, self._device_proposer is not None
+        slots, on_device = config.num_slots, self._device_proposer is not None
         shapes = self.few_choices, config.verify_shapes
-        found = measure(self._dispatch, self._state, slots, *shapes, keys, guesses=guesses)
+        found = measure(self._dispatch, self._state, slots, *shapes, keys, on_device=on_device)
         self.blank()
         return found
 

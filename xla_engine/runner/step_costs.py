@@ -58,11 +58,10 @@ def measure(
     shapes: Sequence[tuple[int, int]],
     keys: int,
     *,
-    guesses: bool,
+    on_device: bool,
 ) -> StepCosts:
     """Time the programs of a runner whose rows are idle: decode steps of all `slots` or of few, verify steps of
-    `shapes`. `keys`: the key length they are of. guesses: verify steps guess for themselves, which
-    counts.
+    `shapes`. `keys`: the key length they are of. on_device: verify steps draft for themselves, which counts.
 
     Afterwards rows and cache hold anything: blank them.
     """
@@ -77,7 +76,7 @@ def measure(
 
     def begin(run: int) -> None:
         # One token further from run to run, as in use, where what verify steps keep depends on it.
-        length = rows.length + (run if guesses else 0)
+        length = rows.length + (run if on_device else 0)
         state.rows = dispatch.put(pack_rows(replace(rows, length=length)))
 
     calls: dict[int | tuple[int, int], tuple[str, Any]] = {}
@@ -89,7 +88,7 @@ def measure(
         drafts: Any = no_drafts(lanes, width)
         drafts.slot[:], drafts.most[:], drafts.tokens[:] = np.arange(lanes), width - 1, 0
         drafts.start[:] = rows.length[:lanes] + 1
-        if guesses:
+        if on_device:
             drafts.tokens[:], drafts.lookup[:] = -1, True
         calls[lanes, width] = verify_name(lanes, width, keys), dispatch.put(pack(drafts))
 

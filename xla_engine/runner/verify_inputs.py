@@ -14,7 +14,7 @@ from xla_engine.scheduler import NO_TOKEN, ResultMismatchError, VerifyRow
 HELD = 3  # widths of tokens that the host may send for a row: as many steps may be in flight
 
 
-class Guess(NamedTuple):
+class Draft(NamedTuple):
     """What the host expects of a sequence at positions `start ..`.
 
     lookup: the row may look its end up in itself where this does not fit.
@@ -28,7 +28,7 @@ class Guess(NamedTuple):
     masks: Sequence[np.ndarray] = ()
 
 
-NO_GUESS = Guess()
+NO_DRAFT = Draft()
 
 
 def no_drafts(lanes: int, width: int) -> Drafts:
@@ -44,15 +44,15 @@ def no_drafts(lanes: int, width: int) -> Drafts:
     )
 
 
-def make_drafts(rows: Sequence[VerifyRow], guesses: Mapping[str, Guess], lanes: int, width: int) -> Drafts:
+def make_drafts(rows: Sequence[VerifyRow], proposed: Mapping[str, Draft], lanes: int, width: int) -> Drafts:
     """Host arrays of one verify call."""
     drafts: Any = no_drafts(lanes, width)
     for lane, row in enumerate(rows):
-        guess = guesses.get(row.request_id, NO_GUESS)
-        tokens = guess.tokens[: HELD * width]
+        draft = proposed.get(row.request_id, NO_DRAFT)
+        tokens = draft.tokens[: HELD * width]
         drafts.slot[lane], drafts.most[lane] = row.slot.index, row.width - 1
-        drafts.start[lane], drafts.tokens[lane, : len(tokens)] = guess.start, tokens
-        drafts.lookup[lane], drafts.gated[lane] = guess.lookup, bool(guess.masks)
+        drafts.start[lane], drafts.tokens[lane, : len(tokens)] = draft.start, tokens
+        drafts.lookup[lane], drafts.gated[lane] = draft.lookup, bool(draft.masks)
     return drafts
 
 

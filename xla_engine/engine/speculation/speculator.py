@@ -16,7 +16,7 @@ from xla_engine.engine.speculation.width import WidthChooser
 from xla_engine.errors import ConfigError
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
-from xla_engine.runner.verify_inputs import HELD, Guess
+from xla_engine.runner.verify_inputs import HELD, Draft
 from xla_engine.scheduler import Plan, Request, Speculation, StepResult
 from xla_engine.speculative_config import ON_DEVICE
 
@@ -158,7 +158,7 @@ class Speculator:
         finally:
             self._chooser = chooser
 
-    def guesses(self, plan: Plan) -> dict[str, Guess]:
+    def drafts(self, plan: Plan) -> dict[str, Draft]:
         """What may come next for the rows of a verify step."""
         if self.replay is not None:
             self.replay.planned(plan)
@@ -178,10 +178,10 @@ class Speculator:
                 mask = sequence.mask
                 slow = mask is None or (mask.may_be_slow and replay is None)
                 masks = [] if mask is None or slow else mask.ahead(proposal.tokens)
-                guess = Guess(start, proposal.tokens[: len(masks)], masks=masks)
+                draft = Draft(start, proposal.tokens[: len(masks)], masks=masks)
             else:
-                guess = Guess(start, proposal.tokens, lookup=replay is None)
-            found[row.request_id] = guess
+                draft = Draft(start, proposal.tokens, lookup=replay is None)
+            found[row.request_id] = draft
             matches[row.request_id] = proposal.match
         self._started.append(matches)
         return found
