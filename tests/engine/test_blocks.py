@@ -263,5 +263,5 @@ def test_every_program_over_blocks_works_in_place(paged: XlaBatchEngine) -> None
     reports = paged.inventory_report()
     assert len(reports) <= 8 + len(paged.runner.few_choices)
     for report in reports:
-        if not report.name.startswith(("prompt_logprobs", "read_pages")):
+        if not report.name.startswith(("prompt_logprobs", "read_blocks")):
             assert report.alias_bytes >= paged.runner.cache_bytes, report

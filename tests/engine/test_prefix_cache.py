@@ -181,6 +181,6 @@ def test_in_place_nothing_moves(engine: XlaBatchEngine, monkeypatch: pytest.Monk
 def test_off_means_off(make_engine: Callable[..., XlaBatchEngine]) -> None:
     config = replace(TINY_ENGINE, enable_prefix_caching=False, prefill_lanes=(8,), preemption=False)
     engine = make_engine(config)
-    assert "copy_block" not in {report.name for report in engine.inventory_report()}
+    assert "copy_span" not in {report.name for report in engine.inventory_report()}
     run(engine, [STEM])
     assert run(engine, [STEM])[0].num_cached_tokens == 0

@@ -58,7 +58,7 @@ def test_every_program_aliases_the_whole_cache_and_needs_little_else(embedded: X
     vocabulary = embedded.checkpoint.config.vocab_size
     logits = embedded.config.device_rows * vocabulary * 4
     for report in embedded.inventory_report():
-        if report.name.startswith(("prompt_logprobs", "read_block")):  # changes no state
+        if report.name.startswith(("prompt_logprobs", "read_span")):  # changes no state
             assert report.temp_bytes < 6 * logits, report
             continue
         assert report.alias_bytes >= cache, report

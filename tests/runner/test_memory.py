@@ -54,7 +54,7 @@ def test_the_workspace_covers_every_graph(fixture: str, request: pytest.FixtureR
     spec, rows = engine.runner.spec, engine.config.device_rows
     temp = {report.name: report.temp_bytes for report in engine.inventory_report()}
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
-        temp.pop("copy_block", None)  # there XLA:CPU copies a cache before it writes into it
+        temp.pop("copy_span", None)  # there XLA:CPU copies a cache before it writes into it
     for name, taken in temp.items():
         limit = rows * memory.scratch_bytes(spec) + memory.workspace_bytes(spec, engine.config)
         assert taken <= limit, name

@@ -28,9 +28,9 @@ from xla_engine.runner.prefill_inputs import idle_lanes
 from xla_engine.runner.verify_inputs import no_drafts
 from xla_engine.runner.weights.adapters import writing
 
-COPY, READ, WRITE = "copy_block", "read_block", "write_block"
+COPY, READ, WRITE = "copy_span", "read_span", "write_span"
 CONTINUE = "continue_row"
-COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_pages", "read_pages", "write_pages"
+COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_blocks", "read_blocks", "write_blocks"
 
 
 def make_programs(
