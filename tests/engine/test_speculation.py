@@ -374,7 +374,7 @@ def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
     take = LiveSequence.take
     monkeypatch.setattr(LiveSequence, "take", lambda self: takes.append(self.request_id) or take(self))
     monkeypatch.setattr(engine.state.speculator, "_chooser", chooser := WidthChooser(CHEAP))
-    monkeypatch.setattr("xla_engine.engine.speculation.SAMPLE", 3)
+    monkeypatch.setattr("xla_engine.engine.speculation.speculator.SAMPLE", 3)
     engine.lag = 1
     counts = []
     for looks in (True, False):
