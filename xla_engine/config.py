@@ -63,7 +63,7 @@ class OtherOption:
     """An option that another engine has by this name.
 
     why: what it comes to here, or why other values are refused.
-    accepted: the values that are taken beside None, which leaves the option out; None takes any.
+    accepted: the values that are taken other than None, which leaves the option out; None takes any.
     becomes: the field of `EngineConfig` that takes its value; None leaves the value out.
     renamed: what values are called there.
     """

@@ -84,7 +84,7 @@ class SamplingParams:
         an eos id; one that reaches max_tokens before may be cut short.
     stop: end where one of these strings is complete in the text (one string, or a list). The text is cut before it.
     include_stop_str_in_output: cut the text after the stop string instead, and show stop tokens.
-    stop_token_ids: end after any of these, beside the model's eos ids. The device looks for the first
+    stop_token_ids: end after any of these, besides the model's eos ids. The device looks for the first
         MAX_STOP_TOKEN_IDS, the eos ids among them, and the host for the rest; with a rest, min_tokens must be 0.
     ignore_eos: the model's eos ids do not end the request.
     logprobs: 0 returns each chosen token's log-probability, n > 0 also those of the n most likely tokens, at most

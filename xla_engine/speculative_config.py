@@ -1,4 +1,4 @@
-"""How an engine speculates: who guesses, and how many tokens a step may check."""
+"""How an engine speculates: what proposes drafts, and how many tokens a step may check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.utils.shown import shown
 
 METHODS = ("ngram", "suffix", "draft_model", "mtp", "eagle3")
-ON_DEVICE = ("draft_model", "mtp", "eagle3")  # methods that guess inside the verify step
+ON_DEVICE = ("draft_model", "mtp", "eagle3")  # methods that draft inside the verify step
 NOT_BUILT = ("eagle", "medusa")  # methods that vLLM has
 MOST_TOKENS = 15  # drafts of a row: a verify step is to fit into a block with the token before them
 AUTO: Final = "auto"

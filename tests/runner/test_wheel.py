@@ -88,6 +88,11 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert f"({available()[0].name}; C++ came with the package)" in shown
+    for words in (["soak", "--lives", "1"], ["bench", "--peer", "transformers=python"]):
+        done = subprocess.run(
+            [clean / "bin" / "xla-engine", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and "from a checkout" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_without_a_compiler_a_wheel_for_every_platform_is_built(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Run a file of requests through an engine: every input line gives exactly one output line.
 
 Lines are read as slots need them and results are written as they come, so a file of any length runs in
-bounded memory (beside some 30 bytes per line, which find duplicate ids). A line that cannot run gives an
+bounded memory (besides some 30 bytes per line, which find duplicate ids). A line that cannot run gives an
 error line and harms no other.
 """
 

@@ -34,7 +34,7 @@ _BESIDE = (
     "data_parallel_size",
     "lora_modules",
 )  # not fields of `EngineConfig`
-SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses beside 0
+SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses other than 0
 
 
 class NotStarted(click.ClickException):

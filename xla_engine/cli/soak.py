@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _common
+from xla_engine.errors import ConfigError
 from xla_engine.utils.extras import install
 from xla_engine.utils.progress import counting
 
@@ -91,6 +92,10 @@ def soak(
     if minutes is not None and lives is not None:
         raise click.UsageError("--minutes and --lives exclude each other.")
     with contextlib.ExitStack() as stack, _common.startup_errors():
+        if find_spec("xla_engine.tools.soak") is None:
+            raise ConfigError(
+                "a wheel has no soak tests: run them from a checkout, installed with pip install -e ."
+            )
         from xla_engine.config import EngineConfig
         from xla_engine.environment import embedded_model_directory
         from xla_engine.model_loader.checkpoint import load_checkpoint

@@ -331,7 +331,7 @@ class XlaBatchEngine:
         It has the tokens that were saved, and what follows is to the bit what follows in the request that was saved:
         the noise is the same, whatever the id. It may be restored again and again.
 
-        max_tokens: new tokens at most beside those saved; None: up to the `max_tokens` the request had.
+        max_tokens: new tokens at most, on top of those saved; None: up to the `max_tokens` the request had.
         request_id, collector, options: as in `extend`; the id is made where it is None.
 
         Raises what `extend` does.
@@ -648,7 +648,7 @@ class XlaBatchEngine:
         return text_of(self.metrics())
 
     def identity(self) -> EngineIdentity:
-        """Everything the bits of a result may depend on beside the request."""
+        """Everything the bits of a result may depend on besides the request."""
         return self._reports.identity()
 
     def limits(self) -> dict[str, Any]:

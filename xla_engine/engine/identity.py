@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
-    """Everything the bits of a result may depend on beside the request.
+    """Everything the bits of a result may depend on besides the request.
 
     model: the checkpoint's fingerprint. dtype: of the weights as loaded. config: all `EngineConfig` fields, tuples
     as lists. platform: jax, jaxlib, backend and device kind.

@@ -52,7 +52,7 @@ class RequestOptions(SharedOptions, total=False):
 def check_options(call: str, options: Mapping[str, Any], *also: str) -> None:
     """Raise InvalidRequestError for an option that a call does not have; a sampling field is told where it belongs.
 
-    also: the call's options beside those of `RequestOptions`.
+    also: the call's options other than those of `RequestOptions`.
     """
     known = sorted((*RequestOptions.__annotations__, "add_special_tokens", *also))
     for name in options:

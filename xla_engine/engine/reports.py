@@ -107,7 +107,7 @@ class Reports:
         return engine_metrics(self.stats(), facts)
 
     def identity(self) -> EngineIdentity:
-        """Everything the bits of a result may depend on beside the request."""
+        """Everything the bits of a result may depend on besides the request."""
         options = json.loads(json.dumps(self._config.bit_options()))
         if pinned := self._weights.adapters.pinned:  # which results may name as their model
             options["adapters"] = pinned

@@ -63,7 +63,7 @@ def draw_cases(
 def draw_fields(
     draw: random.Random, engine: XlaBatchEngine, params: SamplingParams, corpus: Sequence[int]
 ) -> dict[str, Any]:
-    """Fields beside those of every request, each for one in eight; those of text where the engine has a tokenizer.
+    """Fields besides those of every request, each for one in eight; those of text where the engine has a tokenizer.
 
     corpus: tokens of text that the model knows.
     """

@@ -30,7 +30,7 @@ _CEILINGS = {
     "max_position_embeddings": 2**31 - 1,
 }
 
-# Fields that change what a decoder computes: the values, beside null, that leave it plain; what others mean. A family
+# Fields that change what a decoder computes: values (null too) that leave it plain; what others mean. A family
 # reads some (`Family.reads`); the rest must be plain.
 _PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "attention_bias": ((False,), "biases on the attention projections"),

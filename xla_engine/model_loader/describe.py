@@ -1,4 +1,4 @@
-"""What a model is, in one record: all that its files say beside weights and tokenizer."""
+"""What a model is, in one record: all that its files say besides weights and tokenizer."""
 
 from __future__ import annotations
 

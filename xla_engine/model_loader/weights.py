@@ -45,7 +45,7 @@ class StoredWeights(Mapping[str, Array]):
         *,
         more: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """more: shapes of leaves beside those of `config`."""
+        """more: shapes of leaves besides those of `config`."""
         self._files = files
         self._sources = sources
         self._shapes = parameter_shapes(config) | dict(more or {})

@@ -242,7 +242,7 @@ def logging_steps(
 
 
 def describe_engine(engine: LoggedEngine) -> dict[str, Any]:
-    """What the cost of a step depends on beside its plan: sizes of the programs, model and device."""
+    """What the cost of a step depends on besides its plan: sizes of the programs, model and device."""
     directory = engine.checkpoint.path
     return {
         "model": Path(directory).name,

@@ -1,4 +1,4 @@
-"""Constraints are compiled beside the event loop, in an order that is fair to keys, and only so many at a time."""
+"""Constraints are compiled off the event loop, in an order that is fair to keys, and only so many at a time."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class ApiError(Exception):
     """An answer that is an error.
 
     status: of HTTP. code: for machines. param: the field of the request that is wrong, where one is.
-    headers: beside the usual ones.
+    headers: in addition to the usual ones.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Calls that take long, beside the event loop: in one thread, in an order that is fair to keys."""
+"""Calls that take long, in one thread in the background, in an order that is fair to keys."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ POLL_S = 0.05
 SWITCH_S = (
     5e-4  # how long the event loop waits for a thread that parses or tokenises; ten times it by default
 )
-OTHER_FILES = 256  # that the process may have open beside connections
+OTHER_FILES = 256  # that the process may have open besides connections
 log = logging.getLogger("xla_engine.server")
 
 

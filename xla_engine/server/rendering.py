@@ -1,4 +1,4 @@
-"""Chats become prompts in processes beside the server's, in an order that is fair to keys, and within bounds."""
+"""Chats become prompts in processes of their own, in an order that is fair to keys, and within bounds."""
 
 from __future__ import annotations
 

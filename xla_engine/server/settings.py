@@ -1,4 +1,4 @@
-"""What an operator can set of the server, beside the engine's own options."""
+"""What an operator can set of the server, besides the engine's own options."""
 
 from __future__ import annotations
 

@@ -283,3 +283,12 @@ def test_a_bare_scientific_stack_is_enough() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_says_that_it_has_no_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_OTHERS", tmp_path / "peers")
+    assert parse_peers(["xla-engine-int8=python"])
+    with pytest.raises(
+        ValueError, match="transformers: a wheel has no workers of peers; run from a checkout"
+    ):
+        parse_peers(["transformers=python"])

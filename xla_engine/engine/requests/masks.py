@@ -1,4 +1,4 @@
-"""The masks of constrained rows: made between two steps, or beside the steps where that may take long."""
+"""The masks of constrained rows: made between two steps, or in the background where that may take long."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who guesses on the device, inside the verify step: models that run beside the engine's own."""
+"""What proposes drafts on the device, inside the verify step: models that run next to the engine's own."""

@@ -1,4 +1,4 @@
-"""What a runner asks of whoever guesses inside its verify steps."""
+"""What a runner asks of a proposer that drafts inside its verify steps."""
 
 from __future__ import annotations
 

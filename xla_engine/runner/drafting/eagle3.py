@@ -1,4 +1,4 @@
-"""An EAGLE-3 head beside the model whose tokens it guesses."""
+"""An EAGLE-3 head, which drafts with the hidden states of the engine's model."""
 
 from __future__ import annotations
 

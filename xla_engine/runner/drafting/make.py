@@ -1,4 +1,4 @@
-"""From options to the one who guesses on the device."""
+"""From options to the proposer on the device."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def mtp_config(model: ModelConfig) -> ModelConfig:
 
 
 def joining_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Leaves beside those of the layer."""
+    """Leaves besides those of the layer."""
     size = model.hidden_size
     return {JOIN: (size, 2 * size), TOKEN_NORM: (size,), HIDDEN_NORM: (size,)}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 class InstructionSet:
     """machines: as `platform.machine` names them. needs: features of the processor, in the words of Linux. flags: of
     the compiler, the same on every machine. extras: flags that are added where the processor has a feature; they
-    change no bit. tuning: flags beside these where the machine compiles for itself."""
+    change no bit. tuning: flags besides these where the machine compiles for itself."""
 
     name: str
     machines: tuple[str, ...]

@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     cache = options.cache or cache_directory() / "bench"
     try:
-        directory = find_model(options.model, cache)
         peers = parse_peers(options.peer)
+        directory = find_model(options.model, cache)
         skipped = set(PEERS) - set(PEERS if options.only is None else options.only)
         record = measure(
             Options(

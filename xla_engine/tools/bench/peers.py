@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _WORKER = Path(__file__).parent / "workers" / "worker.py"
+_OTHERS = _WORKER.parent / "peers"  # wheels do without
 _ROOT = Path(__file__).parents[3]
 _LOG_TAIL = 500
 
@@ -125,5 +126,9 @@ def parse_peers(words: list[str]) -> Mapping[str, str]:
         name, _, path = word.partition("=")
         if name not in PEERS or not path:
             raise ValueError(f"{word!r} is not NAME=PATH with a name out of {', '.join(PEERS)}")
+        if not PEERS[name].kind.startswith("xla:") and not _OTHERS.is_dir():
+            raise ValueError(
+                f"{name}: a wheel has no workers of peers; run from a checkout (pip install -e .)"
+            )
         found[name] = path
     return found

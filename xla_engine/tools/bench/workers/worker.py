@@ -1,8 +1,8 @@
 """Every engine's process: `python worker.py FILE:CLASS THREADS [ROOT]`, one JSON object per line in and out.
 
-Runs in the interpreter of the engine it serves, so it needs the standard library only. FILE.py is beside this one;
-ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS) with the
-other fields. What every engine can be asked:
+Runs in the interpreter of the engine it serves, so it needs the standard library only. FILE.py is next to this one or
+in peers/; ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS)
+with the other fields. What every engine can be asked:
 
     load(model, dtype, max_num_seqs, max_model_len, cache) -> {"versions": str, "notes": str, "arrivals": bool}
     run(prompts, max_tokens, arrivals) -> {"seconds": s, "times": [[s, ...], ...], "streams": [[id, ...], ...]}
@@ -27,7 +27,7 @@ from typing import Any
 
 def main() -> None:
     kind, threads = sys.argv[1], int(sys.argv[2])
-    sys.path += sys.argv[3:]
+    sys.path += [str(Path(__file__).parent / "peers"), *sys.argv[3:]]
     if hasattr(
         os, "sched_setaffinity"
     ):  # the same cores for every engine, whatever it calls its thread options
