@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from xla_engine.engine.client import EngineClient
-from xla_engine.engine.protocol import RequestOptions, check_options, drained, pop_options
+from xla_engine.engine.protocol import SHADOW_S, RequestOptions, check_options, drained, pop_options
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.turn import Turn, Wait, answer_turn
 from xla_engine.engine.waiter import Pending, Waiter, device_lost
@@ -50,7 +50,7 @@ class AsyncLLM:
         self.engine = engine
         self._waiter = Waiter()
         self._driver: asyncio.Task[None] | None = None
-        self._paused = False
+        self._paused = self._ending = False
         self._under_way: tuple[Turn, Wait, Pending[Any]] | None = None  # the turn that waits for its step
 
     async def generate(
@@ -186,6 +186,7 @@ class AsyncLLM:
         Later requests raise EngineClosedError. Close the engine afterwards.
         """
         self._leave_closed_loop()
+        self._ending = True
         self.engine.stop_taking()
         self.resume()
         if self._driver is not None and not self._driver.done():
@@ -196,6 +197,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """Abort what is live, whose readers get their last output, and free the device memory."""
         self._leave_closed_loop()
+        self._ending = True
         if self._driver is not None and not self._driver.done():
             self.engine.abort_all()
             await asyncio.wait([self._driver])
@@ -236,9 +238,14 @@ class AsyncLLM:
 
     async def _drive(self) -> None:
         try:
-            while self.engine.has_work and not self._paused:
-                await self._turn()
-                await asyncio.sleep(0)  # for readers, also when the turn waited for nothing
+            while not self._paused:
+                if self.engine.has_work:
+                    await self._turn()
+                    await asyncio.sleep(0)  # for readers, also when the turn waited for nothing
+                elif not self._ending and self.engine.step_shadow():
+                    await asyncio.sleep(SHADOW_S)
+                else:
+                    break
         except EngineClosedError:
             pass  # every reader has been told
         except asyncio.CancelledError:

@@ -327,6 +327,7 @@ OF_ENGINE: dict[str, Call] = {
     "reset_prefix_cache": lambda h: h.engine.reset_prefix_cache(),
     "blank": lambda h: h.engine.blank(),
     "finish_shadow": lambda h: h.engine.finish_shadow(),
+    "step_shadow": lambda h: h.engine.step_shadow(),
     "draft_with": lambda h: h.engine.draft_with(None),  # type: ignore[arg-type]
     "start_profile": lambda h: [h.engine.start_profile("profile"), h.engine.stop_profile()],
     "stop_profile": lambda h: [h.engine.start_profile("profile"), h.engine.stop_profile()],

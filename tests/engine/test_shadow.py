@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from tests.engine.test_speculation import known, run, seen
 from tests.graphs.test_hybrid import MODEL as HYBRID
 from tests.support.faults import sampling_by
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.speculation.recorded import Recorded
 from xla_engine.equivalence.cases import Case, draw_cases
@@ -186,3 +189,28 @@ def test_without_it_nothing_changes(tiny: XlaBatchEngine) -> None:
     assert tiny.state.shadow is None
     assert tiny.config.device_rows == tiny.config.num_slots
     assert "shadow_rate" not in tiny.config.options()
+
+
+def test_it_works_while_nobody_asks_for_anything() -> None:
+    """On a server without requests, and a request that comes meanwhile has its bits."""
+
+    async def main() -> None:
+        engine = XlaBatchEngine(tiny_checkpoint(), None, SHADOWED)
+        llm, params = (
+            AsyncLLM.from_engine(engine),
+            SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+        )
+        tokens = [[output async for output in llm.generate([5, 7, 9], params)][-1].outputs[0].token_ids]
+        until = time.monotonic() + 60
+        while engine.stats().shadow_requests < 1:
+            assert time.monotonic() < until, "the probe stands still"
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            tokens.append(
+                [output async for output in llm.generate([5, 7, 9], params)][-1].outputs[0].token_ids
+            )
+        assert len(set(tokens)) == 1
+        await asyncio.wait_for(llm.close(), 60)
+        assert engine.stats().shadow_mismatches == 0
+
+    asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running
+from xla_engine.scheduler import Plan, Slot, VerifyRow
+from xla_engine.server.history import History
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -32,6 +35,29 @@ def test_history_tells_who_held_which_slot(http: httpx.Client) -> None:
     assert name in {segment[2] for segment in state["history"]["segments"]}
     assert state["history"]["latencies"]["whole"]["count"] >= 3
     assert http.get("/v1/requests", params={"since": "nan"}).status_code == 400
+
+
+def test_history_tells_of_steps_that_speculate(server: Running) -> None:
+    """Their rows stand in another part of the plan."""
+    history = History(server.service.engine)
+    slot = Slot(index=3, epoch=0)
+    history._see_plan(Plan(step=0, verify=(VerifyRow(slot=slot, request_id="x", width=2),)))
+    assert [segment[:3] for segment in history.since(0)["segments"]] == [(3, "decode", "x")]
+
+
+def test_history_of_engines_that_tell_no_plans(http: httpx.Client, server: Running) -> None:
+    """Several side by side: their slots are looked at."""
+    history = History(server.service.engine)  # which is not told of plans
+    sampling = server.run(_started(history))
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 4, "temperature": 1}
+    names = {http.post("/v1/completions", json=body).json()["id"] for _ in range(2)}
+    server.loop.call_soon_threadsafe(sampling.cancel)
+    seen = {segment[2].partition("[")[0] for segment in history.since(0)["segments"]}
+    assert names & seen, seen
+
+
+async def _started(history: History) -> asyncio.Task[None]:
+    return asyncio.create_task(history.sample())
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")

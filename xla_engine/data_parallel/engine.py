@@ -278,6 +278,11 @@ class DataParallelEngine:
     peek = one_engine_only("peek", "look at snapshot")
     inventory_report = one_engine_only("inventory_report", "ask an engine of its own")
     blank = one_engine_only("blank", "reset_prefix_cache forgets what prompts left")
+
+    def step_shadow(self) -> bool:
+        """Nothing here: each engine's process lets its probe work while it is idle."""
+        return False
+
     finish_shadow = one_engine_only("finish_shadow", "stats counts what the probe has found so far")
     draft_with = one_engine_only("draft_with", "name the method in speculative_config")
     update_weights = one_engine_only("update_weights", "save a checkpoint and start again from it")

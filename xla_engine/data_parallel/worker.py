@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from xla_engine.data_parallel.wire import Message, Sent, config_of, decode, encode, news_of, plain
+from xla_engine.engine.protocol import SHADOW_S
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class _Server:
     def _obey(self) -> bool:
         """All commands that have come; waits for one where there is nothing else to do. False at the end."""
         if not self._engine.has_work:
+            while self._commands.empty() and self._engine.step_shadow():
+                time.sleep(SHADOW_S)
             self._tell_state()
         while not self._commands.empty() or not self._engine.has_work:
             command = self._commands.get()

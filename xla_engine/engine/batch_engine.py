@@ -612,6 +612,12 @@ class XlaBatchEngine:
         self._driver.finish_steps()
 
     @locked
+    def step_shadow(self) -> bool:
+        """Let the shadow probe work while there is nothing else to do; false once it has nothing to do, either."""
+        shadow, idle = self.state.shadow, self.state.closed is None and not self.state.has_work
+        return shadow is not None and idle and shadow.step()
+
+    @locked
     def finish_shadow(self) -> None:
         """Run again all requests that the shadow probe has drawn and not come to; the engine must be idle."""
         if self.state.shadow is not None:

@@ -71,6 +71,9 @@ def pop_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
 
 
+SHADOW_S = 1e-3  # between looks at what the shadow probe of an idle engine does
+
+
 def drained(timeout_s: float | None) -> str:
     """Why a request ends when an engine was drained for as long as it may be."""
     return f"the engine was told to end, and the request was not finished {timeout_s} s later"

@@ -13,6 +13,7 @@ from xla_engine.scheduler import Plan, Row, VerifyRow
 
 SECONDS = 300  # that are kept
 RESOLUTION_S = 0.02  # between looks at a plan
+LOOK_S = 0.1  # between looks at slots
 GAP_S = 0.25  # a slot that did nothing for so long was free
 MOST_SEGMENTS = 20_000
 
@@ -39,7 +40,10 @@ class Segment(NamedTuple):
 
 
 class History:
-    """Looks at the engine's plans, at most every `RESOLUTION_S`, and at its counters once a second."""
+    """Looks at the engine's plans, at most every `RESOLUTION_S`, and at its counters once a second.
+
+    Several engines side by side tell no plans; their slots are looked at instead, every `LOOK_S`.
+    """
 
     def __init__(self, engine: EngineClient) -> None:
         self.samples: deque[Sample] = deque(maxlen=SECONDS)
@@ -47,6 +51,7 @@ class History:
         self._segments: deque[Segment] = deque(maxlen=MOST_SEGMENTS)
         self._open: dict[int, Segment] = {}
         self._looked = 0.0
+        self._hears_plans = False
 
     def watch(self) -> None:
         """See plans from now on."""
@@ -56,12 +61,19 @@ class History:
         now = time.time()
         if now - self._looked < RESOLUTION_S:
             return
-        self._looked = now
+        self._looked, self._hears_plans = now, True
         for chunk in plan.chunks:
             self._see(chunk.slot.index, "prefill", chunk.request_id, now)
         rows: tuple[Row | VerifyRow, ...] = (*plan.decode, *plan.verify)
         for row in rows:
             self._see(row.slot.index, "decode", row.request_id, now)
+
+    def _see_slots(self) -> None:
+        now = time.time()
+        for view in self._engine.snapshot().slots:
+            if (held := view.request) is not None:
+                kind = "prefill" if held.prefilled < held.prompt_tokens else "decode"
+                self._see(view.slot.index, kind, held.request_id, now)
 
     def _see(self, slot: int, kind: str, request_id: str, now: float) -> None:
         last = self._open.get(slot)
@@ -77,7 +89,10 @@ class History:
         engine = self._engine
         before, at = engine.stats(), time.monotonic()
         while True:
-            await asyncio.sleep(1)
+            for _ in range(round(1 / LOOK_S)):
+                await asyncio.sleep(LOOK_S)
+                if not self._hears_plans:
+                    self._see_slots()
             stats, now = engine.stats(), time.monotonic()
             seconds = max(now - at, 1e-9)
             self.samples.append(
