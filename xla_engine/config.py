@@ -82,7 +82,7 @@ class EngineConfig:
         to what pays off there (`xla_engine.runner.sizing`).
     memory_utilization: share of the memory that is available at start-up that the engine may take.
     max_model_len: prompt plus generated tokens of one request at most; None takes the model's limit where the
-        engine needs at most a quarter of the memory for it, else a half of it and so on, down to 2048.
+        engine needs at most a quarter of the machine's memory for it, else a half of it and so on, down to 2048.
     dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
     seed: mixed with the request id for requests that bring no seed of their own.
     lag: started steps the host may leave unread: 1 overlaps host and device, 0 reads each step at once; 2 is up to 9 %

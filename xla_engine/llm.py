@@ -63,7 +63,7 @@ class LLM:
             Python package; None is the small model that ships with this one.
         max_num_seqs: requests decoded together; "auto" takes what the device has memory for.
         max_model_len: prompt plus generated tokens at most; None takes the model's limit, or less
-            where that would need more than a quarter of the memory.
+            where that would need more than a quarter of the machine's memory.
         dtype: "auto", "bfloat16" or "float32".
         seed: used for requests without a seed of their own.
         generation_config: "model", the default, gives prompts without parameters the values that the checkpoint

@@ -28,6 +28,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.row_state.lanes import Extents
 
 TARGET = "xla_engine_attend"
+ZEROS = "xla_engine_zeros"
 _LANES = 16  # keys, and dimensions, side by side in a tile
 
 
@@ -53,7 +54,12 @@ class NativeAttention:
         kept = kept_positions(config.attention(layers[0]), length, self.call_positions)
         keys = (*heads, kept // _LANES, width // pack, _LANES, pack)
         values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
-        return LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+        return LayerCache(*(self._zeros(shape, dtype) for shape in (keys, values)))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        """Zeros that take no memory before they are written (`zeros.cc`)."""
+        made: jax.Array = jax.ffi.ffi_call(f"{ZEROS}_{self.isa}", jax.ShapeDtypeStruct(shape, dtype))()
+        return made
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
         return layer  # stale values are never read

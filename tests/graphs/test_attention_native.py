@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
-from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.config import AttentionForm, ModelConfig
 from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.runner.backends import choose_attention
 from xla_engine.runner.native_library import build as native
@@ -231,16 +233,18 @@ def test_only_the_named_positions_are_written(attention: NativeAttention) -> Non
     assert not after[1][1, :, 45].any()
 
 
+def _config(shape: Shape) -> ModelConfig:
+    heads = shape.kv_heads
+    return replace(TINY, num_key_value_heads=heads, head_dim=shape.head_dim, num_attention_heads=heads)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_host_form_is_exact(shape: Shape) -> None:
     attention = NativeAttention(available()[0].name)
     size = (2, 2, shape.kv_heads, S, shape.head_dim)
     keys, values = np.random.default_rng(7).standard_normal(size).astype(shape.dtype)
     layer = attention.from_host(keys, values)
-    config = replace(
-        TINY, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, num_attention_heads=shape.kv_heads
-    )
-    empty = attention.make_store(config, (0,), 2, S, jnp.dtype(shape.dtype))
+    empty = jax.eval_shape(lambda: attention.make_store(_config(shape), (0,), 2, S, jnp.dtype(shape.dtype)))
     assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, empty)
     back = attention.to_host(layer, shape.head_dim)
     assert (back[0].tobytes(), back[1].tobytes()) == (keys.tobytes(), values.tobytes())
@@ -323,3 +327,36 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(native.NativeBuildError, match="false failed"):
         native.build(available()[0])
+
+
+def _resident() -> int:
+    """Bytes of this process's memory that are there, not merely promised."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what is resident")
+def test_a_cache_takes_memory_where_it_was_written(attention: NativeAttention) -> None:
+    """It was written at start: one question to a model of 98 MB took 3.6 GB."""
+    shape = Shape(kv_heads=2, groups=1, head_dim=64, dtype=jnp.bfloat16)
+    make = functools.partial(attention.make_store, _config(shape), [0, 1], dtype=jnp.dtype(jnp.bfloat16))
+    jax.block_until_ready(make(rows=1, length=S))  # what a first call compiles and loads
+    before = _resident()
+    store = jax.block_until_ready(make(rows=16, length=1 << 14))
+    assert store.keys.nbytes + store.values.nbytes == 256 << 20
+    assert _resident() - before < 32 << 20
+    write = jax.jit(lambda leaf: leaf.at[:, 3, :, :2].set(1), donate_argnums=0)
+    keys = jax.block_until_ready(write(store.keys))
+    assert _resident() - before < 48 << 20
+    assert not np.asarray(keys)[:, 4].any() and np.asarray(keys)[:, 3, :, :2].all()
+
+
+@pytest.mark.parametrize("length", [S, 1 << 12])
+def test_a_new_cache_is_zero_whatever_its_memory_held(attention: NativeAttention, length: int) -> None:
+    """Buffers of every alignment and size are taken and given back full of ones."""
+    shape = Shape(kv_heads=1, groups=1, head_dim=32, dtype=jnp.float32)
+    dirty = jax.jit(lambda leaf: jnp.ones_like(leaf), donate_argnums=0)
+    for rows in (1, 3, 8):
+        for _ in range(4):
+            store = attention.make_store(_config(shape), [0], rows, length, jnp.dtype(jnp.float32))
+            assert not any(np.asarray(leaf).any() for leaf in (store.keys, store.values))
+            jax.block_until_ready([dirty(leaf) for leaf in (store.keys, store.values)])

@@ -43,11 +43,11 @@ class Device:
 
     platform = "gpu"
 
-    def __init__(self, free: int | None) -> None:
-        self._free = free
+    def __init__(self, free: int | None, in_use: int = 0) -> None:
+        self._free, self._in_use = free, in_use
 
     def memory_stats(self) -> dict[str, int]:
-        return {} if self._free is None else {"bytes_limit": self._free, "bytes_in_use": 0}
+        return {} if self._free is None else {"bytes_limit": self._free, "bytes_in_use": self._in_use}
 
 
 @settings(max_examples=25, deadline=None)
@@ -193,7 +193,22 @@ def test_the_length_that_nobody_asked_for_takes_a_quarter_of_the_memory_at_most(
         assert found == 1 << 20 or not fits(2 * found)
 
 
-def test_free_memory_decides_no_length_that_bits_depend_on() -> None:
+@pytest.mark.parametrize("in_use", [0, 10**8, 9 * 10**8])
+def test_the_length_depends_on_the_machine_and_not_on_what_is_free(in_use: int) -> None:
+    """It entered the fingerprint, and 3 GB taken by another program kept a run from being resumed."""
+    config = replace(TINY_ENGINE, max_model_len=None)
+    found = resolve_length(config, LONG, "bfloat16", Device(10**9, in_use))
+    assert found == resolve_length(config, LONG, "bfloat16", Device(10**9)) and found.max_model_len
+    host = jax.devices("cpu")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_size_of_host", lambda: 10**9)
+        patch.setattr(memory, "_groups", lambda: [(10**10, 7), (2 * 10**9, in_use)])
+        assert memory.total_to_each(host, 2) == 5 * 10**8
+        patch.setattr(memory, "_groups", lambda: [(10**8, in_use)])
+        assert memory.total_to_each(host, 1) == 10**8
+
+
+def test_the_size_of_the_memory_decides_no_length_that_bits_depend_on() -> None:
     scaling = RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=4096)
     model = replace(LONG, rope_scaling=scaling)
     config = replace(TINY_ENGINE, max_model_len=None)

@@ -87,7 +87,7 @@ device_options = together(
         "--max-model-len",
         type=click.IntRange(2),
         help="Most prompt plus generated tokens of a request.  [default: the model's, or what fits into a "
-        "quarter of the memory]",
+        "quarter of the machine's memory]",
     ),
     click.option(
         "--dtype",

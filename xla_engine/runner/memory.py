@@ -93,6 +93,15 @@ def available_bytes(device: Any) -> int | None:
     return min(found, default=None)
 
 
+def total_to_each(device: Any, devices: int) -> int | None:
+    """Memory that each of so many devices like `device` has in all, whoever uses it: the same at every start."""
+    if device.platform != "cpu":
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        return None if limit is None else int(limit)
+    found = [size for size in (_size_of_host(), *(limit for limit, _ in _groups())) if size is not None]
+    return min(found) // devices if found else None
+
+
 class Beside(NamedTuple):
     """What runs beside the model and takes memory too: in all, and for each slot."""
 
@@ -226,6 +235,10 @@ def _available_on_host() -> int | None:
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
+    return _size_of_host()
+
+
+def _size_of_host() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
@@ -233,13 +246,18 @@ def _available_on_host() -> int | None:
 
 
 def _left_in_groups() -> list[int]:
-    left = []
+    return [limit - in_use for limit, in_use in _groups()]
+
+
+def _groups() -> list[tuple[int, int]]:
+    """Limit and use of each control group that has a limit."""
+    found = []
     for name, limit, used, reclaimable in _GROUPS:
         group = Path(name)
         try:
             parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             in_use = int((group / used).read_text()) - int(parts.get(reclaimable, 0))
-            left.append(int((group / limit).read_text()) - in_use)
+            found.append((int((group / limit).read_text()), in_use))
         except (OSError, ValueError):
             continue  # no such version, or "max"
-    return left
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ MOST_ROWS = {"cpu": 64}
 MOST_ROWS_ELSEWHERE = 256
 FEW_ROWS = (1, 4)
 DEFAULT_SHARE = (
-    0.25  # of the available memory may be taken for a longer `max_model_len` that was not asked for
+    0.25  # of the device's memory may be taken for a longer `max_model_len` that was not asked for
 )
 USUAL_SLOTS = 16  # for which that length must fit where the number of slots is "auto"
 
@@ -29,10 +30,10 @@ USUAL_SLOTS = 16  # for which that length must fit where the number of slots is 
 def resolve_length(config: EngineConfig, model: ModelConfig, dtype: str, device: Any) -> EngineConfig:
     """Return the options with a `max_model_len`, where it is None and the model allows more than the default.
 
-    It becomes the model's own limit if the engine then takes at most `DEFAULT_SHARE` of what `device` has available,
-    else the largest half, quarter and so on of it with which it does, at least `DEFAULT_MAX_MODEL_LEN`. A model whose
-    rotary frequencies depend on the longest request keeps that default: the memory that is free must not decide a
-    bit.
+    It becomes the model's own limit if the engine then takes at most `DEFAULT_SHARE` of the memory that `device` has,
+    in use or not, else the largest half, quarter and so on of it with which it does, at least `DEFAULT_MAX_MODEL_LEN`:
+    the same at every start on one machine. A model whose rotary frequencies depend on the longest request keeps that
+    default: the size of the memory must not decide a bit.
     """
     limit = model.max_position_embeddings
     by_length = any(rope is not None and rope.follows_context for rope in model.ropes)
@@ -53,7 +54,8 @@ def _fits(config: EngineConfig, model: ModelConfig, dtype: str, length: int, dev
     if config.max_num_seqs == AUTO:
         config = replace(config, max_num_seqs=USUAL_SLOTS)
     try:
-        resolve_sizes(config, make_spec(config, model.within(length), jnp.dtype(dtype)), length, device)
+        spec = make_spec(config, model.within(length), jnp.dtype(dtype))
+        resolve_sizes(config, spec, length, device, available=memory.total_to_each)
     except ConfigError:
         return False
     return True
@@ -73,8 +75,12 @@ def resolve_sizes(
     max_model_len: int,
     device: Any,
     beside: memory.Beside = memory.NOTHING,
+    *,
+    available: Callable[[Any, int], int | None] = memory.available_to_each,
 ) -> EngineConfig:
     """Return the options with sizes that fit on `device` (a jax device), `beside` what else is to run there.
+
+    available: what counts as the memory of each of several devices like `device`.
 
     max_num_seqs becomes a number. "auto" is the largest multiple of 8 whose weights, slots and workspace stay within
     `memory_utilization` of what the device has available, at most `MOST_ROWS`; where the system does not say, 8.
@@ -84,8 +90,8 @@ def resolve_sizes(
     Raises ConfigError, with the arithmetic, where nothing fits, where a number was asked for that does not fit, and
     where the blocks would not hold one request of `max_model_len`.
     """
-    available = memory.available_to_each(device, config.tensor_parallel_size)
-    budget = None if available is None else int(available * config.memory_utilization)
+    memory_bytes = available(device, config.tensor_parallel_size)
+    budget = None if memory_bytes is None else int(memory_bytes * config.memory_utilization)
     fills_memory = config.kv_cache_memory_bytes == AUTO
     config = _with_blocks(config, spec, max_model_len)
 
@@ -96,8 +102,8 @@ def resolve_sizes(
     try:
         memory.check_memory(plan(slots))
     except ConfigError as error:
-        assert available is not None
-        share = f"memory_utilization {config.memory_utilization:g} of {memory.size(available)}"
+        assert memory_bytes is not None
+        share = f"memory_utilization {config.memory_utilization:g} of {memory.size(memory_bytes)}"
         raise ConfigError(f"{error} ({share} is what the engine may take)") from error
     if config.max_num_seqs == AUTO:
         most = MOST_ROWS.get(device.platform, MOST_ROWS_ELSEWHERE)

@@ -20,7 +20,7 @@ import jax
 
 from xla_engine import graphs
 from xla_engine.environment import compiler, native_cache_directory
-from xla_engine.graphs.attention.native import TARGET
+from xla_engine.graphs.attention.native import TARGET, ZEROS
 from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
@@ -34,6 +34,7 @@ from xla_engine.runner.native_library.recipe import NativeBuildError as NativeBu
 _log = logging.getLogger("xla_engine")
 _OPERATIONS = {
     TARGET: "XlaEngineAttend",
+    ZEROS: "XlaEngineZeros",
     DELTA_RULE: "XlaEngineDeltaRule",
     DELTA_OUTPUTS: "XlaEngineDeltaOutputs",
     LINEAR: "XlaEngineLinear",
