@@ -1,4 +1,4 @@
-"""Routed experts on a CPU, in bf16: one C++ call per layer (`native/experts.cc`).
+"""Routed experts on a CPU, in bf16 or int8: one C++ call per layer (`native/experts.cc`).
 
 The library is built and registered outside (`xla_engine.runner.native_library.build`); a graph only names its target.
 """
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.experts.routing import Experts, Gather, Route
+from xla_engine.graphs.ops.int8 import Quantized
 
 EXPERTS = "xla_engine_experts"
 GATED_EXPERTS, DOWN_EXPERTS = "xla_engine_gated_experts", "xla_engine_down_experts"
@@ -21,9 +22,9 @@ def native_experts(
     """See `graphs.experts.routing.blocked_experts`. D and F are multiples of 32. isa: whose library serves."""
     call = jax.ffi.ffi_call(f"{EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
     biases = (_or_nothing(bias) for bias in (experts.gate_up_bias, experts.down_bias))
-    weights = (experts.gate_up, experts.down, *biases)
+    weights = (*_parts(experts.gate_up), *_parts(experts.down), *biases)
     result: jax.Array = call(
-        x.astype(experts.gate_up.dtype), *routed, *weights, residual, limit=np.float32(experts.limit or 0)
+        x.astype(experts.row_dtype), *routed, *weights, residual, limit=np.float32(experts.limit or 0)
     )
     return result
 
@@ -36,18 +37,25 @@ def shared_native_experts(
     gather: as in `graphs.linear.products.Products.experts`; what it is given of rows without an expert is zero.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
-    count, inner = routed.expert.size, gate_up.shape[1] // 2
-    gated = jax.ffi.ffi_call(f"{GATED_EXPERTS}_{isa}", jax.ShapeDtypeStruct((count, inner), gate_up.dtype))
+    count, inner = routed.expert.size, _parts(gate_up)[0].shape[1] // 2
+    gated = jax.ffi.ffi_call(
+        f"{GATED_EXPERTS}_{isa}", jax.ShapeDtypeStruct((count, inner), experts.row_dtype)
+    )
     hidden: jax.Array = gated(
-        x.astype(gate_up.dtype),
+        x.astype(experts.row_dtype),
         routed.expert,
-        gate_up,
+        *_parts(gate_up),
         _or_nothing(gate_up_bias),
         limit=np.float32(limit or 0),
     )
     call = jax.ffi.ffi_call(f"{DOWN_EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
-    result: jax.Array = call(gather(hidden), *routed, down, _or_nothing(down_bias), residual)
+    result: jax.Array = call(gather(hidden), *routed, *_parts(down), _or_nothing(down_bias), residual)
     return result
+
+
+def _parts(weight: jax.Array | Quantized) -> tuple[jax.Array, jax.Array]:
+    """Weights and their scales, none in bf16."""
+    return weight if isinstance(weight, Quantized) else (weight, jnp.zeros((0, 0), jnp.bfloat16))
 
 
 def _or_nothing(bias: jax.Array | None) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.ops.int8 import Quantized, grouped_product
 from xla_engine.graphs.ops.norms import flatly
 from xla_engine.graphs.ops.top_k import largest_by_rank
 
@@ -32,11 +33,20 @@ class Experts(NamedTuple):
     limit: of the clamped gate, see `gate`.
     """
 
-    gate_up: jax.Array
-    down: jax.Array
+    gate_up: jax.Array | Quantized
+    down: jax.Array | Quantized
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
     limit: float | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.down.values if isinstance(self.down, Quantized) else self.down)
+
+    @property
+    def row_dtype(self) -> jnp.dtype:
+        """Of the rows that either product takes: products in int8 round by themselves."""
+        return jnp.dtype(jnp.float32) if isinstance(self.down, Quantized) else self.down.dtype
 
 
 class Route(NamedTuple):
@@ -87,19 +97,21 @@ def blocked_experts(
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
     (count, features), per_row = residual.shape, routed.expert.shape[1]
-    blocks = _blocks(routed.expert.reshape(-1), gate_up.shape[0])
-    rows = x.astype(gate_up.dtype)
+    blocks = _blocks(routed.expert.reshape(-1), experts.count)
+    rows = x.astype(experts.row_dtype)
 
     def gated(expert: jax.Array, place: jax.Array) -> jax.Array:
         block = rows[jnp.minimum(place // per_row, count - 1)]  # [R, D]
-        both = _product(gate_up[expert], block, 1)  # [2 F, R]
+        both = _product(gate_up, expert, block, 1)  # [2 F, R]
         if gate_up_bias is not None:
             both = both + gate_up_bias[expert][:, None]
         gates, ups = lax.optimization_barrier(both).reshape(2, -1)
-        return lax.optimization_barrier(gate(gates, ups, limit).astype(down.dtype)).reshape(-1, BLOCK_ROWS)
+        return lax.optimization_barrier(gate(gates, ups, limit).astype(experts.row_dtype)).reshape(
+            -1, BLOCK_ROWS
+        )
 
     def put(out: jax.Array, place: jax.Array, hidden: jax.Array, expert: jax.Array) -> jax.Array:
-        result = _product(down[expert], hidden, 0)  # [D, R]
+        result = _product(down, expert, hidden, 0)  # [D, R]
         if down_bias is not None:
             result = result + down_bias[expert][:, None]
         result = lax.optimization_barrier(result)  # else XLA turns the product around (findings/products.md)
@@ -113,12 +125,13 @@ def blocked_experts(
     if gather is None:
         out = lax.fori_loop(0, blocks.used, multiply, out)
     else:
-        most, inner = len(blocks.expert), gate_up.shape[1] // 2
+        most = len(blocks.expert)
+        inner = (gate_up.values if isinstance(gate_up, Quantized) else gate_up).shape[1] // 2
 
         def gate_block(index: jax.Array, hidden: jax.Array) -> jax.Array:
             return hidden.at[index].set(gated(blocks.expert[index], blocks.assignment[index]))
 
-        hidden = jnp.zeros((most, inner, BLOCK_ROWS), down.dtype)
+        hidden = jnp.zeros((most, inner, BLOCK_ROWS), experts.row_dtype)
         # Features stay in front: XLA:CPU multiplies what was transposed by another product (findings/many_devices.md).
         hidden = gather(lax.fori_loop(0, blocks.used, gate_block, hidden))
 
@@ -165,8 +178,12 @@ def _blocks(expert: jax.Array, experts: int) -> _Blocks:
     return _Blocks(owner, assignment, last[-1])
 
 
-def _product(weight: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
-    """`weight [M, K]` times rows, contracted over their `axis`: float32 `[M, R]`."""
+def _product(weights: jax.Array | Quantized, expert: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
+    """`weights[expert] [M, K]` times rows, contracted over their `axis`: float32 `[M, R]`."""
+    if isinstance(weights, Quantized):
+        of_expert = Quantized(*(part[expert] for part in weights))
+        return grouped_product(of_expert, rows, axis, weight_left=True)
+    weight = weights[expert]
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     return lax.dot_general(
         weight, rows, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32

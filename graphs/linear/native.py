@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.experts.native import native_experts, shared_native_experts
 from xla_engine.graphs.experts.routing import Experts, Gather, Route
-from xla_engine.graphs.linear.int8 import Quantized
+from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
@@ -95,17 +95,20 @@ class NativeProducts:
         return shared_native_experts(experts, x, routed, residual, gather, isa=self.isa)
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
-        """In the order that `product.h` describes, as far as there are whole tasks; on tiles, all or nothing."""
-        whole = _packed_rows(weight)
-        if not whole or (self.isa == "amx" and whole < len(weight)):
+        """In the order that `product.h` describes, as far as there are whole tasks; bf16 on tiles, all or nothing."""
+        if self._keeps_rows(weight) and len(weight) % _WHOLE:
             return weight
-        words = np.ascontiguousarray(weight[:whole]).view(np.uint32)  # two or four neighbours of a row each
-        blocks = words.reshape(-1, 16, words.shape[1]).swapaxes(1, 2)  # [F / 16, K words, 16]
-        packed = np.ascontiguousarray(blocks).view(weight.dtype).reshape(whole, -1)
-        return packed if whole == len(weight) else np.concatenate([packed, weight[whole:]])
+        return _packed(weight, np.dtype(np.uint32))  # two or four neighbours of a row together
 
     def pack_head(self, weight: np.ndarray) -> np.ndarray:
-        return weight if self.isa == "amx" else self.pack(weight)
+        return weight if self._keeps_rows(weight) else self.pack(weight)
+
+    def pack_scales(self, scales: np.ndarray) -> np.ndarray:
+        return _packed(scales, np.dtype(np.uint16))
+
+    def _keeps_rows(self, weight: np.ndarray | jax.Array) -> bool:
+        """Whether the kernels take what fills no tasks, and heads, as in a checkpoint."""
+        return self.isa == "amx" and weight.dtype != np.int8
 
     def head(
         self, weight: Weight, norm: Norm | None, x: jax.Array, sharding: Sharding | None = None
@@ -116,7 +119,7 @@ class NativeProducts:
         return ByRow(out if sharding is None else sharding.gather(out, "vocabulary", axis=1))
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
-        if self.isa == "amx":
+        if self._keeps_rows(parts_of(weight)[0]):
             return looked_up(weight, tokens, sharding)
         return look_up(weight, tokens, sharding, _unpacked)
 
@@ -141,8 +144,8 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
     if config.delta is not None:
         widths.append(config.delta.inner_features)
-    if isa == "amx":
-        return not any(width % (64 // dtype.itemsize) for width in widths)
+    if isa == "amx" or dtype == jnp.int8:
+        return not any(width % _WHOLE for width in widths)
     whole = [config.intermediate_size, *([] if config.experts is None else widths)]
     return not any(width % 16 for width in widths) and not any(width % _WHOLE for width in whole)
 
@@ -152,11 +155,21 @@ def _packed_rows(weight: np.ndarray | jax.Array) -> int:
     return len(weight) // _WHOLE * _WHOLE
 
 
-def _unpacked(values: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows `rows [N]` of what `pack` made of a weight `[F, D]`: `[N, D]`."""
-    width, pair = values.shape[1], 4 // values.dtype.itemsize  # values of a word
+def _packed(weight: np.ndarray, word: np.dtype[Any]) -> np.ndarray:
+    """`weight [F, D]` with its whole tasks as `[F / 16, D words, 16]`, in an array of its own shape."""
+    if not (whole := _packed_rows(weight)):
+        return weight
+    words = np.ascontiguousarray(weight[:whole]).view(word)
+    blocks = words.reshape(-1, 16, words.shape[1]).swapaxes(1, 2)
+    packed = np.ascontiguousarray(blocks).view(weight.dtype).reshape(whole, -1)
+    return packed if whole == len(weight) else np.concatenate([packed, weight[whole:]])
+
+
+def _unpacked(values: jax.Array, rows: jax.Array, word: int) -> jax.Array:
+    """The rows `rows [N]` of what `_packed` made of `[F, D]` with `word` values in a word: `[N, D]`."""
+    width = values.shape[1]
     row, column = rows[:, None], jnp.arange(width, dtype=jnp.int32)
-    within = (column // pair * 16 + row % 16) * pair + column % pair  # of a block of sixteen rows
+    within = (column // word * 16 + row % 16) * word + column % word  # of a block of sixteen rows
     packed = row < _packed_rows(values)
     at = jnp.where(packed, row // 16 * 16 + within // width, row), jnp.where(packed, within % width, column)
     return values.at[at].get(mode="promise_in_bounds")
@@ -164,7 +177,7 @@ def _unpacked(values: jax.Array, rows: jax.Array) -> jax.Array:
 
 def parts_of(weight: Weight) -> tuple[jax.Array, jax.Array]:
     """A weight and its scales, none in bf16."""
-    return weight if isinstance(weight, Quantized) else (weight, or_nothing(None))
+    return weight if isinstance(weight, Quantized) else (weight, jnp.zeros((0, 0), jnp.bfloat16))
 
 
 def norm_weight(norm: Norm | None) -> jax.Array:

@@ -19,13 +19,13 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, blocked_experts
-from xla_engine.graphs.linear.int8 import Quantized, quantize_rows
+from xla_engine.graphs.ops.int8 import Quantized, dequantized, grouped_product
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.sharding import Kind, Sharding
 
 Activation = Literal["silu", "gelu_tanh"]
-RowsOf = Callable[[jax.Array, jax.Array], jax.Array]  # of values, those of tokens
+RowsOf = Callable[[jax.Array, jax.Array, int], jax.Array]  # of values, those of tokens; how many share a word
 
 
 class Norm(NamedTuple):
@@ -116,6 +116,10 @@ class Products(Protocol):
         """The head's weight `[V, D]` as `head` and `embedded` want it, in an array of the same shape."""
         ...
 
+    def pack_scales(self, scales: np.ndarray) -> np.ndarray:
+        """The scales `[F, G]` of a weight in int8, a layer's or the head's, beside what became of its values."""
+        ...
+
     def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> Logits:
         """`weight [V, D]` of `pack_head` times the norm of x, float32.
 
@@ -182,6 +186,8 @@ class XlaProducts:
     def experts(
         self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
     ) -> jax.Array:
+        if isinstance(experts.down, Quantized):
+            return blocked_experts(experts, x, routed, residual, gather)
         return lax.platform_dependent(
             cuda=lambda: _gpu_experts(experts, x, routed, residual, gather),
             default=lambda: blocked_experts(experts, x, routed, residual, gather),
@@ -192,6 +198,9 @@ class XlaProducts:
 
     def pack_head(self, weight: np.ndarray) -> np.ndarray:
         return weight
+
+    def pack_scales(self, scales: np.ndarray) -> np.ndarray:
+        return scales
 
     def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         return feature_major(weight, normed(x, norm), sharding)
@@ -217,25 +226,21 @@ ROWS_LEFT = XlaProducts(weight_left=False)  # prefill: faster from some 128 rows
 def feature_major(weight: Weight, x: Input, sharding: Sharding | None = None) -> jax.Array:
     """`weight [F, D]` times `x [N, D]` transposed: float32 `[F, N]`, the order the weight-left product yields.
 
-    sharding: as in `Products.head`. Scales come behind what devices share, as in `look_up`.
+    sharding: as in `Products.head`.
     """
-
-    def every(x: jax.Array) -> jax.Array:
-        return x if sharding is None else sharding.gather(x, "vocabulary", axis=0)
-
     rows, axis = (x.values, 0) if isinstance(x, FeatureMajor) else (x, 1)
-    if not isinstance(weight, Quantized):
-        return every(_contract(weight, rows.astype(weight.dtype), axis))
-    values, scale = quantize_rows(rows, axis)
-    return every(_contract(weight.values, values, axis)) * every(weight.scale)[:, None] * scale
+    if isinstance(weight, Quantized):
+        out = grouped_product(weight, rows, axis, weight_left=True)
+    else:
+        out = _contract(weight, rows.astype(weight.dtype), axis)
+    return out if sharding is None else sharding.gather(out, "vocabulary", axis=0)
 
 
 def rows_first(weight: Weight, x: jax.Array) -> jax.Array:
     """`x [N, D]` times `weight [F, D]`: float32 `[N, F]`."""
-    if not isinstance(weight, Quantized):
-        return _contract(x.astype(weight.dtype), weight)
-    values, scale = quantize_rows(x, 1)
-    return _contract(values, weight.values) * weight.scale * scale[:, None]
+    if isinstance(weight, Quantized):
+        return grouped_product(weight, x, 1, weight_left=False)
+    return _contract(x.astype(weight.dtype), weight)
 
 
 def _gpu_experts(
@@ -260,26 +265,18 @@ def kept_dtype(weight: Weight) -> jnp.dtype:
 
 def looked_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
     """The rows `tokens [N]` of an embedding `[V, D]`: float32 `[N, D]`. sharding: as in `Products.embedded`."""
-    return look_up(weight, tokens, sharding, lambda values, tokens: values[tokens])
+    return look_up(weight, tokens, sharding, lambda values, tokens, _: values[tokens])
 
 
 def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: RowsOf) -> jax.Array:
-    """The same, with `rows(values, tokens)` to find rows in their order.
+    """The same, with `rows(values, tokens)` to find rows of values or scales in their order."""
 
-    Scaled rows are rounded by themselves: the compiler may round such a product and the sum behind it as one, in one
-    program and not in another (findings/many_devices.md).
-    """
+    def found(tokens: jax.Array) -> jax.Array:
+        if isinstance(weight, Quantized):
+            return dequantized(rows(weight.values, tokens, 4), rows(weight.scale, tokens, 1))
+        return rows(weight, tokens, 4 // weight.dtype.itemsize).astype(jnp.float32)
 
-    def found(values: jax.Array, rows: RowsOf) -> jax.Array:
-        def lookup(tokens: jax.Array) -> jax.Array:
-            return rows(values, tokens).astype(jnp.float32)
-
-        return lookup(tokens) if sharding is None else sharding.looked_up(lookup, tokens)
-
-    if not isinstance(weight, Quantized):
-        return found(weight, rows)
-    scale = found(weight.scale, lambda scale, tokens: scale[tokens])
-    return lax.optimization_barrier(found(weight.values, rows) * scale[:, None])
+    return found(tokens) if sharding is None else sharding.looked_up(found, tokens)
 
 
 def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
@@ -306,14 +303,12 @@ def activated(both: jax.Array, activation: Activation) -> jax.Array:
 
 def _contract(left: jax.Array, right: jax.Array, right_axis: int = 1) -> jax.Array:
     """Contract left's last axis with `right_axis` of right: `[M, K] x [N, K] -> [M, N]` in float32."""
-    exact = left.dtype == jnp.int8  # sums in int32
     # HIGHEST only matters for float32 operands: it forbids TF32 on GPUs.
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    sums = lax.dot_general(
+    return lax.dot_general(
         left,
         right,
         (((1,), (right_axis,)), ((), ())),
         precision=precision,
-        preferred_element_type=jnp.int32 if exact else jnp.float32,
+        preferred_element_type=jnp.float32,
     )
-    return sums.astype(jnp.float32)

@@ -162,7 +162,7 @@ class ModelSpec:
         # Of the operations in C++, if there are any.
         self.isa = attention.isa or (None if products is None else products.isa)
         self.lora = lora
-        make = LeafMaker(self.sharding, jnp.dtype(jnp.int8) if quantized else self.dtype, lora)
+        make = LeafMaker(self.sharding, jnp.dtype(jnp.int8) if quantized else self.dtype, self.dtype, lora)
         self._graph, state = nnx.split(Decoder(make, self.dtype))
         self.leaves = Leaves(config, nnx.to_flat_state(state), products)
 

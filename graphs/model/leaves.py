@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.int8 import SUFFIX, quantize_weight
+from xla_engine.graphs.ops.int8 import SUFFIX, groups_of, quantize_weight
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.sharding import Cut, Sharding
@@ -46,11 +46,19 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class LeafMaker:
-    """Makes the parameters of modules, without values. dtype: of matrices; vectors are float32."""
+    """Makes the parameters of modules, without values.
+
+    dtype: of matrices; vectors are float32. plain: of the small ones that are never quantised.
+    """
 
     sharding: Sharding
     dtype: jnp.dtype
+    plain: jnp.dtype
     lora: LoraForm | None = None
+
+    @property
+    def unquantized(self) -> LeafMaker:
+        return replace(self, dtype=self.plain)
 
     def vector(self, size: int, cut: Cut | None = None, role: Role = "plain") -> Param:
         return self.parameter(Leaf(shape=(size,), dtype=jnp.dtype(jnp.float32), cut=cut, role=role))
@@ -61,6 +69,14 @@ class LeafMaker:
 
     def matrix(self, shape: tuple[int, ...], cut: Cut | None = None, role: Role = "plain") -> Param:
         return self.parameter(Leaf(shape=shape, dtype=self.dtype, cut=cut, role=role))
+
+    def scales(self, shape: tuple[int, ...], cut: Cut | None) -> Param | None:
+        """Of a matrix of this shape, if it is kept in int8. cut: the matrix's."""
+        if self.dtype != jnp.int8:
+            return None
+        *outer, width = shape
+        held = (*outer, groups_of(width))
+        return self.parameter(Leaf(shape=held, dtype=jnp.dtype(jnp.bfloat16), cut=cut, role="scale"))
 
     def parameter(self, leaf: Leaf) -> Param:
         value: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -109,6 +125,8 @@ class Leaves(Mapping[str, Leaf]):
         leaf = self._leaves[name]
         if leaf.dtype == jnp.int8:
             values, scale = quantize_weight(values)
+            if self._products is not None and leaf.role != "plain":
+                scale = self._products.pack_scales(scale)
             return {name: self._packed(leaf, values), name + SUFFIX: scale}
         return {name: self._packed(leaf, values)}
 

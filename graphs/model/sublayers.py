@@ -14,7 +14,7 @@ from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.experts.routing import Experts, Gather, route
-from xla_engine.graphs.linear.int8 import Quantized
+from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -83,7 +83,7 @@ class Adapters(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """The weight `[F, D]` of a product, scales `[F]` of its rows where it is in int8, a bias `[F]`, and adapters.
+    """The weight `[F, D]` of a product, scales if it is in int8, a bias `[F]`, and adapters.
 
     cut: of its rows. target: what adapters call it (`graphs.lora.form.TARGETS`); None: they leave it alone.
     """
@@ -99,14 +99,14 @@ class Linear(nnx.Module):
         role: Role = "linear",
     ) -> None:
         self.weight = make.matrix(shape, cut, role)
-        self.scale = make.vector(shape[0], cut, "scale") if make.dtype == jnp.int8 else None
+        self.scale = make.scales(shape, cut)
         self.bias = make.vector(shape[0], cut) if bias else None
         self.lora = None if make.lora is None or target is None else Adapters(make, target, cut)
 
     @property
     def values(self) -> Weight:
         """The weight as products take it."""
-        return self.weight[...] if self.scale is None else Quantized(self.weight[...], self.scale[...])
+        return scaled(self.weight, self.scale)
 
     def __call__(
         self, products: Products, x: Input, *, norm: Norm | None = None, residual: Term = None
@@ -168,7 +168,7 @@ class DeltaNet(nnx.Module):
         self.index, self.sharding = index, make.sharding
         projected, mixed, heads = make.sharding.cut_recurrent
         self.projected = Linear(make, (form.projected_features, d), projected)
-        self.convolution = make.matrix((form.mixed_features, form.kernel), mixed)
+        self.convolution = make.unquantized.matrix((form.mixed_features, form.kernel), mixed)
         self.decay = make.vector(form.value_heads, heads)
         self.step_bias = make.vector(form.value_heads, heads)
         self.scale = make.vector(form.value_dim)
@@ -209,13 +209,15 @@ class RoutedMlp(nnx.Module):
         count, inner = form.num_experts, form.moe_intermediate_size
         shared = form.shared_expert_intermediate_size
         pairs, residual = make.sharding.cut("expert", 1, paired=True), make.sharding.cut("residual", 1)
-        self.router = Linear(make, (count, d), None, bias=form.bias)
+        self.router = Linear(make.unquantized, (count, d), None, bias=form.bias)
         self.gate_up = make.matrix((count, 2 * inner, d), pairs)
+        self.gate_up_scale = make.scales((count, 2 * inner, d), pairs)
         self.down = make.matrix((count, d, inner), residual)
+        self.down_scale = make.scales((count, d, inner), residual)
         self.gate_up_bias = make.vectors((count, 2 * inner), pairs) if form.bias else None
         self.down_bias = make.vectors((count, d), residual) if form.bias else None
         self.shared = Mlp(make, d, shared, "shared_expert", bias=False, adapted=False) if shared else None
-        self.shared_gate = make.matrix((1, d)) if shared else None
+        self.shared_gate = make.unquantized.matrix((1, d)) if shared else None
 
     def __call__(self, products: Products, x: jax.Array, norm: Norm | None, residual: jax.Array) -> jax.Array:
         """`residual [N, D]` plus what the experts make of the norm of `x [N, D]`."""
@@ -227,7 +229,11 @@ class RoutedMlp(nnx.Module):
             None if bias is None else bias[...].reshape(form.num_experts, -1)
             for bias in (self.gate_up_bias, self.down_bias)
         )
-        experts = Experts(self.gate_up[...], self.down[...], gate_up_bias, down_bias, form.swiglu_limit)
+        gate_up, down = (
+            scaled(weight, scale)
+            for weight, scale in ((self.gate_up, self.gate_up_scale), (self.down, self.down_scale))
+        )
+        experts = Experts(gate_up, down, gate_up_bias, down_bias, form.swiglu_limit)
         gather: Gather | None = None
         if sharding.devices is not None:
             gather = functools.partial(sharding.gather, kind="expert")
@@ -237,6 +243,11 @@ class RoutedMlp(nnx.Module):
             shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
             out = out + _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
         return out
+
+
+def scaled(weight: Param, scale: Param | None) -> Weight:
+    """A weight as products take it."""
+    return weight[...] if scale is None else Quantized(weight[...], scale[...])
 
 
 def value(parameter: Param | None) -> jax.Array | None:

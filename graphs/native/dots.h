@@ -8,8 +8,8 @@
 //          second of a pair first: that is what vdpbf16ps does (Intel SDM), so that bits are those of AVX512-BF16
 //   int8   VNNI, AVX-VNNI and ARM: fours at once (vpdpbusd, sdot); elsewhere pairs of widened 16-bit numbers (vpmaddwd)
 //
-// vpdpbusd multiplies unsigned by signed: weights are taken with 128 added, and sums start at -kOffset times the total of
-// their row. All integer sums are exact.
+// vpdpbusd multiplies unsigned by signed: weights are taken with 128 added, and sums start at -kOffset times the total of what
+// the row has of the group (grouped_dots.h). All integer sums are exact.
 
 #pragma once
 
@@ -116,9 +116,6 @@ struct Dots;
 template <>
 struct Dots<BFloat16> {
   using Sum = Vec;
-  static constexpr int32_t kOffset = 0;
-  static Sum Start(Word) { return Sum{}; }
-  static int32_t Total(Word) { return 0; }
 
 #ifdef XLA_ENGINE_PAIRS
   static constexpr int64_t kParts = 1;
@@ -148,10 +145,6 @@ struct Dots<BFloat16> {
 template <>
 struct Dots<int8_t> {
   using Sum = Words;
-  static Sum Start(Word word) { return Sum{} + (kOffset ? static_cast<int32_t>(word) : 0); }
-  static int32_t Total(Word word) {
-    return kOffset ? Byte(word, 0) + Byte(word, 1) + Byte(word, 2) + Byte(word, 3) : 0;
-  }
   static int32_t Byte(Word word, int place) { return static_cast<int8_t>(word >> 8 * place); }
 
 #if defined(XLA_ENGINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)

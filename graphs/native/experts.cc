@@ -1,4 +1,4 @@
-// Routed experts of a bf16 decoder, for XLA:CPU: one call per layer.
+// Routed experts in bf16 or in eight bits, for XLA:CPU: one call per layer.
 //
 // The rows of each expert in use are gathered, multiplied by its gates and ups, gated, and multiplied by its second matrix;
 // experts that no row takes are not read. A row adds up its experts in ascending order and each product runs over its width
@@ -6,86 +6,105 @@
 
 #include "buffers.h"
 #include "common.h"
-#ifdef XLA_ENGINE_AMX
-#include "experts_tiles.h"
-#else
 #include "experts_dots.h"
-#endif
+#include "experts_tiles.h"
 
 namespace xla_engine {
 namespace {
 
-const BFloat16* Data(const Halves& buffer) { return reinterpret_cast<const BFloat16*>(buffer.untyped_data()); }
-
-// x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F], biases [E, 2 F] and
-// [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
-ffi::Error Experts(ffi::ThreadPool pool, Halves x, Integers expert, Floats weight, Halves gate_up, Halves down,
-                   Floats gate_up_bias, Floats down_bias, Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit) {
-  const int64_t width = x.dimensions()[1], inner = down.dimensions()[2];
-  if (width % kFeatures || inner % kFeatures)
-    return ffi::Error::InvalidArgument("features must come in multiples of 32");
-  ExpertLayer layer = {};
-  layer.x = Data(x);
-  layer.gate_up = Data(gate_up);
-  layer.down = Data(down);
-  layer.gate_up_bias = OrNull(gate_up_bias);
-  layer.down_bias = OrNull(down_bias);
-  layer.weight = weight.typed_data();
-  layer.residual = residual.typed_data();
-  layer.out = out->typed_data();
-  layer.count = x.dimensions()[0];
-  layer.width = width;
-  layer.per_row = expert.dimensions()[1];
-  layer.experts = gate_up.dimensions()[0];
-  layer.inner = inner;
-  layer.limit = limit;
-  RunExperts(pool, expert.typed_data(), layer);
+// Calls run(layer) with the weights that it has in their own type, if all fits together. x: rows of the first product that there is.
+template <typename Run>
+ffi::Error ByType(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weights, int64_t width, int64_t inner, const Run& run) {
+  if (width % kFeatures || inner % kFeatures) return ffi::Error::InvalidArgument("features must come in multiples of 32");
+  const bool eights = weights.element_type() == ffi::S8;
+  if (x.element_type() != (eights ? ffi::F32 : ffi::BF16))
+    return ffi::Error::InvalidArgument("experts in bf16 take rows in bf16, those in eight bits float32");
+  if (eights) {
+    run(ExpertLayer<int8_t>{});
+  } else {
+    run(ExpertLayer<BFloat16>{});
+  }
   return ffi::Error::Success();
+}
+
+template <typename T>
+void Set(const T*& pointer, const ffi::AnyBuffer& buffer) {
+  pointer = static_cast<const T*>(buffer.untyped_data());
+}
+
+// Of weights in eight bits, or null.
+const BFloat16* ScalesOf(const Halves& scales) {
+  return scales.element_count() ? reinterpret_cast<const BFloat16*>(scales.untyped_data()) : nullptr;
+}
+
+// x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F], their scales for every 32
+// columns or [0, 0], biases [E, 2 F] and [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
+ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floats weight, ffi::AnyBuffer gate_up,
+                   Halves gate_up_scale, ffi::AnyBuffer down, Halves down_scale, Floats gate_up_bias, Floats down_bias,
+                   Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit) {
+  const int64_t width = x.dimensions()[1], inner = down.dimensions()[2];
+  return ByType(x, down, width, inner, [&](auto layer) {
+    Set(layer.x, x);
+    Set(layer.gate_up, gate_up);
+    Set(layer.down, down);
+    layer.gate_up_scale = ScalesOf(gate_up_scale);
+    layer.down_scale = ScalesOf(down_scale);
+    layer.gate_up_bias = OrNull(gate_up_bias);
+    layer.down_bias = OrNull(down_bias);
+    layer.weight = weight.typed_data();
+    layer.residual = residual.typed_data();
+    layer.out = out->typed_data();
+    layer.count = x.dimensions()[0];
+    layer.width = width;
+    layer.per_row = expert.dimensions()[1];
+    layer.experts = gate_up.dimensions()[0];
+    layer.inner = inner;
+    layer.limit = limit;
+    RunExperts(pool, expert.typed_data(), layer);
+  });
 }
 
 // The two halves, where several devices share the features of each product. The first: what stands between the products of
 // every assignment, [N K, F], zero where there is no expert.
-ffi::Error GatedExperts(ffi::ThreadPool pool, Halves x, Integers expert, Halves gate_up, Floats gate_up_bias,
-                        ffi::ResultBuffer<ffi::BF16> out, float limit) {
+ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, ffi::AnyBuffer gate_up, Halves gate_up_scale,
+                        Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit) {
   const int64_t width = x.dimensions()[1], inner = gate_up.dimensions()[1] / 2;
-  if (width % kFeatures || inner % kFeatures)
-    return ffi::Error::InvalidArgument("features must come in multiples of 32");
-  std::memset(out->untyped_data(), 0, out->size_bytes());
-  ExpertLayer layer = {};
-  layer.x = Data(x);
-  layer.gate_up = Data(gate_up);
-  layer.gate_up_bias = OrNull(gate_up_bias);
-  layer.count = x.dimensions()[0];
-  layer.width = width;
-  layer.per_row = expert.dimensions()[1];
-  layer.experts = gate_up.dimensions()[0];
-  layer.inner = inner;
-  layer.limit = limit;
-  layer.gated = static_cast<BFloat16*>(out->untyped_data());
-  RunExperts(pool, expert.typed_data(), layer);
-  return ffi::Error::Success();
+  return ByType(x, gate_up, width, inner, [&](auto layer) {
+    std::memset(out->untyped_data(), 0, out->size_bytes());
+    Set(layer.x, x);
+    Set(layer.gate_up, gate_up);
+    layer.gate_up_scale = ScalesOf(gate_up_scale);
+    layer.gate_up_bias = OrNull(gate_up_bias);
+    layer.count = x.dimensions()[0];
+    layer.width = width;
+    layer.per_row = expert.dimensions()[1];
+    layer.experts = gate_up.dimensions()[0];
+    layer.inner = inner;
+    layer.limit = limit;
+    layer.gated = static_cast<decltype(layer.gated)>(out->untyped_data());
+    RunExperts(pool, expert.typed_data(), layer);
+  });
 }
 
 // The second: hidden [N K, F], down [E, D, F] and residual [N, D], D being those of a device -> as of the whole, [N, D].
-ffi::Error DownExperts(ffi::ThreadPool pool, Halves hidden, Integers expert, Floats weight, Halves down, Floats down_bias,
-                       Floats residual, ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error DownExperts(ffi::ThreadPool pool, ffi::AnyBuffer hidden, Integers expert, Floats weight, ffi::AnyBuffer down,
+                       Halves down_scale, Floats down_bias, Floats residual, ffi::ResultBuffer<ffi::F32> out) {
   const int64_t width = residual.dimensions()[1], inner = down.dimensions()[2];
-  if (width % kFeatures || inner % kFeatures)
-    return ffi::Error::InvalidArgument("features must come in multiples of 32");
-  ExpertLayer layer = {};
-  layer.down = Data(down);
-  layer.down_bias = OrNull(down_bias);
-  layer.weight = weight.typed_data();
-  layer.residual = residual.typed_data();
-  layer.out = out->typed_data();
-  layer.count = residual.dimensions()[0];
-  layer.width = width;
-  layer.per_row = expert.dimensions()[1];
-  layer.experts = down.dimensions()[0];
-  layer.inner = inner;
-  layer.given = Data(hidden);
-  RunExperts(pool, expert.typed_data(), layer);
-  return ffi::Error::Success();
+  return ByType(hidden, down, width, inner, [&](auto layer) {
+    Set(layer.down, down);
+    layer.down_scale = ScalesOf(down_scale);
+    layer.down_bias = OrNull(down_bias);
+    layer.weight = weight.typed_data();
+    layer.residual = residual.typed_data();
+    layer.out = out->typed_data();
+    layer.count = residual.dimensions()[0];
+    layer.width = width;
+    layer.per_row = expert.dimensions()[1];
+    layer.experts = down.dimensions()[0];
+    layer.inner = inner;
+    Set(layer.given, hidden);
+    RunExperts(pool, expert.typed_data(), layer);
+  });
 }
 
 }  // namespace

@@ -53,16 +53,21 @@ inline Vec Gate(Vec gate, Vec up, float limit) {
 }
 
 // A layer of experts and the rows it is for.
+// Its rows are bf16 as weights are, or float32 where these are in eight bits.
+template <typename T>
 struct ExpertLayer {
-  const BFloat16 *x, *gate_up, *down;                 // [N, D], [E, 2 F, D] gates first, [E, D, F]
+  using Value = std::conditional_t<std::is_same_v<T, int8_t>, float, BFloat16>;
+  const Value* x;                                     // [N, D]
+  const T *gate_up, *down;                            // [E, 2 F, D] gates first, [E, D, F]
+  const BFloat16 *gate_up_scale, *down_scale;         // [E, 2 F, D / 32] and [E, D, F / 32], or null
   const float *gate_up_bias, *down_bias;              // [E, 2 F] and [E, D], or null
   const float *weight, *residual;                     // [N, K], [N, D]
   float* out;                                         // [N, D]
   int64_t count, width, per_row, experts, inner;      // N, D, K, E, F
   float limit;
   // Where only one of the two products is wanted, what stands between them by assignment, [N K, F]; else null.
-  BFloat16* gated = nullptr;        // the first product alone goes here
-  const BFloat16* given = nullptr;  // the second alone comes from here
+  Value* gated = nullptr;        // the first product alone goes here
+  const Value* given = nullptr;  // the second alone comes from here
 };
 
 }  // namespace xla_engine

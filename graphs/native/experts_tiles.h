@@ -39,7 +39,7 @@ inline uint32_t* Aligned(std::vector<uint32_t>& buffer, int64_t words) {
   return buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64 / 4;
 }
 
-inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer& layer) {
+inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<BFloat16>& layer) {
   const int64_t count = layer.count, width = layer.width, per_row = layer.per_row, inner = layer.inner;
   const Gathered gathered(expert, count * per_row, layer.experts, kRows);
   const std::vector<Group>& groups = gathered.groups;
@@ -70,7 +70,7 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
       const int64_t e = groups[at].expert, feature = 16 * task;
       const BFloat16* gates = layer.gate_up + (e * 2 * inner + feature) * width;
       Configure(kFeatures, columns);
-      Multiply(Rows<BFloat16>{gates, gates + inner * width, kFeatures, next * 2 * inner * width}, tiles + at * kRows * words, width,
+      Multiply(Rows{gates, gates + inner * width, kFeatures, next * 2 * inner * width}, tiles + at * kRows * words, width,
                columns.second > 0, next > 0);
       const float* bias = layer.gate_up_bias ? layer.gate_up_bias + e * 2 * inner + feature : nullptr;
       for (int half = 0; half < (columns.second ? 2 : 1); ++half) {
@@ -110,7 +110,7 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
       const int64_t e = groups[at].expert;
       const BFloat16* upper = layer.down + (e * width + feature) * inner;
       Configure(kFeatures, columns);
-      Multiply(Rows<BFloat16>{upper, upper + 16 * inner, kFeatures, next * width * inner},
+      Multiply(Rows{upper, upper + 16 * inner, kFeatures, next * width * inner},
                hidden + at * kRows * inner_words, inner, columns.second > 0, next > 0);
       for (int tile = 0; tile < (columns.second ? 4 : 2); ++tile) {
         Turned turned;

@@ -16,58 +16,51 @@ ffi::Error Unfit(int64_t step) {
   return ffi::Error::InvalidArgument("rows must come in multiples of " + std::to_string(step) + ", features of 32");
 }
 
-// Calls run(weight, its scales or null) with the weight in its own type.
+// Calls run(weights) with the weights [F, K] in their own type, if these and the rows of `source` fit together.
 template <typename Run>
-ffi::Error ByType(const ffi::AnyBuffer& weight, const Floats& scale, const Run& run) {
-  if (weight.element_type() == ffi::S8) return run(static_cast<const int8_t*>(weight.untyped_data()), scale.typed_data());
-  return run(static_cast<const BFloat16*>(weight.untyped_data()), static_cast<const float*>(nullptr));
+ffi::Error ByType(const Source& source, const ffi::AnyBuffer& weight, const Halves& scale, bool whole, const Run& run) {
+  const auto with = [&](auto* values) {
+    using T = std::decay_t<decltype(*values)>;
+    const int64_t features = weight.dimensions()[0], width = weight.dimensions()[1], step = Kernel<T>::kStep;
+    if (source.width != width || width % step || (whole && features % kFeatures)) return Unfit(step);
+    const auto* scales = reinterpret_cast<const BFloat16*>(scale.untyped_data());
+    if (std::is_same_v<T, int8_t> && static_cast<int64_t>(scale.element_count()) != features * width / kScaleGroup)
+      return ffi::Error::InvalidArgument("weights in eight bits need a scale for each row and 32 columns");
+    return run(PackedWeights<T>{values, std::is_same_v<T, int8_t> ? scales : nullptr, width});
+  };
+  if (weight.element_type() == ffi::S8) return with(static_cast<const int8_t*>(weight.untyped_data()));
+  return with(static_cast<const BFloat16*>(weight.untyped_data()));
 }
 
 #ifdef XLA_ENGINE_AMX
 
-// Tile `tile` of a feature-major product, features from `feature` on by sixteen rows from n on.
-void Put(int tile, const Operand<BFloat16>&, int64_t, int64_t, int64_t, float* to, int64_t stride) {
-  Take(tile, to, stride * sizeof(float));
-}
-
-void Put(int tile, const Operand<int8_t>& operand, int64_t feature, int64_t features, int64_t n, float* to, int64_t stride) {
-  alignas(64) int32_t sums[16 * 16];
-  Take(tile, sums, 64);
-  Written();
-  const Vec scales = Load(operand.scales.data() + n);
-  for (int64_t f = 0; f < features; ++f) {
-    const Vec values = Convert<Vec>(LoadAs<Words>(sums + f * 16));
-    Store(to + f * stride, values * operand.features[feature + f] * scales);
-  }
-}
-
 // As in products.h, with tiles whose left operand are the weights.
-template <typename T, typename Clear>
-void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, const Phase<Clear>& clear,
-                 float* out) {
-  const int64_t width = operand.width, stride = (operand.count + 15) / 16 * 16;
+template <typename Clear>
+void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedWeights<BFloat16>& weights, int64_t features,
+                 const Phase<Clear>& clear, float* out) {
+  const int64_t width = source.width, stride = (source.count + 15) / 16 * 16;
   const auto sums = [&] {  // of a task, [features][live rows]
     thread_local Lines kept;
     return reinterpret_cast<float*>(kept.Bytes((kFeatures * stride + 16) * sizeof(float)));
   };
   InPhases(pool, clear);
-  Product<T>(
-      pool, operand.count, width, (features + kFeatures - 1) / kFeatures,
+  Product(
+      pool, source.count, width, (features + kFeatures - 1) / kFeatures,
       [&](int64_t n, int64_t rows, uint32_t* tiles) {
-        thread_local std::vector<T> rounded;
+        thread_local std::vector<BFloat16> rounded;
         rounded.resize(16 * width);
-        for (int64_t r = 0; r < rows; ++r) operand.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
-        Interleave(rounded.data(), rows, width * sizeof(T) / 4, tiles);
+        for (int64_t r = 0; r < rows; ++r) source.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
+        Interleave(rounded.data(), rows, width / 2, tiles);
       },
       [&](int64_t task) {
-        const T* upper = weights + task * kFeatures * width;
+        const BFloat16* upper = weights.values + task * kFeatures * width;
         const int64_t left = std::min(kFeatures, features - task * kFeatures);
-        return Rows<T>{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
+        return Rows{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
       },
       [&](int64_t task, int64_t n, Columns columns) {
         const auto put = [&](int tile, int64_t half, int64_t first, int64_t rows) {
           const int64_t feature = task * kFeatures + half, left = std::min<int64_t>(16, features - feature);
-          if (left > 0 && rows > 0) Put(tile, operand, feature, left, first, sums() + half * stride + first, stride);
+          if (left > 0 && rows > 0) Take(tile, sums() + half * stride + first, stride * sizeof(float));
         };
         put(0, 0, n, columns.first);
         put(1, 16, n, columns.first);
@@ -78,66 +71,54 @@ void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, i
         Written();
         alignas(64) float turned[4 * kFeatures];
         const int64_t first = task * kFeatures, left = std::min(kFeatures, features - first);
-        for (int64_t n = 0; n < operand.count; n += 4) {
+        for (int64_t n = 0; n < source.count; n += 4) {
           ReadColumns(sums(), left, stride, n, 4, turned, kFeatures);
-          for (int64_t r = 0; r < std::min<int64_t>(4, operand.count - n); ++r)
-            std::copy_n(turned + r * kFeatures, left, out + operand.places[n + r] * features + first);
+          for (int64_t r = 0; r < std::min<int64_t>(4, source.count - n); ++r)
+            std::copy_n(turned + r * kFeatures, left, out + source.places[n + r] * features + first);
         }
       });
 }
 
 #endif
 
-// weight [F, K] with scales [F] or [0], times norm(x), [N, F].
-ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+// weight [F, K] with scales [F, K / 32] or [0, 0], times norm(x), [N, F].
+ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                 ffi::ResultBuffer<ffi::F32> out, float eps) {
-  return ByType(weight, scale, [&](auto* from, const float* scales) {
-    using T = std::decay_t<decltype(*from)>;
-    Operand<T> operand(Source(x, norm, live, eps), scales);
+  const Source source(x, norm, live, eps);
+  return ByType(source, weight, scale, false, [&](const auto& weights) {
     const int64_t features = weight.dimensions()[0];
-    if (operand.width % Kernel<T>::kStep) return Unfit(Kernel<T>::kStep);
-    const auto clear = [&](int64_t block) { operand.Clear(block, out->typed_data(), features * sizeof(float)); };
-    RowsProduct(pool, operand, from, features, Phase{operand.Gaps(), clear}, out->typed_data());
+    const auto clear = [&](int64_t block) { source.Clear(block, out->typed_data(), features * sizeof(float)); };
+    RowsProduct(pool, source, weights, features, Phase{source.Gaps(), clear}, out->typed_data());
     return ffi::Error::Success();
   });
-}
-
-// Two blocks of sixteen features of packed weights.
-template <typename T>
-Stream Blocks(const T* one, const T* other) {
-  return {reinterpret_cast<const char*>(one), reinterpret_cast<const char*>(other)};
 }
 
 constexpr int32_t kInOrder[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 ffi::Error Linear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& live, const Floats& norm, const ffi::AnyBuffer& weight,
-                  const Floats& scale, const Floats& residual, float* out, float eps, Adapters* adapters) {
-  return ByType(weight, scale, [&](auto* from, const float* scales) {
-    using T = std::decay_t<decltype(*from)>;
-    Operand<T> operand(Source(x, norm, live, eps), scales);
-    const int64_t width = operand.width, features = weight.dimensions()[0];
-    if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
-    if (adapters) adapters->Order(operand.places, operand.count);
+                  const Halves& scale, const Floats& residual, float* out, float eps, Adapters* adapters) {
+  Source source(x, norm, live, eps);
+  return ByType(source, weight, scale, true, [&](const auto& weights) {
+    using T = std::decay_t<decltype(*weights.values)>;
+    const int64_t features = weight.dimensions()[0], tasks = features / kFeatures;
+    if (adapters) adapters->Order(source.places, source.count);
     const float* before = OrNull(residual);
     if (before && before != out) return ffi::Error::Internal("the result has to take the residual's place");
-    const auto clear = [&](int64_t block) { operand.Clear(block, out, features * sizeof(float)); };
+    const auto clear = [&](int64_t block) { source.Clear(block, out, features * sizeof(float)); };
     PackedProduct<T>(
-        pool, operand, features / 32, Phase{before ? 0 : operand.Gaps(), clear},
-        [&](int64_t task) {
-          const T* one = from + task * 32 * width;
-          return Blocks(one, one + 16 * width);
-        },
+        pool, source, tasks, tasks, Phase{before ? 0 : source.Gaps(), clear},
+        [&](int64_t task) { return weights.At(task * 32, task * 32 + 16); },
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
           for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = operand.places[n + r] * features + task * 32;
+            const int64_t at = source.places[n + r] * features + task * 32;
             float* to = out + at;
-            const Vec one = operand.Value(sums.one + r * 16, n + r, task * 32);
-            const Vec other = operand.Value(sums.other + r * 16, n + r, task * 32 + 16);
+            const Vec one = Load(sums.one + r * 16);
+            const Vec other = Load(sums.other + r * 16);
             Store(to, before ? Load(before + at) + one : one);
             Store(to + 16, before ? Load(before + at + 16) + other : other);
           }
           if (!adapters) return;
-          const int32_t* places = operand.places.data() + n;
+          const int32_t* places = source.places.data() + n;
           for (int64_t f = task * 32; f < task * 32 + 32; f += 16) adapters->Add(n, rows, f, f + 32, out + f, places, features);
         },
         adapters);
@@ -146,17 +127,16 @@ ffi::Error Linear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& l
 }
 
 ffi::Error GatedLinear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& live, const Floats& norm,
-                       const ffi::AnyBuffer& weight, const Floats& scale, void* out, float eps, bool gelu, Adapters* adapters) {
-  return ByType(weight, scale, [&](auto* gates, const float* scales) {
-    using T = std::decay_t<decltype(*gates)>;
-    Operand<T> operand(Source(x, norm, live, eps), scales);
-    const int64_t width = operand.width, features = weight.dimensions()[0] / 2;
-    if (width % Kernel<T>::kStep || features % 32) return Unfit(Kernel<T>::kStep);
-    if (adapters) adapters->Order(operand.places, operand.count);
+                       const ffi::AnyBuffer& weight, const Halves& scale, void* out, float eps, bool gelu, Adapters* adapters) {
+  Source source(x, norm, live, eps);
+  return ByType(source, weight, scale, true, [&](const auto& weights) {
+    using T = std::decay_t<decltype(*weights.values)>;
+    const int64_t features = weight.dimensions()[0] / 2, tasks = features / 16;
+    if (adapters) adapters->Order(source.places, source.count);
     const int64_t bytes = features * (std::is_same_v<T, int8_t> ? sizeof(float) : sizeof(BFloat16));
-    const auto clear = [&](int64_t block) { operand.Clear(block, out, bytes); };
+    const auto clear = [&](int64_t block) { source.Clear(block, out, bytes); };
     const auto put = [&](int64_t n, int64_t feature, Vec gate, Vec up) {
-      const int64_t at = operand.places[n] * features + feature;
+      const int64_t at = source.places[n] * features + feature;
       const Vec values = Gated(gate, up, gelu);
       if constexpr (std::is_same_v<T, int8_t>) {
         Store(static_cast<float*>(out) + at, values);
@@ -165,15 +145,12 @@ ffi::Error GatedLinear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Fla
       }
     };
     PackedProduct<T>(
-        pool, operand, features / 16, Phase{operand.Gaps(), clear},
-        [&](int64_t task) {
-          const T* gate = gates + task * 16 * width;
-          return Blocks(gate, gate + features * width);
-        },
+        pool, source, tasks, tasks, Phase{source.Gaps(), clear},
+        [&](int64_t task) { return weights.At(task * 16, features + task * 16); },
         [&](int64_t task, int64_t n, int64_t rows, const auto& sums) {
           const int64_t feature = task * 16;
-          const auto gate = [&](int64_t r) { return operand.Value(sums.one + r * 16, n + r, feature); };
-          const auto up = [&](int64_t r) { return operand.Value(sums.other + r * 16, n + r, features + feature); };
+          const auto gate = [&](int64_t r) { return Load(sums.one + r * 16); };
+          const auto up = [&](int64_t r) { return Load(sums.other + r * 16); };
           if (!adapters) {
             for (int64_t r = 0; r < rows; ++r) put(n + r, feature, gate(r), up(r));
             return;
@@ -194,14 +171,14 @@ Adapters* Used(Adapters& adapters) { return adapters.Rows() ? &adapters : nullpt
 
 ffi::Error UnfitAdapters() { return ffi::Error::InvalidArgument("widths must come in multiples of 16, ranks of 4"); }
 
-// residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F] or [0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
-ffi::Error LinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+// residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F, K / 32] or [0, 0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
+ffi::Error LinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                     Floats residual, ffi::ResultBuffer<ffi::F32> out, float eps) {
   return Linear(pool, x, live, norm, weight, scale, residual, out->typed_data(), eps, nullptr);
 }
 
 // The same, plus what adapters make of norm(x), as `Adapters` takes them.
-ffi::Error LinearLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+ffi::Error LinearLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                       Floats residual, Flags adapted, Integers adapter, Halves a, Halves b, Integers ranks,
                       ffi::ResultBuffer<ffi::F32> out, float eps, Adapters::Ends ends) {
   Adapters adapters(x, adapted, norm, adapter, a, b, ranks, eps, ends);
@@ -209,15 +186,15 @@ ffi::Error LinearLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats
   return Linear(pool, x, live, norm, weight, scale, residual, out->typed_data(), eps, Used(adapters));
 }
 
-// x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F] or [0], gates first -> act(gate) * up of norm(x), [N, F]:
+// x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F, K / 32] or [0, 0], gates first -> act(gate) * up of norm(x), [N, F]:
 // bf16, or float32 where the next product quantises.
-ffi::Error GatedLinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+ffi::Error GatedLinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                          ffi::Result<ffi::AnyBuffer> out, float eps, bool gelu) {
   return GatedLinear(pool, x, live, norm, weight, scale, out->untyped_data(), eps, gelu, nullptr);
 }
 
 // The same of gates and ups to which adapters have added theirs.
-ffi::Error GatedLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Floats scale,
+ffi::Error GatedLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                      Flags adapted, Integers adapter, Halves a, Halves b, Integers ranks, ffi::Result<ffi::AnyBuffer> out,
                      float eps, Adapters::Ends ends, bool gelu) {
   Adapters adapters(x, adapted, norm, adapter, a, b, ranks, eps, ends);

@@ -1,4 +1,4 @@
-// The left side of a product: rows as they are in the network, normalised if asked for, in the type of the weights.
+// The left side of a product: rows as they are in the network, normalised if asked for.
 //
 // Products know live rows only: "row n" is the n-th of them. What they make of it belongs at `places[n]`; elsewhere are zeros,
 // or what is added to the product.
@@ -77,17 +77,8 @@ struct Source {
     const float scale = Scale(x);
     for (int64_t k = 0; k < width; k += kVector) take(k, norm ? Load(x + k) * scale * Load(norm + k) : Load(x + k));
   }
-};
 
-// Rows in the type T of the weights, and what their sums stand for.
-template <typename T>
-struct Operand;
-
-template <>
-struct Operand<BFloat16> : Source {
-  Operand(Source rows, const float*) : Source(std::move(rows)) {}
-
-  // Row n, 64 bytes at a time, each to where `place(k)` says.
+  // Row n in bf16, 64 bytes at a time, each to where `place(k)` says.
   template <typename Place>
   void Write(int64_t n, const Place& place) const {
     if (halves) {
@@ -96,45 +87,6 @@ struct Operand<BFloat16> : Source {
       return;
     }
     Each(n, [&](int64_t k, Vec values) { Round(values, place(k / 32 * 32) + k % 32); });
-  }
-
-  // Of sixteen features from `feature` on, row n.
-  Vec Value(const float* sums, int64_t, int64_t) const { return Load(sums); }
-  float Value(float sum, int64_t, int64_t) const { return sum; }
-};
-
-// Rows are quantised by their own largest value, and their scales kept until the sums are there (`graphs.linear.int8`).
-template <>
-struct Operand<int8_t> : Source {
-  const float* features;  // scales of the weight's features
-  std::vector<float> scales;  // of rows
-
-  Operand(Source rows, const float* weight) : Source(std::move(rows)), features(weight), scales((count + 15) / 16 * 16) {}
-
-  template <typename Place>
-  void Write(int64_t n, const Place& place) {
-    thread_local std::vector<float> row;
-    row.resize(width);
-    Words bits = Cast<Words>(All(1e-30f));
-    Each(n, [&](int64_t k, Vec values) {
-      Store(row.data() + k, values);
-      const Words size = Cast<Words>(values) & 0x7FFFFFFF;  // as integers, NaN is larger than all numbers
-      bits = Select(size > bits, size, bits);
-    });
-    const int32_t most = Largest(bits);
-    float largest;
-    std::memcpy(&largest, &most, sizeof largest);
-    scales[n] = largest * (1.0f / 127.0f);
-    const float inverse = 127.0f / largest;
-    for (int64_t k = 0; k < width; k += kVector)
-      StoreAs(place(k / 64 * 64) + k % 64, Convert<Bytes>(Nearest(Load(row.data() + k) * inverse)));
-  }
-
-  Vec Value(const int32_t* sums, int64_t n, int64_t feature) const {
-    return Convert<Vec>(LoadAs<Words>(sums)) * Load(features + feature) * scales[n];
-  }
-  float Value(int32_t sum, int64_t n, int64_t feature) const {
-    return static_cast<float>(sum) * features[feature] * scales[n];
   }
 };
 

@@ -15,12 +15,11 @@ template <typename T, int kRows, int kBlocks>
 void MultiplyRows(const Word* rows, const char* const* weights, const char* const* next, int64_t words,
                   typename Dots<T>::Sum* const* to) {
   using D = Dots<T>;
-  const Word* starts = rows + words * D::kParts * kBlockRows;
   typename D::Sum sum[kRows][kBlocks];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int b = 0; b < kBlocks; ++b) sum[r][b] = D::Start(starts[r]);
+    for (int b = 0; b < kBlocks; ++b) sum[r][b] = typename D::Sum{};
   }
   const char *from[kBlocks], *ahead[kBlocks];
   std::copy_n(weights, kBlocks, from);
@@ -57,7 +56,7 @@ void MultiplyRows(const Word* rows, const char* const* weights, const char* cons
 // The same for a number of rows that is not a constant, 1 to kBlockRows, and both blocks of features.
 template <typename T, int kRows = 1>
 void MultiplyRows(int64_t count, const Word* rows, Stream weights, const Stream* next, int64_t words,
-                  Sums<std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>>& sums) {
+                  Sums<float>& sums) {
   using Sum = typename Dots<T>::Sum;
   if constexpr (kRows < kBlockRows) {
     if (count > kRows) return MultiplyRows<T, kRows + 1>(count, rows, weights, next, words, sums);
@@ -76,7 +75,6 @@ void MultiplyRows(int64_t count, const Word* rows, Stream weights, const Stream*
 
 template <typename T>
 struct DotKernel {
-  using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
   static constexpr int64_t kStep = kVector;  // K comes in multiples of it
   static constexpr int64_t kPitch = Dots<T>::kParts * kBlockRows;  // words of a group from one word of a row to its next
 
@@ -85,16 +83,14 @@ struct DotKernel {
     const int64_t groups = (count + kBlockRows - 1) / kBlockRows;
     return groups ? (count + groups - 1) / groups : 1;
   }
-  // Its words, and where each row's sums start.
   static int64_t GroupBytes(int64_t width) {
-    return (width * static_cast<int64_t>(sizeof(T)) * Dots<T>::kParts + 4) * kBlockRows;
+    return width * static_cast<int64_t>(sizeof(T)) * Dots<T>::kParts * kBlockRows;
   }
 
   // Row `r` of a group out of its words side by side.
   static void Spread(const Word* words, int64_t count, int64_t r, char* block) {
     Word* to = reinterpret_cast<Word*>(block) + r;
     for (int64_t word = 0; word < count; ++word, to += kPitch) Dots<T>::Spread(words[word], to, kBlockRows);
-    *to = Correction(words, count);
   }
 
   // The first `rows` rows of a group, whose words stand row after row.
@@ -105,23 +101,14 @@ struct DotKernel {
       for (; count % 4 == 0 && done + 4 <= rows; done += 4) {
         const Word* four = words + done * count;
         for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, count, to + word * kPitch + done, kBlockRows);
-        for (int64_t r = 0; r < 4; ++r) to[count * kPitch + done + r] = Correction(four + r * count, count);
       }
     }
     for (; done < rows; ++done) Spread(words + done * count, count, done, block);
   }
 
-  // What the sums of a row are short of, as its words carry an offset.
-  static Word Correction(const Word* words, int64_t count) {
-    int32_t total = 0;
-    if constexpr (Dots<T>::kOffset != 0)
-      for (int64_t word = 0; word < count; ++word) total += Dots<T>::Total(words[word]);
-    return static_cast<Word>(-Dots<T>::kOffset * total);
-  }
-
   // Writes `rows` rows from n on as a group.
   template <typename Operand>
-  static void Fill(Operand& operand, int64_t n, int64_t rows, char* block) {
+  static void Fill(const Operand& operand, int64_t n, int64_t rows, char* block) {
     thread_local Lines kept;
     T* written = reinterpret_cast<T*>(kept.Bytes(rows * operand.width * sizeof(T)));
     for (int64_t r = 0; r < rows; ++r)
@@ -132,7 +119,7 @@ struct DotKernel {
   template <typename Take>
   static void Multiply(const char* blocks, int64_t count, int64_t width, Stream weights, Stream next, const Take& take) {
     const int64_t group = GroupRows(count), bytes = GroupBytes(width), words = width * sizeof(T) / 4;
-    Sums<Sum> sums;
+    Sums<float> sums;
     for (int64_t n = 0; n < count; n += group, blocks += bytes) {
       const int64_t rows = std::min(group, count - n);
       MultiplyRows<T>(rows, reinterpret_cast<const Word*>(blocks), weights, n ? nullptr : &next, words, sums);

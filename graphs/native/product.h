@@ -3,7 +3,8 @@
 // Packed weights stand sixteen features side by side, one 32-bit word of K after the other, [F / 16][K words][16], so that a
 // task reads one stream; it is the order of a right operand of tiles as well (Intel SDM, TDPBF16PS and TDPBSSD). A task is two
 // blocks of sixteen features by all rows. Sums run over K in order, whatever the number of rows: a row's bits depend on the
-// row alone. Elements are bf16, summed in float32, or int8, summed in int32.
+// row alone. Elements are bf16, summed in float32, or int8 in groups of K: in each the sum is an exact integer, which the scales of
+// row and feature turn to float32 (grouped_dots.h). Scales of packed weights stand as [F / 16][groups][16].
 
 #pragma once
 
@@ -12,10 +13,29 @@
 namespace xla_engine {
 
 constexpr int64_t kFeatures = 32;  // of a task
+constexpr int64_t kScaleGroup = 32;     // numbers of K in eight bits that share a scale (`graphs.ops.int8.GROUP`)
 
 // Where the weights of a task lie, or those of the next one: two blocks of sixteen features.
 struct Stream {
   const char *one, *other;
+  const BFloat16 *one_scales = nullptr, *other_scales = nullptr;  // in eight bits
+};
+
+// Weights of type T [F, width], packed or as in a checkpoint, with the scales [F, width / kScaleGroup] of those in eight bits.
+template <typename T>
+struct PackedWeights {
+  const T* values;
+  const BFloat16* scales;
+  int64_t width;
+
+  // The sixteen features from `one` on, and those from `other` on: either begins where its rows would.
+  Stream At(int64_t one, int64_t other) const {
+    const auto* from = reinterpret_cast<const char*>(values);
+    const int64_t pitch = width * static_cast<int64_t>(sizeof(T)), groups = width / kScaleGroup;
+    Stream stream = {from + one * pitch, from + other * pitch};
+    if (scales) stream.one_scales = scales + one * groups, stream.other_scales = scales + other * groups;
+    return stream;
+  }
 };
 
 // The sums of up to sixteen rows by two blocks of sixteen features.

@@ -2,9 +2,9 @@
 
 #pragma once
 
+#include "grouped_dots.h"
 #include "lora.h"
 #include "operand.h"
-#include "packed_dots.h"
 #include "packed_tiles.h"
 #include "parallel.h"
 
@@ -12,27 +12,29 @@ namespace xla_engine {
 
 #ifdef XLA_ENGINE_AMX
 template <typename T>
-using Kernel = TileKernel<T>;
+using Kernel = std::conditional_t<std::is_same_v<T, int8_t>, GroupKernel, TileKernel>;
 #else
 template <typename T>
-using Kernel = DotKernel<T>;
+using Kernel = std::conditional_t<std::is_same_v<T, int8_t>, GroupKernel, DotKernel<BFloat16>>;
 #endif
 
-// Live rows of an operand times packed weights. `pick(task)` names two blocks of features; `finish(task, n, rows, sums)` takes
-// the sums of rows n .. n + rows away. `clear` is what else there is to do. What `adapters` add is known in `finish`, if any.
+// Live rows of a source times packed weights of type T. `pick(task)` names two blocks of features, and fetching them ahead is
+// of use for the first `whole` of the tasks; `finish(task, n, rows, sums)` takes the sums of rows n .. n + rows away. `clear` is what
+// else there is to do. What `adapters` add is known in `finish`, if any.
 template <typename T, typename Clear, typename Pick, typename Finish>
-void PackedProduct(ffi::ThreadPool& pool, Operand<T>& operand, int64_t tasks, const Phase<Clear>& clear, const Pick& pick,
-                   const Finish& finish, Adapters* adapters) {
+void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, int64_t whole, const Phase<Clear>& clear,
+                   const Pick& pick, const Finish& finish, Adapters* adapters) {
   thread_local Lines prepared;
-  const int64_t count = operand.count, width = operand.width;
+  const int64_t count = source.count, width = source.width;
   const int64_t group = Kernel<T>::GroupRows(count), groups = (count + group - 1) / group;
   const int64_t bytes = Kernel<T>::GroupBytes(width);
   char* blocks = prepared.Bytes(groups * bytes);
   const auto fill = [&](int64_t g) {
-    Kernel<T>::Fill(operand, g * group, std::min(group, count - g * group), blocks + g * bytes);
+    Kernel<T>::Fill(source, g * group, std::min(group, count - g * group), blocks + g * bytes);
   };
   const auto multiply = [&](int64_t task) {
-    Kernel<T>::Multiply(blocks, count, width, pick(task), pick(std::min(task + 1, tasks - 1)),
+    const Stream weights = pick(task);
+    Kernel<T>::Multiply(blocks, count, width, weights, task + 1 < whole ? pick(task + 1) : weights,
                         [&](int64_t n, int64_t rows, const auto& sums) { finish(task, n, rows, sums); });
   };
   if (!adapters) {
@@ -45,51 +47,47 @@ void PackedProduct(ffi::ThreadPool& pool, Operand<T>& operand, int64_t tasks, co
            Phase{count ? tasks : 0, multiply});
 }
 
-#ifndef XLA_ENGINE_AMX
-
-// Live rows of an operand times `features` rows of weights, packed as far as they fill tasks, those behind as in a checkpoint, to
+// Live rows of a source times `features` rows of weights, packed as far as they fill tasks, those behind as in a checkpoint, to
 // their places in out [N, features]. `clear` is what else there is to do.
 template <typename T, typename Clear>
-void RowsProduct(ffi::ThreadPool& pool, Operand<T>& operand, const T* weights, int64_t features, const Phase<Clear>& clear,
-                 float* out) {
-  const int64_t width = operand.width, words = width * sizeof(T) / 4, block = words * 64;
-  const auto* rows = reinterpret_cast<const char*>(weights);
-  const auto at = [&](int64_t task) { return rows + task * 2 * block; };  // sixteen rows are as long as their block
-  thread_local Lines prepared;
-  const int64_t count = operand.count, group = DotKernel<T>::GroupRows(count), groups = (count + group - 1) / group;
-  const int64_t bytes = DotKernel<T>::GroupBytes(width), tasks = (features + kFeatures - 1) / kFeatures;
-  char* blocks = prepared.Bytes(groups * bytes);
-  const auto fill = [&](int64_t g) {
-    DotKernel<T>::Fill(operand, g * group, std::min(group, count - g * group), blocks + g * bytes);
-  };
-  const auto multiply = [&](int64_t task) {
-    thread_local Lines packed;
-    const int64_t first = task * kFeatures, left = std::min(kFeatures, features - first);
-    const char* from = at(task);
-    if (left < kFeatures) {
-      char* to = packed.Bytes(2 * block);
-      Pack(reinterpret_cast<const Word*>(from), words, std::min<int64_t>(left, 16), words, to);
-      Pack(reinterpret_cast<const Word*>(from + block), words, std::max<int64_t>(left - 16, 0), words, to + block);
-      from = to;
+void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedWeights<T>& weights, int64_t features,
+                 const Phase<Clear>& clear, float* out) {
+  const int64_t width = source.width, words = width * sizeof(T) / 4, block = words * 64, groups_of_k = width / kScaleGroup;
+  const int64_t tasks = (features + kFeatures - 1) / kFeatures;
+  const auto at = [&](int64_t task) { return weights.At(task * kFeatures, task * kFeatures + 16); };
+  const auto packed = [&](int64_t task, int64_t left) {  // the last ones, which fill no task
+    thread_local Lines kept, kept_scales;
+    const Stream rows = at(task);
+    const int64_t lower = std::min<int64_t>(left, 16), upper = left - lower;
+    char* to = kept.Bytes(2 * block);
+    Pack(reinterpret_cast<const Word*>(rows.one), words, lower, words, to);
+    Pack(reinterpret_cast<const Word*>(rows.other), words, upper, words, to + block);
+    Stream stream = {to, to + block};
+    if (rows.one_scales) {
+      auto* scales = reinterpret_cast<BFloat16*>(kept_scales.Bytes(groups_of_k * kFeatures * sizeof(BFloat16)));
+      PackScales(rows.one_scales, groups_of_k, lower, scales);
+      PackScales(rows.other_scales, groups_of_k, upper, scales + groups_of_k * 16);
+      stream.one_scales = scales, stream.other_scales = scales + groups_of_k * 16;
     }
-    const char* next = task + 1 < features / kFeatures ? at(task + 1) : from;
-    const auto put = [&](int64_t n, const auto* one, const auto* other) {
-      float* to = out + operand.places[n] * features + first;
-      if (left == kFeatures) {
-        Store(to, operand.Value(one, n, first));
-        Store(to + 16, operand.Value(other, n, first + 16));
-      } else {
-        for (int64_t f = 0; f < left; ++f) to[f] = operand.Value((f < 16 ? one : other)[f % 16], n, first + f);
-      }
-    };
-    DotKernel<T>::Multiply(blocks, count, width, {from, from + block}, {next, next + block},
-                           [&](int64_t n, int64_t rows, const auto& sums) {
-                             for (int64_t r = 0; r < rows; ++r) put(n + r, sums.one + r * 16, sums.other + r * 16);
-                           });
+    return stream;
   };
-  InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
+  const auto pick = [&](int64_t task) {
+    const int64_t left = features - task * kFeatures;
+    return left < kFeatures ? packed(task, left) : at(task);
+  };
+  const auto take = [&](int64_t task, int64_t n, int64_t rows, const Sums<float>& sums) {
+    const int64_t first = task * kFeatures, left = std::min(kFeatures, features - first);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* to = out + source.places[n + r] * features + first;
+      if (left == kFeatures) {
+        Store(to, Load(sums.one + r * 16));
+        Store(to + 16, Load(sums.other + r * 16));
+      } else {
+        for (int64_t f = 0; f < left; ++f) to[f] = (f < 16 ? sums.one : sums.other)[r * 16 + f % 16];
+      }
+    }
+  };
+  PackedProduct<T>(pool, source, tasks, features / kFeatures, clear, pick, take, nullptr);
 }
-
-#endif
 
 }  // namespace xla_engine

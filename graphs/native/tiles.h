@@ -1,9 +1,8 @@
 // Products on matrix tiles (Intel AMX): prepared rows of activations times streamed rows of weights.
 //
 // Weights stay as in the checkpoint, [F, K] row-major, and stream through the caches once: 32 features at a time,
-// the next 32 prefetched. Activations are interleaved to the tiles' order once per call (Intel SDM, TDPBF16PS and
-// TDPBSSD). Sums run over K in order, 64 bytes at a time, whatever the number of rows: a row's bits depend on the row
-// alone. Elements are bf16, summed in float32, or int8, summed in int32.
+// the next 32 prefetched. Activations are interleaved to the tiles' order once per call (Intel SDM, TDPBF16PS). Sums of bf16
+// in float32 run over K in order, 64 bytes at a time, whatever the number of rows: a row's bits depend on the row alone.
 
 #pragma once
 
@@ -49,19 +48,17 @@ inline void Configure(int64_t features, Columns columns) {
 }
 
 // What a task multiplies: up to sixteen rows of weights in each half. The next task's stand `step` elements on.
-template <typename T>
 struct Rows {
-  const T *upper, *lower;  // lower is null if there is no second half
+  const BFloat16 *upper, *lower;  // lower is null if there is no second half
   int64_t features;               // in both halves
   int64_t step;
 };
 
 // The sums of a task's features by up to 32 rows of activations, with or without fetching the next task's weights.
-template <typename T>
-void Multiply(const Rows<T>& rows, const uint32_t* tiles, int64_t width, bool second, bool ahead) {
-  constexpr int64_t kStep = 64 / sizeof(T);  // elements of a weight row in a tile
-  const T *upper = rows.upper, *lower = rows.lower;
-  const int64_t pitch = width * sizeof(T);
+inline void Multiply(const Rows& rows, const uint32_t* tiles, int64_t width, bool second, bool ahead) {
+  constexpr int64_t kStep = 32;  // elements of a weight row in a tile
+  const BFloat16 *upper = rows.upper, *lower = rows.lower;
+  const int64_t pitch = width * sizeof(BFloat16);
   const uint32_t* behind = tiles + 16 * pitch / 4;
   _tile_zero(0);
   _tile_zero(1);
@@ -76,47 +73,34 @@ void Multiply(const Rows<T>& rows, const uint32_t* tiles, int64_t width, bool se
     const int64_t at = k / kStep * 256;
     _tile_loadd(4, upper + k, pitch);
     _tile_loadd(6, tiles + at, 64);
-    if constexpr (std::is_same_v<T, int8_t>) {
-      _tile_dpbssd(0, 4, 6);
-    } else {
-      _tile_dpbf16ps(0, 4, 6);
-    }
+    _tile_dpbf16ps(0, 4, 6);
     if (lower) {
       _tile_loadd(5, lower + k, pitch);
-      if constexpr (std::is_same_v<T, int8_t>) {
-        _tile_dpbssd(1, 5, 6);
-      } else {
-        _tile_dpbf16ps(1, 5, 6);
-      }
+      _tile_dpbf16ps(1, 5, 6);
     }
     if (second) {
       _tile_loadd(7, behind + at, 64);
-      if constexpr (std::is_same_v<T, int8_t>) {
-        _tile_dpbssd(2, 4, 7);
-        if (lower) _tile_dpbssd(3, 5, 7);
-      } else {
-        _tile_dpbf16ps(2, 4, 7);
-        if (lower) _tile_dpbf16ps(3, 5, 7);
-      }
+      _tile_dpbf16ps(2, 4, 7);
+      if (lower) _tile_dpbf16ps(3, 5, 7);
     }
   }
 }
 
 // Runs the product of weights with `count` prepared rows. `prepare(n, rows, tiles)` fills the tiles of rows n .. n + rows;
 // `pick(task)` names a task's weights; `take(task, n, columns)` takes tiles 0-3 away; `finish(task)` comes behind all rows.
-template <typename T, typename Prepare, typename Pick, typename TakeAway, typename Finish>
+template <typename Prepare, typename Pick, typename TakeAway, typename Finish>
 void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Prepare& prepare, const Pick& pick,
              const TakeAway& take, const Finish& finish) {
   thread_local std::vector<uint32_t> buffer;
-  const int64_t groups = (count + 15) / 16, words = width * sizeof(T) / 4;
+  const int64_t groups = (count + 15) / 16, words = width / 2;
   if (static_cast<int64_t>(buffer.size()) < groups * 16 * words + 16) buffer.resize(groups * 16 * words + 16);
   uint32_t* tiles = buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64 / 4;
-  const bool ahead = kFeatures * width * static_cast<int64_t>(sizeof(T)) <= kPrefetched;
+  const bool ahead = kFeatures * width * static_cast<int64_t>(sizeof(BFloat16)) <= kPrefetched;
   const auto fill = [&](int64_t group) {
     prepare(group * 16, std::min<int64_t>(16, count - group * 16), tiles + group * 16 * words);
   };
   const auto multiply = [&](int64_t task) {
-    const Rows<T> rows = pick(task);
+    const Rows rows = pick(task);
     Columns configured = {0, 0};
     for (int64_t n = 0; n < count; n += 32) {
       const Columns columns = {std::min<int64_t>(16, count - n), std::min<int64_t>(16, std::max<int64_t>(count - n - 16, 0))};

@@ -15,7 +15,7 @@
 #include "attention_scores.h"
 #include "attention_vectors.h"
 #include "logprobs.h"
-#include "packed_dots.h"
+#include "grouped_dots.h"
 
 using namespace xla_engine;
 
@@ -61,11 +61,11 @@ struct Plain {
 
 // Sums [count][32] of rows from `first` on.
 template <typename T>
-std::vector<typename DotKernel<T>::Sum> Multiplied(Plain<T> operand, int64_t first, int64_t count, const char* packed) {
+std::vector<float> Multiplied(Plain<T> operand, int64_t first, int64_t count, const char* packed) {
   using Kernel = DotKernel<T>;
   const int64_t width = operand.width, group = Kernel::GroupRows(count), bytes = Kernel::GroupBytes(width);
   const int64_t block = width * static_cast<int64_t>(sizeof(T)) * 16;
-  std::vector<typename Kernel::Sum> out(count * 32);
+  std::vector<float> out(count * 32);
   Lines lines;
   char* blocks = lines.Bytes((count + group - 1) / group * bytes);
   for (int64_t n = 0; n < count; n += group)
@@ -112,7 +112,7 @@ void CheckProducts(int64_t width) {
       }
 #endif
       const double error = std::abs(static_cast<double>(whole[n * 32 + f]) - sum);
-      Check(error <= (std::is_same_v<T, int8_t> ? 0.0 : size * 1e-6), "a sum", n * 32 + f);
+      Check(error <= size * 1e-6, "a sum", n * 32 + f);
     }
   }
   for (int64_t count = 1; count <= kRows; ++count) {
@@ -122,12 +122,101 @@ void CheckProducts(int64_t width) {
   }
 }
 
+// Rows of floats, and 32 features in eight bits.
+struct Eights {
+  int64_t width;
+  std::vector<float> rows;
+  std::vector<int8_t> weights;   // [2][width / 4][16][4]
+  std::vector<BFloat16> scales;  // [2][width / kScaleGroup][16]
+
+  template <typename Draw>
+  Eights(int64_t count, int64_t columns, const Draw& draw)
+      : width(columns), rows(draw(count * columns)), weights(32 * columns), scales(32 * columns / kScaleGroup) {
+    for (int8_t& each : weights) each = static_cast<int8_t>(static_cast<int32_t>(generator() % 255) - 127);
+    for (BFloat16& each : scales) each = BFloat16{static_cast<uint16_t>(0x3C00 + generator() % 512)};  // 0.0078 to 0.13
+  }
+
+  template <typename Take>
+  void Each(int64_t n, const Take& take) const {
+    for (int64_t k = 0; k < width; k += kVector) take(k, Load(rows.data() + n * width + k));
+  }
+
+  Stream Packed() const {
+    const auto* at = reinterpret_cast<const char*>(weights.data());
+    const BFloat16* of = scales.data();
+    return {at, at + 16 * width, of, of + 16 * width / kScaleGroup};
+  }
+
+  std::vector<float> Multiplied(int64_t first, int64_t count) const {
+    const int64_t group = GroupKernel::GroupRows(count), bytes = GroupKernel::GroupBytes(width);
+    std::vector<float> out(count * 32);
+    Lines lines;
+    char* blocks = lines.Bytes((count + group - 1) / group * bytes);
+    for (int64_t n = 0; n < count; n += group)
+      GroupKernel::Fill(*this, first + n, std::min(group, count - n), blocks + n / group * bytes);
+    GroupKernel::Multiply(blocks, count, width, Packed(), Packed(), [&](int64_t n, int64_t rows, const auto& sums) {
+      for (int64_t r = 0; r < rows; ++r) {
+        std::copy_n(sums.one + r * 16, 16, out.data() + (n + r) * 32);
+        std::copy_n(sums.other + r * 16, 16, out.data() + (n + r) * 32 + 16);
+      }
+    });
+    return out;
+  }
+
+  // The same by the definition (`graphs.ops.int8`), to the bit.
+  float Sum(int64_t n, int64_t feature) const {
+    float sum = 0;
+    for (int64_t g = 0; g < width / kScaleGroup; ++g) {
+      const float* row = rows.data() + n * width + g * kScaleGroup;
+      float scale = 1e-30f;
+      for (int64_t k = 0; k < kScaleGroup; ++k) scale = std::max(scale, std::abs(row[k]));
+      scale *= 1.0f / 127.0f;
+      uint32_t bits;
+      std::memcpy(&bits, &scale, sizeof bits);
+      bits &= 0xFFFFFF00;
+      std::memcpy(&scale, &bits, sizeof scale);
+      const float inverse = 1.0f / scale;
+      int32_t total = 0;
+      for (int64_t k = 0; k < kScaleGroup; ++k) {
+        const int64_t at = g * kScaleGroup + k;
+        total += static_cast<int32_t>(std::nearbyint(row[k] * inverse)) *
+                 weights[feature / 16 * 16 * width + (at / 4 * 16 + feature % 16) * 4 + at % 4];
+      }
+      const float step = Storage<BFloat16>::Widen(scales[(feature / 16 * (width / kScaleGroup) + g) * 16 + feature % 16]);
+      sum = std::fma(static_cast<float>(total) * scale, step, sum);
+    }
+    return sum;
+  }
+};
+
+void CheckGroups(int64_t width) {
+  constexpr int64_t kRows = 70;
+  Eights eights(kRows, width, [](int64_t count) { return Drawn<float>(count); });
+  for (int64_t k = 0; k < kScaleGroup; ++k) eights.rows[k] = k % 2 ? 1e-31f : -0.0f, eights.rows[width + k] *= 1e6f;
+  const auto whole = eights.Multiplied(0, kRows);
+  for (int64_t n = 0; n < kRows; ++n) {
+    for (int64_t f = 0; f < 32; ++f) {
+      const float expected = eights.Sum(n, f);
+      Check(expected == whole[n * 32 + f], "the bits of a sum of groups", n * 32 + f);
+    }
+  }
+  for (int64_t count = 1; count <= kRows; ++count) {
+    const int64_t first = (kRows - count) / 2;
+    const auto some = eights.Multiplied(first, count);
+    Check(!std::memcmp(some.data(), whole.data() + first * 32, some.size() * 4), "bits of a row in eight bits among", count);
+  }
+  eights.rows[kScaleGroup - 1] = std::nanf("");
+  const auto spoilt = eights.Multiplied(0, 2);
+  for (int64_t f = 0; f < 32; ++f) Check(spoilt[f] != spoilt[f] && spoilt[32 + f] == whole[32 + f], "NaN of a row", f);
+}
+
 void CheckSaturation() {  // the largest numbers, all of one sign
   constexpr int64_t kWidth = 4096;
-  for (int sign : {1, -1}) {
-    const std::vector<int8_t> weights(32 * kWidth, 127), rows(2 * kWidth, static_cast<int8_t>(127 * sign));
-    const auto sums = Multiplied<int8_t>({rows.data(), kWidth}, 0, 2, reinterpret_cast<const char*>(weights.data()));
-    for (int32_t sum : sums) Check(sum == sign * 127 * 127 * kWidth, "the largest sum", sum);
+  for (float sign : {1.0f, -1.0f}) {
+    Eights eights(2, kWidth, [&](int64_t count) { return std::vector<float>(count, sign); });
+    std::fill(eights.weights.begin(), eights.weights.end(), 127);
+    const auto sums = eights.Multiplied(0, 2);
+    for (int64_t f = 0; f < 32; ++f) Check(sums[f] == eights.Sum(0, f), "the largest sum", f);
   }
 }
 
@@ -305,7 +394,7 @@ void HashSampling(Hash& hash, int64_t count, RowFields params) {
 }
 
 void PrintBits() {
-  Hash products, rest;
+  Hash products, rest, groups;
   for (int64_t width : {16, 576}) {
     const auto weights = Fixed<BFloat16>(32 * width), rows = Fixed<BFloat16>(7 * width);  // weights packed as they are
     const Plain<BFloat16> operand = {rows.data(), width};
@@ -323,9 +412,15 @@ void PrintBits() {
   for (int64_t count : {5, 300, 4097})
     for (int32_t top_k : {0, 40})
       for (float top_p : {1.0f, 0.9f}) HashSampling(sampler, count, Row(0.75f, top_k, top_p, 0.001f, 7, 11, 0));
+  for (int64_t width : {32, 576}) {
+    Eights eights(7, width, [](int64_t count) { return Fixed<float>(count); });
+    const auto sums = eights.Multiplied(0, 7);
+    groups.Add(sums.data(), sums.size());
+  }
   products.Print("products");
   rest.Print("rest");
   sampler.Print("sampler");
+  groups.Print("groups");
 }
 
 // Microseconds of one head over `count` keys, one thread, keys and values in the caches.
@@ -374,6 +469,30 @@ void Time(const char* name, int64_t count, int64_t width, int64_t tasks) {
               static_cast<long long>(width), 2 * elements * count / least / 1e9, elements * sizeof(T) / least / 1e9);
 }
 
+// The same in eight bits, with the scales.
+void TimeGroups(int64_t count, int64_t width, int64_t tasks) {
+  std::vector<Eights> of;
+  for (int64_t task = 0; task < tasks; ++task) of.emplace_back(task ? 0 : count, width, [](int64_t size) { return Fixed<float>(size); });
+  const int64_t group = GroupKernel::GroupRows(count), bytes = GroupKernel::GroupBytes(width);
+  Lines lines;
+  char* blocks = lines.Bytes((count + group - 1) / group * bytes);
+  for (int64_t n = 0; n < count; n += group)
+    GroupKernel::Fill(of[0], n, std::min(group, count - n), blocks + n / group * bytes);
+  double least = 1e9;
+  volatile float sink = 0;
+  for (int round = 0; round < 7; ++round) {
+    const auto began = std::chrono::steady_clock::now();
+    for (int64_t task = 0; task < tasks; ++task)
+      GroupKernel::Multiply(blocks, count, width, of[task].Packed(), of[std::min(task + 1, tasks - 1)].Packed(),
+                            [&](int64_t, int64_t, const auto& sums) { sink = sink + sums.one[0]; });
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+  }
+  const double elements = static_cast<double>(tasks) * 32 * width;
+  std::printf("int8  %4lld rows x %lld: %7.1f GFLOP/s, %6.1f GB/s of weights\n", static_cast<long long>(count),
+              static_cast<long long>(width), 2 * elements * count / least / 1e9,
+              elements * (1 + 2.0 / kScaleGroup) / least / 1e9);
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -392,11 +511,13 @@ int main(int count, char** words) {
     for (int64_t rows : {1, 2, 4, 8, 12, 16, 32, 64, 256}) {
       Time<BFloat16>("bf16", rows, 576, rows > 64 ? 48 : 2000);
       Time<BFloat16>("bf16", rows, 1536, rows > 64 ? 18 : 800);
-      Time<int8_t>("int8", rows, 576, rows > 64 ? 48 : 4000);
+      TimeGroups(rows, 576, rows > 64 ? 48 : 4000);
+      TimeGroups(rows, 1536, rows > 64 ? 18 : 1600);
     }
     return 0;
   }
-  for (int64_t width : {16, 48, 576, 1536}) CheckProducts<BFloat16>(width), CheckProducts<int8_t>(width);
+  for (int64_t width : {16, 48, 576, 1536}) CheckProducts<BFloat16>(width);
+  for (int64_t width : {32, 96, 576, 1536}) CheckGroups(width);
   CheckSaturation();
   CheckExponential();
   for (int64_t keys : {1, 2, 17, 32, 33, 200}) {

@@ -17,7 +17,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
-from xla_engine.graphs.linear.int8 import Quantized, quantize_rows, quantize_weight
+from xla_engine.graphs.ops.int8 import Quantized, quantize_rows, quantize_weight
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, FeatureMajor, Norm
 from xla_engine.runner.backends import choose_products, make_spec
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.instruction_sets import HERE
 from tests.support.models import TINY
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
+from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
 from xla_engine.graphs.sampling.logits import ByRow
@@ -60,7 +60,7 @@ def layer(form: Products, dtype: Any, x: Any, live: Any = None) -> list[np.ndarr
         if dtype == BF16:
             return pack(np.asarray(values, jnp.bfloat16))
         kept, scale = quantize_weight(values)
-        return Quantized(jnp.asarray(pack(kept)), jnp.asarray(scale))
+        return Quantized(jnp.asarray(pack(kept)), jnp.asarray(form.pack_scales(scale)))
 
     norm = Norm(jnp.asarray(rng.standard_normal(width, np.float32)), 1e-5)
     bias = jnp.asarray(rng.standard_normal(inner, np.float32))
@@ -138,7 +138,7 @@ def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
     kept, scale = quantize_weight(
         np.random.default_rng(5).standard_normal((320, WIDTHS[INT8][0]), np.float32)
     )
-    packed = Quantized(jnp.asarray(products.pack(kept)), jnp.asarray(scale))
+    packed = Quantized(jnp.asarray(products.pack(kept)), jnp.asarray(products.pack_scales(scale)))
     plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
     for rounded in (jnp.asarray(x), jnp.asarray(x, jnp.bfloat16)):
         found = np.asarray(products.linear(packed, rounded))
@@ -157,7 +157,7 @@ def test_the_rows_of_the_head_are_those_of_the_embedding(isa: str, dtype: Any, c
     else:
         kept, scale = quantize_weight(values)
         plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
-        packed = Quantized(jnp.asarray(products.pack_head(kept)), jnp.asarray(scale))
+        packed = Quantized(jnp.asarray(products.pack_head(kept)), jnp.asarray(products.pack_scales(scale)))
     found, expected = products.embedded(packed, tokens), WEIGHT_LEFT.embedded(plain, tokens)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 

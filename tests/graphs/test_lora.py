@@ -12,7 +12,7 @@ import pytest
 from tests.support.instruction_sets import HERE
 from tests.support.models import TINY
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.linear.int8 import Quantized, quantize_weight
+from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, FeatureMajor, Norm, Products
 from xla_engine.graphs.lora.form import LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight, with_adapters
@@ -46,7 +46,7 @@ class Drawn:
         def weight(*shape: int) -> Any:
             if dtype == jnp.int8:
                 kept, scale = quantize_weight(values(*shape))
-                return Quantized(jnp.asarray(form.pack(kept)), jnp.asarray(scale))
+                return Quantized(jnp.asarray(form.pack(kept)), jnp.asarray(form.pack_scales(scale)))
             return jnp.asarray(form.pack(values(*shape).astype(BF16)))
 
         def matrices(ends: tuple[int, ...], width: int) -> tuple[Matrices, np.ndarray, np.ndarray]:

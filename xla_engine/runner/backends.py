@@ -90,11 +90,6 @@ def choose_attention(name: str, call_positions: int | None = None, isa: str = AU
 def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> ModelSpec:
     """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError."""
     quantized = config.quantization is not None
-    if quantized and (model.experts is not None or model.delta is not None):
-        raise ConfigError(
-            f"quantization {config.quantization!r} is for dense models; this one has routed experts or recurrent "
-            "layers. Leave it out"
-        )
     stored = jnp.dtype(jnp.int8) if quantized else dtype
     isa = isa_of_model(config, model, stored)
     attention = choose_attention(config.attention_backend, config.call_positions, isa)
