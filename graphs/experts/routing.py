@@ -40,7 +40,7 @@ class Experts(NamedTuple):
     limit: float | None = None
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return len(self.down.values if isinstance(self.down, Quantized) else self.down)
 
     @property
@@ -97,7 +97,7 @@ def blocked_experts(
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
     (count, features), per_row = residual.shape, routed.expert.shape[1]
-    blocks = _blocks(routed.expert.reshape(-1), experts.count)
+    blocks = _blocks(routed.expert.reshape(-1), experts.number)
     rows = x.astype(experts.row_dtype)
 
     def gated(expert: jax.Array, place: jax.Array) -> jax.Array:

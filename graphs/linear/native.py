@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.experts.native import native_experts, shared_native_experts
 from xla_engine.graphs.experts.routing import Experts, Gather, Route
-from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
@@ -35,6 +34,7 @@ from xla_engine.graphs.linear.products import (
     look_up,
     looked_up,
 )
+from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sharding import Sharding
 
@@ -145,7 +145,7 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     if config.delta is not None:
         widths.append(config.delta.inner_features)
     if isa == "amx" or dtype == jnp.int8:
-        return not any(width % _WHOLE for width in widths)
+        return not any(width % (64 // dtype.itemsize) for width in widths)
     whole = [config.intermediate_size, *([] if config.experts is None else widths)]
     return not any(width % 16 for width in widths) and not any(width % _WHOLE for width in whole)
 

@@ -156,7 +156,7 @@ class ModelSpec:
         self.config = config
         task, least = (1, LEAST) if products is None else (products.task, 1)
         self.sharding = Sharding(config, devices, task, least)
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, self.quantized = jnp.dtype(dtype), quantized
         self.attention = attention
         self.products = products
         # Of the operations in C++, if there are any.

@@ -14,7 +14,6 @@ from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.experts.routing import Experts, Gather, route
-from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -29,6 +28,7 @@ from xla_engine.graphs.lora.form import Matrices, part_ends
 from xla_engine.graphs.lora.products import of_weight
 from xla_engine.graphs.model.leaves import Leaf, LeafMaker, Param, Role
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.ops.norms import flatly, rms_norm
 from xla_engine.graphs.sharding import Cut, Kind, Sharding
 

@@ -15,8 +15,9 @@ namespace {
 // Calls run(layer) with the weights that it has in their own type, if all fits together. x: rows of the first product that there is.
 template <typename Run>
 ffi::Error ByType(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weights, int64_t width, int64_t inner, const Run& run) {
-  if (width % kFeatures || inner % kFeatures) return ffi::Error::InvalidArgument("features must come in multiples of 32");
   const bool eights = weights.element_type() == ffi::S8;
+  const int64_t step = eights ? kScaleGroup : kFeatures;
+  if (width % step || inner % step) return ffi::Error::InvalidArgument("features must come in multiples of " + std::to_string(step));
   if (x.element_type() != (eights ? ffi::F32 : ffi::BF16))
     return ffi::Error::InvalidArgument("experts in bf16 take rows in bf16, those in eight bits float32");
   if (eights) {
@@ -37,7 +38,7 @@ const BFloat16* ScalesOf(const Halves& scales) {
   return scales.element_count() ? reinterpret_cast<const BFloat16*>(scales.untyped_data()) : nullptr;
 }
 
-// x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F], their scales for every 32
+// x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F], their scales for every 64
 // columns or [0, 0], biases [E, 2 F] and [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floats weight, ffi::AnyBuffer gate_up,
                    Halves gate_up_scale, ffi::AnyBuffer down, Halves down_scale, Floats gate_up_bias, Floats down_bias,

@@ -59,7 +59,7 @@ struct ExpertLayer {
   using Value = std::conditional_t<std::is_same_v<T, int8_t>, float, BFloat16>;
   const Value* x;                                     // [N, D]
   const T *gate_up, *down;                            // [E, 2 F, D] gates first, [E, D, F]
-  const BFloat16 *gate_up_scale, *down_scale;         // [E, 2 F, D / 32] and [E, D, F / 32], or null
+  const BFloat16 *gate_up_scale, *down_scale;         // [E, 2 F, D / 64] and [E, D, F / 64], or null
   const float *gate_up_bias, *down_bias;              // [E, 2 F] and [E, D], or null
   const float *weight, *residual;                     // [N, K], [N, D]
   float* out;                                         // [N, D]

@@ -24,8 +24,11 @@ struct Int8Experts {
   using Kernel = GroupKernel;
 
   static void Put(const float* row, int64_t width, int64_t r, char* block) {
-    for (int64_t k = 0; k < width; k += kScaleGroup)
-      Kernel::Put(Load(row + k), Load(row + k + kVector), r, reinterpret_cast<Word*>(block) + k / kScaleGroup * Kernel::kPitch);
+    for (int64_t k = 0; k < width; k += kScaleGroup) {
+      Vec group[QuantizedGroup::kParts];
+      for (int64_t part = 0; part < QuantizedGroup::kParts; ++part) group[part] = Load(row + k + part * kVector);
+      Kernel::Put(group, r, reinterpret_cast<Word*>(block) + k / kScaleGroup * Kernel::kPitch);
+    }
   }
   static void Multiply(int64_t rows, const char* block, const Stream& weights, int64_t width, Sums<float>& sums) {
     Kernel::MultiplyRows(rows, reinterpret_cast<const Word*>(block), weights, nullptr, width / kScaleGroup, sums);

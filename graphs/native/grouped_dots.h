@@ -3,6 +3,9 @@
 // Within a group a sum is an exact integer, whatever the instructions. Groups are scaled and added in float32, K ascending:
 // sum = Fused(float(integer) * scale of the row, scale of the feature, sum). So bits are the same on every instruction set.
 //
+// Rows, and weights when they are loaded, are rotated: every sixteen neighbours of K by a Hadamard matrix, which spreads what is
+// far from the rest and changes no product (Ashkboos et al., "QuaRot", 2024).
+//
 // Integers start at kMagic, whose bits as a float are 1.5 * 2^23: those of a sum are then the float kMagic + sum, and one fused
 // multiply-add takes kMagic away and scales what is left. Nothing is rounded but the product, as scales of rows have 16 bits.
 
@@ -26,15 +29,54 @@ inline void PackScales(const BFloat16* rows, int64_t groups, int64_t count, BFlo
       to[group * 16 + feature] = feature < count ? rows[feature * groups + group] : BFloat16{};
 }
 
-// A group of a row in eight bits.
+// Sums and differences of the values of a register `distance` apart: the lower of each two in front.
+template <int distance, typename Register>
+Register Butterfly(Register v) {
+  Register turned;
+  WordRegister signs;
+  for (int lane = 0; lane < kRegister; ++lane) signs[lane] = lane & distance ? INT32_MIN : 0;
+  if constexpr (kRegister == 16) {
+    if constexpr (distance == 8) turned = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    if constexpr (distance == 4) turned = __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    if constexpr (distance == 2) turned = __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    if constexpr (distance == 1) turned = __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  } else if constexpr (kRegister == 8) {
+    if constexpr (distance == 4) turned = __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+    if constexpr (distance == 2) turned = __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+    if constexpr (distance == 1) turned = __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
+  } else {
+    if constexpr (distance == 2) turned = __builtin_shufflevector(v, v, 2, 3, 0, 1);
+    if constexpr (distance == 1) turned = __builtin_shufflevector(v, v, 1, 0, 3, 2);
+  }
+  return turned + (Register)((WordRegister)v ^ signs);
+}
+
+// Four times the Hadamard transform of sixteen values (`graphs.ops.int8.rotated`).
+template <typename V>
+V Transformed(V v) {
+  if constexpr (kIsPair<V>) {
+    return {Transformed(v.low + v.high), Transformed(v.low - v.high)};
+  } else {
+    if constexpr (kRegister > 8) v = Butterfly<8>(v);
+    if constexpr (kRegister > 4) v = Butterfly<4>(v);
+    return Butterfly<1>(Butterfly<2>(v));
+  }
+}
+
+// A group of a row, rotated and in eight bits.
 struct QuantizedGroup {
-  Words first, second;
+  static constexpr int64_t kParts = kScaleGroup / kVector;
+  Words values[kParts];
   float scale;
 
-  QuantizedGroup(Vec low, Vec high) {
-    const Words least = Cast<Words>(All(1e-30f)), one = Cast<Words>(low) & 0x7FFFFFFF, other = Cast<Words>(high) & 0x7FFFFFFF;
-    Words size = Select(one > other, one, other);  // as integers, NaN is larger than all numbers
-    size = Select(size > least, size, least);
+  explicit QuantizedGroup(const Vec* from) {
+    Vec rotated[kParts];
+    Words size = Cast<Words>(All(1e-30f));
+    for (int64_t part = 0; part < kParts; ++part) {
+      rotated[part] = Transformed(from[part]) * 0.25f;
+      const Words bits = Cast<Words>(rotated[part]) & 0x7FFFFFFF;  // as integers, NaN is larger than all numbers
+      size = Select(bits > size, bits, size);
+    }
     const int32_t most = Largest(size);
     float largest;
     std::memcpy(&largest, &most, sizeof largest);
@@ -44,7 +86,13 @@ struct QuantizedGroup {
     bits &= 0xFFFFFF00;  // sixteen bits: kMagic times the scale is exact
     std::memcpy(&scale, &bits, sizeof scale);
     const float inverse = 1.0f / scale;
-    first = Nearest(low * inverse), second = Nearest(high * inverse);
+    for (int64_t part = 0; part < kParts; ++part) values[part] = Nearest(rotated[part] * inverse);
+  }
+
+  int32_t Total() const {
+    Words sum = values[0];
+    for (int64_t part = 1; part < kParts; ++part) sum = sum + values[part];
+    return Reduce(sum, [](auto a, auto b) { return a + b; });
   }
 };
 
@@ -57,20 +105,18 @@ struct GroupKernel {
   static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
   static int64_t GroupBytes(int64_t width) { return width / kScaleGroup * kPitch * static_cast<int64_t>(sizeof(Word)); }
 
-  // Writes the 32 values low, high of row r of a block where its group of K begins.
-  static void Put(Vec low, Vec high, int64_t r, Word* group) {
-    const QuantizedGroup values(low, high);
-    alignas(32) int8_t bytes[kScaleGroup];
-    StoreAs(bytes, Convert<Bytes>(values.first));
-    StoreAs(bytes + kVector, Convert<Bytes>(values.second));
+  // Writes a group of row r of a block, of as many vectors as it takes, where the group of K begins.
+  static void Put(const Vec* from, int64_t r, Word* group) {
+    const QuantizedGroup quantized(from);
+    alignas(64) int8_t bytes[kScaleGroup];
+    for (int64_t part = 0; part < QuantizedGroup::kParts; ++part)
+      StoreAs(bytes + part * kVector, Convert<Bytes>(quantized.values[part]));
     for (int64_t word = 0; word < kGroupWords; ++word)
       D::Spread(LoadAs<Word>(bytes + 4 * word), group + word * D::kParts * kBlockRows + r, kBlockRows);
-    int32_t start = kMagic;
-    if constexpr (D::kOffset != 0)
-      start -= D::kOffset * Reduce(values.first + values.second, [](auto a, auto b) { return a + b; });
-    const float undone = -12582912.0f * values.scale;
+    const int32_t start = kMagic - (D::kOffset ? D::kOffset * quantized.Total() : 0);
+    const float undone = -12582912.0f * quantized.scale;
     std::memcpy(group + kOwn + r, &start, sizeof start);
-    std::memcpy(group + kOwn + kBlockRows + r, &values.scale, sizeof values.scale);
+    std::memcpy(group + kOwn + kBlockRows + r, &quantized.scale, sizeof quantized.scale);
     std::memcpy(group + kOwn + 2 * kBlockRows + r, &undone, sizeof undone);
   }
 
@@ -78,13 +124,11 @@ struct GroupKernel {
   template <typename Source>
   static void Fill(const Source& source, int64_t n, int64_t rows, char* block) {
     for (int64_t r = 0; r < rows; ++r) {
-      Vec low = {};
+      Vec group[QuantizedGroup::kParts];
       source.Each(n + r, [&](int64_t k, Vec values) {
-        if (k % kScaleGroup == 0) {
-          low = values;
-        } else {
-          Put(low, values, r, reinterpret_cast<Word*>(block) + k / kScaleGroup * kPitch);
-        }
+        const int64_t part = k % kScaleGroup / kVector;
+        group[part] = values;
+        if (part + 1 == QuantizedGroup::kParts) Put(group, r, reinterpret_cast<Word*>(block) + k / kScaleGroup * kPitch);
       });
     }
   }

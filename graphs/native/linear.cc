@@ -25,7 +25,7 @@ ffi::Error ByType(const Source& source, const ffi::AnyBuffer& weight, const Halv
     if (source.width != width || width % step || (whole && features % kFeatures)) return Unfit(step);
     const auto* scales = reinterpret_cast<const BFloat16*>(scale.untyped_data());
     if (std::is_same_v<T, int8_t> && static_cast<int64_t>(scale.element_count()) != features * width / kScaleGroup)
-      return ffi::Error::InvalidArgument("weights in eight bits need a scale for each row and 32 columns");
+      return ffi::Error::InvalidArgument("weights in eight bits need a scale for each row and 64 columns");
     return run(PackedWeights<T>{values, std::is_same_v<T, int8_t> ? scales : nullptr, width});
   };
   if (weight.element_type() == ffi::S8) return with(static_cast<const int8_t*>(weight.untyped_data()));
@@ -81,7 +81,7 @@ void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedWeight
 
 #endif
 
-// weight [F, K] with scales [F, K / 32] or [0, 0], times norm(x), [N, F].
+// weight [F, K] with scales [F, K / 64] or [0, 0], times norm(x), [N, F].
 ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                 ffi::ResultBuffer<ffi::F32> out, float eps) {
   const Source source(x, norm, live, eps);
@@ -171,7 +171,7 @@ Adapters* Used(Adapters& adapters) { return adapters.Rows() ? &adapters : nullpt
 
 ffi::Error UnfitAdapters() { return ffi::Error::InvalidArgument("widths must come in multiples of 16, ranks of 4"); }
 
-// residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F, K / 32] or [0, 0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
+// residual [N, F], where the result goes, or [0] + packed weight [F, K] with scales [F, K / 64] or [0, 0], times norm(x), x [N, K], norm [K] or [0] -> [N, F].
 ffi::Error LinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                     Floats residual, ffi::ResultBuffer<ffi::F32> out, float eps) {
   return Linear(pool, x, live, norm, weight, scale, residual, out->typed_data(), eps, nullptr);
@@ -186,7 +186,7 @@ ffi::Error LinearLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats
   return Linear(pool, x, live, norm, weight, scale, residual, out->typed_data(), eps, Used(adapters));
 }
 
-// x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F, K / 32] or [0, 0], gates first -> act(gate) * up of norm(x), [N, F]:
+// x [N, K], norm [K] or [0], packed weight [2 F, K] with scales [2 F, K / 64] or [0, 0], gates first -> act(gate) * up of norm(x), [N, F]:
 // bf16, or float32 where the next product quantises.
 ffi::Error GatedLinearOf(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                          ffi::Result<ffi::AnyBuffer> out, float eps, bool gelu) {

@@ -13,7 +13,7 @@
 namespace xla_engine {
 
 constexpr int64_t kFeatures = 32;  // of a task
-constexpr int64_t kScaleGroup = 32;     // numbers of K in eight bits that share a scale (`graphs.ops.int8.GROUP`)
+constexpr int64_t kScaleGroup = 64;     // numbers of K in eight bits that share a scale (`graphs.ops.int8.GROUP`)
 
 // Where the weights of a task lie, or those of the next one: two blocks of sixteen features.
 struct Stream {

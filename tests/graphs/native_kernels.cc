@@ -167,7 +167,15 @@ struct Eights {
   float Sum(int64_t n, int64_t feature) const {
     float sum = 0;
     for (int64_t g = 0; g < width / kScaleGroup; ++g) {
-      const float* row = rows.data() + n * width + g * kScaleGroup;
+      std::vector<float> row(rows.begin() + n * width + g * kScaleGroup, rows.begin() + n * width + (g + 1) * kScaleGroup);
+      for (int64_t distance : {8, 4, 2, 1}) {
+        for (int64_t k = 0; k < kScaleGroup; ++k) {
+          if (k & distance) continue;
+          const float low = row[k], high = row[k + distance];
+          row[k] = low + high, row[k + distance] = low - high;
+        }
+      }
+      for (float& each : row) each *= 0.25f;
       float scale = 1e-30f;
       for (int64_t k = 0; k < kScaleGroup; ++k) scale = std::max(scale, std::abs(row[k]));
       scale *= 1.0f / 127.0f;
@@ -412,7 +420,7 @@ void PrintBits() {
   for (int64_t count : {5, 300, 4097})
     for (int32_t top_k : {0, 40})
       for (float top_p : {1.0f, 0.9f}) HashSampling(sampler, count, Row(0.75f, top_k, top_p, 0.001f, 7, 11, 0));
-  for (int64_t width : {32, 576}) {
+  for (int64_t width : {64, 576}) {
     Eights eights(7, width, [](int64_t count) { return Fixed<float>(count); });
     const auto sums = eights.Multiplied(0, 7);
     groups.Add(sums.data(), sums.size());
@@ -517,7 +525,7 @@ int main(int count, char** words) {
     return 0;
   }
   for (int64_t width : {16, 48, 576, 1536}) CheckProducts<BFloat16>(width);
-  for (int64_t width : {32, 96, 576, 1536}) CheckGroups(width);
+  for (int64_t width : {64, 192, 576, 1536}) CheckGroups(width);
   CheckSaturation();
   CheckExponential();
   for (int64_t keys : {1, 2, 17, 32, 33, 200}) {

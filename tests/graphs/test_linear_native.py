@@ -14,9 +14,9 @@ import pytest
 from tests.support.instruction_sets import HERE
 from tests.support.models import TINY
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
+from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.runner.backends import choose_products
 from xla_engine.runner.native_library.instruction_sets import available
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_told() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         choose_products("native", MODEL, jnp.dtype(jnp.float32))
     with pytest.raises(ConfigError, match="int8 and multiples of 64"):
-        choose_products("native", replace(MODEL, intermediate_size=344), INT8)
+        choose_products("native", replace(MODEL, hidden_size=176), INT8)  # no whole groups
     with pytest.raises(ConfigError, match="isa is 'none'"):
         choose_products("native", MODEL, BF16, "none")
     with pytest.raises(ConfigError, match="use one of auto, "):

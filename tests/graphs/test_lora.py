@@ -12,10 +12,10 @@ import pytest
 from tests.support.instruction_sets import HERE
 from tests.support.models import TINY
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, FeatureMajor, Norm, Products
 from xla_engine.graphs.lora.form import LoraForm, Matrices
 from xla_engine.graphs.lora.products import of_weight, with_adapters
+from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.runner.backends import choose_products
 
 WIDTH, ENDS, SLOTS, RANK = 320, (192, 240, 320), 3, 12

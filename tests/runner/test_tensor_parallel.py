@@ -15,6 +15,7 @@ from tests.support.tensor_parallel import GOLDEN, MODELS, WIDE, WIDE_MODELS, run
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.linear.native import fits
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.model_loader.checkpoint import random_weights
 from xla_engine.runner import memory
@@ -22,7 +23,6 @@ from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.tools.bench.models import write_checkpoint
 
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
-ROUTED = ("moe", "mixtral", "gpt_oss", "next", "qwen3_5")  # no eight bits
 RECURRENT = ("next", "qwen3_5")  # no blocks
 Result = dict[int, dict[str, Any]]
 
@@ -80,11 +80,12 @@ IN_CI = ("routed", "recurrent")  # the others differ in what the tests of one de
 )
 def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str) -> None:
     """By the C++ operations: routed experts, recurrent layers, norms over all heads, in bf16 and int8."""
-    forms: list[dict[str, Any]] = [{}]
-    if MODELS[name].experts is None and MODELS[name].delta is None:
-        forms.append({"engine": {"quantization": "int8"}})
-    for results in run(*({"model": name, **form} for form in forms)):
-        assert results[1]["products"] == "native"
+    model, dtypes = MODELS[name], (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8))
+    for dtype, results in zip(
+        dtypes, run({"model": name}, {"model": name, "engine": {"quantization": "int8"}}), strict=True
+    ):
+        fitting = dtype == jnp.bfloat16 or fits(model, dtype, "avx2")
+        assert results[1]["products"] == ("native" if fitting else "xla")
         check(results)
 
 
@@ -122,9 +123,7 @@ def test_what_a_scheduler_does_changes_nothing(form: dict[str, Any]) -> None:
 def test_every_family(name: str) -> None:
     """With the odd widths of these models the products are XLA's. They are so small that each device has the whole of
     every weight but those of experts; heads and their cache are cut."""
-    forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}]
-    if not any(word in name for word in ROUTED):
-        forms.append({"engine": {"quantization": "int8"}})
+    forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"engine": {"quantization": "int8"}}]
     if not any(word in name for word in RECURRENT):
         forms.append({"dtype": "float32", "engine": {"num_blocks": 80}})
     for results in run(*({"model": name, **form} for form in forms)):
@@ -140,8 +139,7 @@ def test_products_of_xla_where_each_device_has_some_features(name: str) -> None:
     forms: list[dict[str, Any]] = [{"dtype": "float32"}, {"engine": {"isa": "none"}}]
     if name == "wide":
         forms += [{"dtype": "float32", "engine": form} for form in ({"isa": "none"}, {"num_blocks": 80})]
-    if WIDE_MODELS[name].experts is None and WIDE_MODELS[name].delta is None:
-        forms.append({"engine": {"isa": "none", "quantization": "int8"}})
+    forms.append({"engine": {"isa": "none", "quantization": "int8"}})
     for results in run(*({"model": name, **form} for form in forms)):
         assert results[1]["products"] == "xla"
         check(results)

@@ -19,6 +19,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.int8 import GROUP
 from xla_engine.runner.native_library.build import NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.weights.adapters import lora_form
@@ -138,6 +139,8 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else "native",
     }
+    if spec.quantized:  # bits of int8 before it had groups were others
+        words["int8"] = f"rotated groups of {GROUP}"
     # Files from before instruction sets had names were written with tiles, or with none of ours.
     return words if spec.isa in (None, "amx") else {**words, "isa": spec.isa}
 
