@@ -80,14 +80,16 @@ def whole(model: ModelConfig) -> ModelConfig:
     return replace(model, intermediate_size=192, experts=experts)
 
 
-
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
         pytest.param("xla", TINY, marks=FULL),
         ("auto", WIDE),
         pytest.param("xla", MODELS["routed"], marks=FULL),
-        *(pytest.param("auto", whole(MODELS[name]), marks=FULL) for name in ("routed", "clamped", "recurrent")),
+        *(
+            pytest.param("auto", whole(MODELS[name]), marks=FULL)
+            for name in ("routed", "clamped", "recurrent")
+        ),
     ],
 )
 def test_law_1_holds_in_eight_bits(
@@ -98,6 +100,7 @@ def test_law_1_holds_in_eight_bits(
     engine = make_engine(config, model=model)
     products = choose_products(backend, model, jnp.dtype(jnp.int8))
     assert engine.runner.spec.products == products and (backend == "auto") == (products is not None)
+    assert engine.runner.platform["int8"] == f"rotated groups of {GROUP}"  # files of other forms are refused
     leaves = engine.runner.spec.leaves
     kept = {name for name, leaf in leaves.items() if leaf.dtype == jnp.int8}
     assert kept == {name for name in leaves if name + "_scale" in leaves}

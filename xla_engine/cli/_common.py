@@ -98,7 +98,7 @@ device_options = together(
     click.option(
         "--quantization",
         type=click.Choice(["int8"]),
-        help="Quantise the weights of a dense model to eight bits: half the memory, different tokens.",
+        help="Quantise weights and activations to eight bits: half the memory, different tokens, a small loss.",
     ),
     click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",

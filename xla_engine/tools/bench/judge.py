@@ -99,14 +99,18 @@ def near_tie(dtype: str, reference: Sequence[Sequence[float]] | None) -> float:
     return max(NEAR_TIE[dtype], *chain.from_iterable(reference or [[0.0]]))
 
 
+_PLAINEST = 4.0  # errors of eight bits by row to those of rotated groups
+
+
 def eight_bit_bounds(errors: Sequence[float], vocabulary: int) -> list[float]:
     """What an engine in eight bits may regret at each token: one that rounds as its model does keeps to it with 99 %.
 
-    The model is the judge's own float32 network whose matrices, and the rows that they multiply, are rounded to 255
-    steps of each row's largest value: the plainest eight bits there are (LLM.int8() without its outliers); finer
-    schemes, such as the blocks of 32 of Q8_0, err less. What is not in eight bits is in the dtype of the run, keys and
-    values for one, and errs as the reference engine does in it. `errors`: how far logits lie from float32's at each
-    token of the streams by both, root of the mean square in deviations of the logits.
+    The model is one whose matrices, and the rows that they multiply, are rounded to 255 steps of each row's largest
+    value: the plainest eight bits there are (LLM.int8() without its outliers); finer schemes, such as the blocks of
+    32 of Q8_0, err less. The judge's own network rounds rotated groups of 64, and errs a quarter as much
+    (findings/int8.md). What is not in eight bits is in the dtype of the run, keys and values for one, and errs as the
+    reference engine does in it. `errors`: how far logits of both lie from float32's at each token of the streams,
+    root of the mean square in deviations of the logits.
 
     An engine takes a token for the best one if its errors of the two differ by the regret at least. Errors of other
     roundings of the same size are normal and independent, so that their difference has sqrt(2) times the deviation
@@ -115,7 +119,7 @@ def eight_bit_bounds(errors: Sequence[float], vocabulary: int) -> list[float]:
     engine that is judged.
     """
     z = math.sqrt(2 * math.log(100 * len(errors) * vocabulary))
-    return [z * math.sqrt(2) * error for error in errors]
+    return [z * math.sqrt(2) * _PLAINEST * error for error in errors]
 
 
 def void_reason(found: Verdict) -> str | None:
