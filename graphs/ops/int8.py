@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -61,14 +60,14 @@ def quantize_weight(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int8 values and bfloat16 scales of `weight [..., F, D]`, see `Quantized`; a group of zeros has scale 1."""
     *outer, width = weight.shape
     values = np.zeros((*outer, groups_of(width) * GROUP), np.int8)
-    scales = np.empty((*outer, groups_of(width)), ml_dtypes.bfloat16)
+    scales = np.empty((*outer, groups_of(width)), jnp.dtype(jnp.bfloat16))
     grouped, flat = values.reshape(-1, groups_of(width), GROUP), weight.reshape(-1, width)
     for first in range(0, len(flat), 4096):  # a block of rows in float32 at a time
         rows = np.zeros((len(flat[first : first + 4096]), groups_of(width) * GROUP), np.float32)
         rows[:, :width] = rotated(flat[first : first + 4096].astype(np.float32), 1)
         steps = rows.reshape(-1, groups_of(width), GROUP)
         largest = np.abs(steps).max(axis=2)
-        scale = np.where(largest > 0, largest / _LARGEST, np.float32(1)).astype(ml_dtypes.bfloat16)
+        scale = np.where(largest > 0, largest / _LARGEST, np.float32(1)).astype(jnp.dtype(jnp.bfloat16))
         scales.reshape(-1, groups_of(width))[first : first + 4096] = scale
         steps = np.rint(steps / scale.astype(np.float32)[:, :, None])
         grouped[first : first + 4096] = np.clip(steps, -_LARGEST, _LARGEST)
