@@ -39,6 +39,8 @@ BODIES = [
     ("/v1/score", {"text_1": TEXTS, "text_2": TEXTS[::-1]}),
     ("/v1/rerank", {"query": TEXTS[1], "documents": TEXTS, "top_n": 2}),
     ("/classify", {"input": TEXTS, "use_activation": False}),
+    ("/pooling", {"input": TEXTS[1], "task": "embed"}),
+    ("/pooling", {"input": TEXTS, "task": "classify", "use_activation": False}),
 ]
 
 
@@ -99,8 +101,10 @@ def test_lines(llm: LLM) -> None:
         {"index": at, "label": None, "probs": list(each.outputs.probs), "num_classes": 1}
         for at, each in enumerate(raw)
     ]
+    assert bodies[7]["data"] == [{"object": "pooling", "index": 0, "data": vectors[1]}]
+    assert [each["data"] for each in bodies[8]["data"]] == [list(each.outputs.probs) for each in raw]
     ids = [each["id"].partition("-")[0] for each in bodies]
-    assert ids == [*["embd"] * 3, *["score"] * 2, "rerank", "classify"]
+    assert ids == [*["embd"] * 3, *["score"] * 2, "rerank", "classify", *["pooling"] * 2]
 
 
 def test_a_template_makes_the_prompts_of_pairs(llm: LLM) -> None:
@@ -126,6 +130,7 @@ def test_a_template_makes_the_prompts_of_pairs(llm: LLM) -> None:
         ("/v1/score", {"queries": ["a", "b"], "documents": ["c"] * 3}, "give one or 3"),
         ("/v1/score", {"queries": "a"}, "documents must be text"),
         ("/classify", {"input": "a", "dimensions": 3}, "unknown field 'dimensions'; /classify has input"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "task must be one of"),
         ("/v1/rerank", {"query": ["a"], "documents": ["b"]}, "query must be text"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "return_documents": 1}, "true or false"),
@@ -158,6 +163,13 @@ def test_the_server_answers_as_a_batch_does(llm: LLM) -> None:
             assert {k: v for k, v in found.json().items() if k not in shown} == {
                 k: v for k, v in wanted.items() if k not in shown
             }
+        for path, number in (("/score", 3), ("/rerank", 5), ("/v2/rerank", 5)):
+            url, body = BODIES[number]
+            alias, usual = (
+                httpx.post(running.url + each, json=body, timeout=60).json() for each in (path, url)
+            )
+            for name in ("data", "results"):
+                assert alias.get(name) == usual.get(name)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
         vector = client.embeddings.create(model="any", input=TEXTS[1]).data[0].embedding
         assert vector == np.frombuffer(base64.b64decode(expected[1]["data"][0]["embedding"]), "<f4").tolist()

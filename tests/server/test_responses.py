@@ -100,9 +100,27 @@ def test_items_become_messages() -> None:
     assert result == {"role": "tool", "tool_call_id": "1", "content": "x"}
 
 
+def test_input_items_of_a_response_are_listed_in_pages(client: openai.OpenAI, http: httpx.Client) -> None:
+    texts = ["one", "two", "three"]
+    items: Any = [{"role": "user", "content": text} for text in texts]
+    made = client.responses.create(
+        **{**ASK, "input": items}, store=True, include=["reasoning.encrypted_content"]
+    )
+    assert [item.content for item in client.responses.input_items.list(made.id)] == texts[::-1]  # type: ignore[union-attr]
+    pages = client.responses.input_items.list(made.id, limit=2, order="asc")
+    assert [item.content for item in pages] == texts  # type: ignore[union-attr]
+    follows = client.responses.create(**ASK, previous_response_id=made.id, store=True)
+    assert len(client.responses.input_items.list(follows.id).data) == 5
+    for query in ("limit=0", "limit=x", "limit=101"):
+        assert http.get(f"/v1/responses/{made.id}/input_items?{query}").status_code == 400
+    assert http.get("/v1/responses/resp_none/input_items").status_code == 404
+
+
 @pytest.mark.parametrize(
     "fields",
     [
+        {"include": ["message.output_text.logprobs"]},
+        {"include": 5},
         {"previous_response_id": "resp_1"},
         {"background": True},
         {"input": []},

@@ -6,6 +6,7 @@ rerank.
  "body": {"query": "a question", "documents": ["one", "two"], "top_n": 1}}
 {"custom_id": "c", "method": "POST", "url": "/v1/score", "body": {"queries": "a question", "documents": ["one"]}}
 {"custom_id": "d", "method": "POST", "url": "/classify", "body": {"input": ["one", "two"]}}
+{"custom_id": "e", "method": "POST", "url": "/pooling", "body": {"input": "one", "task": "embed"}}
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ EMBEDDINGS_URL = "/v1/embeddings"
 SCORE_URL = "/v1/score"
 RERANK_URL = "/v1/rerank"
 CLASSIFY_URL = "/classify"
-POOLING_URLS = (EMBEDDINGS_URL, SCORE_URL, RERANK_URL, CLASSIFY_URL)
+POOLING_URL = "/pooling"
+POOLING_URLS = (EMBEDDINGS_URL, SCORE_URL, RERANK_URL, CLASSIFY_URL, POOLING_URL)
 MAX_INPUTS = 2048  # texts of one body, as with OpenAI
 
 _NAMES = {
     EMBEDDINGS_URL: ("input", "dimensions", "encoding_format"),
     SCORE_URL: ("queries", "documents", "text_1", "text_2"),
     CLASSIFY_URL: ("input",),
+    POOLING_URL: ("input", "task", "dimensions", "encoding_format"),
     RERANK_URL: ("query", "documents", "top_n", "return_documents"),
 }
 _SHARED = ("use_activation", "priority", "deadline_s", "queue_timeout_s", "cache_salt")
@@ -79,13 +82,15 @@ def take_pooling(url: str, body: Mapping[str, Any]) -> PoolingParts:
             raise InvalidRequestError(f"unknown field {shown(name)}{hint}")
     active = given.pop("use_activation", None)
     options = {name: given.pop(name) for name in _SHARED if name in given}
-    if url == EMBEDDINGS_URL:
+    if url in (EMBEDDINGS_URL, POOLING_URL):
         form = given.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise InvalidRequestError(f'encoding_format must be "float" or "base64", not {shown(form)}')
         return PoolingParts(
             request=PoolingRequest(url=url, encoding_format=form),
-            params=PoolingParams(dimensions=given.get("dimensions"), use_activation=active),
+            params=PoolingParams(
+                task=given.get("task", "embed"), dimensions=given.get("dimensions"), use_activation=active
+            ),
             prompts=_inputs(given.get("input")),
             options=options,
         )
@@ -131,6 +136,11 @@ def pooling_body(
     if request.url == EMBEDDINGS_URL:
         body["data"] = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
+            for index, vector in enumerate(found)
+        ]
+    elif request.url == POOLING_URL:
+        body["data"] = [
+            {"object": "pooling", "index": index, "data": _encoded(vector, request.encoding_format)}
             for index, vector in enumerate(found)
         ]
     elif request.url == CLASSIFY_URL:

@@ -47,6 +47,11 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
     default=10 << 30,
     help="Bytes of files and batch results in --batch-dir, per key.",
 )
+@click.option(
+    "--allow-runtime-changes",
+    is_flag=True,
+    help="Let clients load and unload adapters and reset the prefix cache.",
+)
 @click.option("--chat-template", "template_path", type=Path, help="A jinja2 template for chats.")
 @click.option(
     "--tool-parser", default="auto", metavar="NAME", help="Format of tool calls: auto, none, hermes, ..."
@@ -88,6 +93,7 @@ def serve(
     origins: tuple[str, ...],
     batch_dir: Path | None,
     max_stored_bytes: int,
+    allow_runtime_changes: bool,
     template_path: Path | None,
     tool_parser: str,
     reasoning_parser: str,
@@ -149,6 +155,7 @@ def serve(
             drain_timeout_s=drain_timeout,
             batch_dir=batch_dir,
             max_stored_bytes=max_stored_bytes,
+            allow_runtime_changes=allow_runtime_changes,
             allowed_origins=origins,
             tool_parser=_one_of("--tool-parser", tool_parser, TOOL_PARSERS),
             reasoning_parser=_one_of("--reasoning-parser", reasoning_parser, REASONING_PARSERS),

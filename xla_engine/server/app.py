@@ -16,16 +16,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from xla_engine.batch.envelope import URLS
+from xla_engine.batch.pooling import RERANK_URL, SCORE_URL
 from xla_engine.server.batches.routes import BatchRoutes
 from xla_engine.server.batches.store import Store
 from xla_engine.server.batches.worker import Batches
+from xla_engine.server.changes import Changes
 from xla_engine.server.errors import ApiError
 from xla_engine.server.generation import Generation
 from xla_engine.server.info import Info, JsonResponse
 from xla_engine.server.middleware import ApiErrors, ApiKeys, RequestContext
+from xla_engine.server.openapi import description
 from xla_engine.server.responses.endpoint import Responses
 from xla_engine.server.service import Service
 
+# Other names of paths, which vLLM has as well.
+_ALIASES = {
+    "/score": SCORE_URL,
+    "/rerank": RERANK_URL,
+    "/v2/rerank": RERANK_URL,
+}
 _EXPOSED = ["retry-after", "x-request-id"]  # headers that scripts of other origins may read
 
 
@@ -59,6 +68,8 @@ def make_app(service: Service) -> Starlette:
         *_routes(service),
         *(_NO_BATCHES if batches is None else BatchRoutes(service, batches).routes()),
     ]
+    page = JsonResponse(description(routes, has_keys=bool(service.settings.api_keys))).body
+    routes.append(Route("/openapi.json", lambda _: Response(page, media_type="application/json")))
     paths = frozenset(route.path for route in routes if "{" not in route.path)
     return Starlette(
         routes=routes,
@@ -94,9 +105,12 @@ def _routes(service: Service) -> list[Route]:
         Route("/detokenize", info.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),
         *(Route(url, Generation(service, url), methods=["POST"]) for url in URLS),
+        *(Route(path, Generation(service, url), methods=["POST"]) for path, url in _ALIASES.items()),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/{id}", responses.read, methods=["GET"]),
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items),
+        *Changes(service).routes(),
     ]
 
 

@@ -68,7 +68,7 @@ class Generation:
 
     def _parse(self, raw: bytes, scope: Scope) -> Call:
         service = self._service
-        return parse_call(read_json(raw), self._url, service.defaults(), service.settings.model_names)
+        return parse_call(read_json(raw), self._url, service.defaults(), service.model_names)
 
     async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
         try:

@@ -110,12 +110,12 @@ class Info:
         return Response(metrics_text(self._service), media_type=CONTENT_TYPE)
 
     async def models(self, _: Request) -> Response:
-        data = [self._model(name) for name in self._service.settings.model_names]
+        data = [self._model(name) for name in self._service.model_names]
         return JsonResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        check_model(name, self._service.settings.model_names)
+        check_model(name, self._service.model_names)
         return JsonResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class Info:
         service = self._service
         async with service.bodies.whole(request.scope, request.receive) as raw:
             body = await service.bodies.parsed(lambda: typed_body(raw, kind), len(raw))
-        check_model(body.model, service.settings.model_names)
+        check_model(body.model, service.model_names)
         return body
 
 

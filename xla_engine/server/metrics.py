@@ -12,6 +12,7 @@ from xla_engine.observability.metrics import counter, gauge
 from xla_engine.observability.prometheus import Family, text_of
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.settings import ServerSettings
+from xla_engine.utils.resident import resident_bytes
 
 _RECENT = 0.1  # weight of the last request in `recent_seconds`
 _Values = list[tuple[float, dict[str, str]]]
@@ -85,6 +86,12 @@ SERVER_METRICS = (
             (count, {"path": path, "status": status})
             for (path, status), count in service.times.responses.items()
         ],
+    ),
+    ServerMetric(
+        "process_resident_memory_bytes",
+        gauge,
+        "Memory of the server's process, weights included.",
+        lambda _: [(size, {}) for size in (resident_bytes(),) if size is not None],
     ),
     ServerMetric(
         "xla_engine_info",

@@ -95,10 +95,16 @@ class Service:
         self._live = 0
         self.values = 0  # log-probabilities that answers under way may hold
         self._submissions: set[Submission] = set()
+        self.loaded: dict[str, LoRARequest] = {}  # adapters that were loaded over HTTP, by name
 
     def defaults(self) -> dict[str, Any]:
         """What `parse_line` is given for the bodies of POSTs and the lines of batches."""
         return self.settings.defaults() | self.dialect.as_defaults()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may call the model and its adapters now."""
+        return (*self.settings.model_names, *self.loaded)
 
     def _template(self) -> str:
         """The text of the chat templates that requests may be rendered by."""

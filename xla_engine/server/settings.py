@@ -34,6 +34,7 @@ class ServerSettings:
     max_file_bytes, max_file_lines: of an uploaded file.
     max_stored_bytes: of the files of one key and the results of its batches; further uploads get status 413.
     allowed_origins: for CORS; empty is off.
+    allow_runtime_changes: clients may load and unload adapters, and reset the prefix cache.
     tool_parser, reasoning_parser: formats of `parsers.choose`; "auto" reads them from the chat template, "none" leaves
         all text as it is.
     """
@@ -58,6 +59,7 @@ class ServerSettings:
     max_file_lines: int = 50_000
     max_stored_bytes: int = 10 << 30
     allowed_origins: tuple[str, ...] = ()
+    allow_runtime_changes: bool = False
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 

@@ -222,7 +222,7 @@ class Batches:
         source = store.data_path(record.input_file_id)
         if record.status == "validating":
             total, problems = problems_of(
-                source, record.endpoint, settings.model_names, settings.max_file_lines
+                source, record.endpoint, self._service.model_names, settings.max_file_lines
             )
             record.request_counts = Counts(total=total)
             if problems:

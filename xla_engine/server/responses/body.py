@@ -7,6 +7,7 @@ from typing import Any
 
 from xla_engine.server.errors import ApiError
 from xla_engine.utils.json_line import kind
+from xla_engine.utils.shown import shown
 
 # Fields that name what this server does not keep or do, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -14,7 +15,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (None, False),
     "prompt": (None,),
     "truncation": (None, "disabled"),
-    "include": (None, []),
     "max_tool_calls": (None,),
     "top_logprobs": (None, 0),
     "service_tier": (None, "auto", "default"),
@@ -22,6 +22,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (None, False),
     "return_token_ids": (None, False),
 }
+# Parts of items that only other servers' tools and models make: there are none to include.
+_NOTHING_TO_INCLUDE = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -34,6 +44,12 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         value = rest.pop(name, None)
         if not any(value is each or (value == each and type(value) is type(each)) for each in allowed):
             raise _wrong(name, f"is not supported by this path; leave it out, not {value!r}")
+    include = rest.pop("include", None) or []
+    if not isinstance(include, list):
+        raise _wrong("include", f"must be a list, not {kind(include)}")
+    for name in include:
+        if name not in _NOTHING_TO_INCLUDE:
+            raise _wrong("include", f"has {shown(name)}, which this path has not; leave it out")
     messages = []
     if (instructions := rest.pop("instructions", None)) is not None:
         if not isinstance(instructions, str):

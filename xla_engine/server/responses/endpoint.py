@@ -29,6 +29,8 @@ from xla_engine.server.wire import Call, parse_call, read_json
 from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Parser
 
+MAX_LISTED = 100  # items in one answer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCall(Call):
@@ -65,7 +67,7 @@ class Responses(Generation):
                 raise ApiError(400, message, code=code, param="previous_response_id")
             items = found + items
         chat = chat_body({**body, "input": items})
-        call = parse_call(chat, CHAT_URL, service.defaults(), service.settings.model_names)
+        call = parse_call(chat, CHAT_URL, service.defaults(), service.model_names)
         fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
         return ResponseCall(**fields, body=body, items=items, tenant=tenant)
 
@@ -77,6 +79,31 @@ class Responses(Generation):
     async def read(self, request: Request) -> Response:
         """`GET /v1/responses/ID`."""
         return Response(self.memory.response(*_names(request)), media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        """`GET /v1/responses/ID/input_items`: what it answers, newest first unless `order` is "asc"."""
+        kept, limit = self.memory.kept(*_names(request)), request.query_params.get("limit", "20")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
+            message = f"limit must be from 1 to {MAX_LISTED}"
+            raise ApiError(400, message, code="invalid_request", param="limit")
+        order, after = request.query_params.get("order"), request.query_params.get("after")
+
+        def listed() -> bytes:
+            response, items = map(msgspec.json.decode, kept)
+            begun = [
+                {"type": "message", "id": f"item_{number}", **item}
+                for number, item in enumerate(items[: len(items) - len(response["output"])])
+            ]
+            rest = begun if order == "asc" else begun[::-1]
+            names = [item["id"] for item in rest]
+            rest = rest[names.index(after) + 1 :] if after in names else rest
+            data = rest[: int(limit)]
+            ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+            more = len(rest) > len(data)
+            return msgspec.json.encode({"object": "list", "data": data, **ends, "has_more": more})
+
+        size = sum(map(len, kept))
+        return Response(await self._service.bodies.parsed(listed, size), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         """`DELETE /v1/responses/ID`."""

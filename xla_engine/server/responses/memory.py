@@ -39,11 +39,15 @@ class Memory:
 
     def response(self, tenant: str, name: str) -> bytes:
         """A response as JSON, which all who read it share. Raises ApiError if there is none, or it is another's."""
+        return self.kept(tenant, name)[0]
+
+    def kept(self, tenant: str, name: str) -> tuple[bytes, bytes]:
+        """A response and its items as JSON. Raises ApiError as `response` does."""
         data = self._kept[tenant].get(name) if tenant in self._kept else None
         if data is None:
             message = f"no response found with id {name[:100]!r}; those with store: true are kept for a while"
             raise ApiError(404, message, code="not_found", param="id")
-        return data[0]
+        return data
 
     def delete(self, tenant: str, name: str) -> None:
         """Raises ApiError as `response` does."""

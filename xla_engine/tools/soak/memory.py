@@ -9,7 +9,6 @@ import resource
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from xla_engine.runner.kv_moves import ParkedState
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.text.token_mask import TokenMask
+from xla_engine.utils import resident
 
 # What must be gone when the engine is.
 MORTAL = (
@@ -46,16 +46,10 @@ def resident_bytes(process: int | None = None) -> int:
     first: it grows with every engine.
     """
     if process is not None:
-        with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
-        return 0
+        return resident.resident_bytes(process) or 0
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return pages * resource.getpagesize()
+    return resident.resident_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def survivors() -> Counter[str]:
