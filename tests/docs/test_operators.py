@@ -11,7 +11,7 @@ from xla_engine.observability.stats import EngineStats
 from xla_engine.server.metrics import SERVER_METRICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
-ROW = re.compile(r"^\| `((?:vllm:|xla_engine_)\w+)` \| (\w+) \| (\S.*?) \|.*\|$", re.MULTILINE)
+ROW = re.compile(r"^\| `((?:vllm:|xla_engine_|process_)\w+)` \| (\w+) \| (\S.*?) \|.*\|$", re.MULTILINE)
 
 
 def test_every_metric_is_in_the_page_and_the_reverse() -> None:
