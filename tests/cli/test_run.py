@@ -20,6 +20,7 @@ from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
+from xla_engine.cli._run import batch
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
 
@@ -44,11 +45,32 @@ def test_another_engine_does_not_go_on(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_file(tmp_path, prompts(3))
-    other = EngineIdentity(model="other", dtype="none", config={}, platform={})
-    monkeypatch.setattr(engine, "identity", lambda: other)
+    other = EngineIdentity(model="other", dtype="none", config={"lag": 0, "seed": 7}, platform={})
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "identity", lambda: other)
+        result, records = run_file(tmp_path, prompts(5), "--resume")
+        every = "model: fake and other; engine option lag: absent and 0; engine option seed: absent and 7"
+        assert_not_started(result, f"then and now, {every}. Resume with the same")
+        assert len(records) == 3
+        patch.setattr(batch, "recall", lambda digest: None)
+        assert_not_started(run_file(tmp_path, prompts(5), "--resume")[0], "not one that ran on this machine")
+
+
+def test_a_resumed_run_takes_the_recorded_length(tmp_path: Path, engine: FakeEngine) -> None:
+    """The default was another one when less memory was free, and nothing could be resumed then."""
+
+    def identity() -> EngineIdentity:
+        length = engine.options["max_model_len"] or engine.default_length  # type: ignore[attr-defined]
+        return EngineIdentity(model="m", dtype="none", config={"max_model_len": length}, platform={})
+
+    engine.identity = identity  # type: ignore[method-assign]
+    engine.default_length = 8192  # type: ignore[attr-defined]
+    run_file(tmp_path, prompts(3))
+    engine.default_length = 4096  # type: ignore[attr-defined]
     result, records = run_file(tmp_path, prompts(5), "--resume")
-    assert_not_started(result, "another model")
-    assert len(records) == 3
+    assert result.exit_code == 0 and len(records) == 5
+    result, _ = run_file(tmp_path, prompts(6), "--resume", "--max-model-len", "4096")
+    assert_not_started(result, "then and now, engine option max_model_len: 8192 and 4096. Resume")
 
 
 def test_error_file_and_retry(tmp_path: Path, engine: FakeEngine) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from xla_engine.batch.known_engines import recall, remember
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
@@ -130,6 +131,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                     table.finish(source, settings.shard, failed=False)
                 return RunTotals(), [f"shard {settings.shard} has none of the input's lines"]
             lines = itertools.chain([] if first is None else [first], lines)
+            engine_options = _as_recorded(engine_options, done)
             engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
             check_template(request, engine, engine_options["model"])
             header = _header(engine, settings, done, engine_options["model"])
@@ -177,13 +179,30 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
             raise OutputError(f"{first} and {second} are the same file; results need one of their own")
 
 
+def _as_recorded(options: dict[str, Any], done: FinishedLines) -> dict[str, Any]:
+    """The options of a resumed run, with the first run's length where none is asked for: it may have had more memory,
+    or another default."""
+    made_with = recall(done.system_fingerprint)
+    if made_with is None or options["max_model_len"] is not None:
+        return options
+    return options | {"max_model_len": made_with.config.get("max_model_len")}
+
+
 def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model: str | None) -> ResultHeader:
     """The header of all results. A resumed run takes over what the first run wrote."""
-    digest = engine.identity().digest()
+    identity = engine.identity()
+    digest = identity.digest()
+    remember(identity)
     if done.system_fingerprint not in (None, digest):
+        made_with = recall(done.system_fingerprint)
+        differences = (
+            "another model, option, version or device (not one that ran on this machine)"
+            if made_with is None
+            else f"then and now, {'; '.join(made_with.differences(identity))}"
+        )
         raise OutputError(
-            f"the output was made with engine {done.system_fingerprint}, this one is {digest}: another model, "
-            "option, version or device. Resume with the same, or use another file"
+            f"the output was made with engine {done.system_fingerprint}, this one is {digest}: {differences}. "
+            "Resume with the same, or use another file"
         )
     created = next(time for time in (settings.created, done.created, int(time.time())) if time is not None)
     return ResultHeader(

@@ -105,6 +105,15 @@ def read_own(path: Path) -> bytes:
         return file.read()
 
 
+def write_own(path: Path, text: str) -> None:
+    """Write a file that `read_own` reads, whole or not at all. Raises OSError."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        made.write_text(text, encoding="utf-8")
+        made.chmod(0o600)
+        os.replace(made, path)
+
+
 def _close_to_group(directory: Path) -> None:
     """Take write permission from the group, which a umask of 002 gives to every directory."""
     status = directory.stat()

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from xla_engine import graphs, scheduler
 from xla_engine.environment import compile_cache_directory, xla_flags
 from xla_engine.runner.native_library.build import library_digest
-from xla_engine.runner.native_library.cache import private_directory, read_own
+from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
 from xla_engine.runner.native_library.instruction_sets import processor
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
@@ -40,7 +39,9 @@ def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck |
         return found
     check = run_self_check(runner, vocab_size)
     if check is not None and check.ok and not check.differences:
-        _write(path, replace(check, day=time.strftime("%Y-%m-%d")))
+        kept = asdict(replace(check, day=time.strftime("%Y-%m-%d")))
+        with contextlib.suppress(OSError):  # the next start checks again
+            write_own(path, json.dumps(kept))
     return check
 
 
@@ -82,12 +83,3 @@ def _read(path: Path) -> SelfCheck | None:
         return SelfCheck(**fields | {"differences": ()})
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _write(path: Path, check: SelfCheck) -> None:
-    """Whole or not at all; where it cannot be kept, the next start checks again."""
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        made.write_text(json.dumps(asdict(check)), encoding="utf-8")
-        made.chmod(0o600)
-        os.replace(made, path)
