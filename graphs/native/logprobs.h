@@ -8,6 +8,24 @@ namespace xla_engine {
 
 constexpr int64_t kMostLogprobs = 20;  // `MAX_LOGPROBS` of graphs.row_state.limits
 
+// The natural logarithm of a normal number: one computation everywhere, where libm's follows the machine. Reduction to
+// [sqrt(1/2), sqrt(2)) and the polynomial of fdlibm's e_log.c; within an ulp.
+inline double Log(double x) {
+  if (!(x > 0) || x > std::numeric_limits<double>::max()) return std::log(x);  // NaN and infinities are exact
+  int64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const int64_t exponent = (bits - 0x3FE6A09E667F3BCD) >> 52;
+  bits -= exponent * (int64_t{1} << 52);
+  double f;
+  std::memcpy(&f, &bits, sizeof f);
+  f -= 1;
+  const double s = f / (2 + f), z = s * s, w = z * z, half = 0.5 * f * f, n = static_cast<double>(exponent);
+  const double even = w * (3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01));
+  const double odd = 2.857142874366239149e-01 + w * (1.818357216161805012e-01 + w * 1.479819860511658591e-01);
+  const double rest = z * (6.666666666666735130e-01 + w * odd) + even;
+  return n * 6.93147180369123816490e-01 - ((half - (s * (half + rest) + n * 1.90821492927058770002e-10)) - f);
+}
+
 // exp(values - peak), summed: sixteen at a time within a group, then group by group.
 inline double Normaliser(const float* values, int64_t count, float peak) {
   double total = 0;
@@ -60,7 +78,7 @@ inline void Logprobs(const float* values, int64_t count, float peak, int32_t tok
   *logprob = 0;
   for (int64_t place = 0; place < 1 + 2 * kMostLogprobs; ++place) top[place * stride] = 0;
   if (wanted < 0) return;
-  const double normaliser = std::log(Normaliser(values, count, peak));
+  const double normaliser = Log(Normaliser(values, count, peak));
   const auto relative = [&](float value) { return static_cast<float>(static_cast<double>(value) - peak - normaliser); };
   *logprob = relative(values[token]);
   if (wanted == 0) return;

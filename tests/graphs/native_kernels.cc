@@ -343,6 +343,15 @@ void CheckSampling(int64_t count, RowFields params) {
     Check(top[1 + place] == (place < count ? order[place] : -1), "one of the most likely", place);
 }
 
+// Our logarithm is within an ulp of libm's, wherever sums of exponentials can be.
+void CheckLog() {
+  for (double x = 1e-3; x < 1e7; x *= 1.0009765625) {
+    const double wanted = std::log(x);
+    Check(std::abs(Log(x) - wanted) <= 2.3e-16 * std::max(std::abs(wanted), 1e-3), "a logarithm", static_cast<int64_t>(x));
+  }
+  Check(Log(1.0) == 0 && std::isnan(Log(std::nan(""))) && Log(HUGE_VAL) == HUGE_VAL, "a special logarithm", 0);
+}
+
 // Multiples of 2^-16 between -1 and 1, and rounded to T, by integers alone: the same on all machines.
 template <typename T>
 std::vector<T> Fixed(int64_t count) {
@@ -413,6 +422,11 @@ void PrintBits() {
     const float found = First(Exp(All(x)));
     rest.Add(&found, 1);
   }
+  Hash logs;
+  for (double x = 1; x < 1e7; x *= 1.0009765625) {
+    const double found = Log(x);
+    logs.Add(&found, 1);
+  }
   for (int64_t keys : {1, 17, 200}) HashAttention<BFloat16>(products, 64, keys, 1), HashAttention<float>(rest, 48, keys, 1);
   HashAttention<BFloat16>(products, 96, 200, 16), HashAttention<float>(rest, 64, 200, 7);
   for (int64_t head_dim : {32, 64, 80, 128}) HashHeads(rest, head_dim);
@@ -429,6 +443,7 @@ void PrintBits() {
   rest.Print("rest");
   sampler.Print("sampler");
   groups.Print("groups");
+  logs.Print("logs");
 }
 
 // Microseconds of one head over `count` keys, one thread, keys and values in the caches.
@@ -528,6 +543,7 @@ int main(int count, char** words) {
   for (int64_t width : {64, 192, 576, 1536}) CheckGroups(width);
   CheckSaturation();
   CheckExponential();
+  CheckLog();
   for (int64_t keys : {1, 2, 17, 32, 33, 200}) {
     CheckAttention<BFloat16>(64, keys, 1), CheckAttention<float>(48, keys, 1);
     if (keys > 16) CheckAttention<BFloat16>(96, keys, 16), CheckAttention<float>(64, keys, 7);

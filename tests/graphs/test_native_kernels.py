@@ -26,7 +26,12 @@ ARM = ("aarch64", "arm64")
 COMPILED = (*FLAGS, "-static")
 # Hashes of what kernels make of fixed numbers, on every machine (findings/same_bits.md).
 PRODUCTS = "products 547fd87448d2ca9d"
-REST = ["rest 62cca53733acb908", "sampler abe267bd3842398d", "groups fea06de3980b6d56"]
+REST = [
+    "rest 62cca53733acb908",
+    "sampler abe267bd3842398d",
+    "groups fea06de3980b6d56",
+    "logs 00c15a232d2d3ee8",
+]
 
 
 def run(compiler: str, flags: tuple[str, ...], directory: Path, *emulator: str) -> tuple[str, list[str]]:

@@ -66,6 +66,7 @@ def test_graphs_know_neither_host_nor_files(path: Path) -> None:
         "__future__",
         "collections",
         "dataclasses",
+        "decimal",
         "functools",
         "math",
     }

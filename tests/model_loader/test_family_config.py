@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,13 @@ from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig, Rope, RopeScaling
 from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.graphs.ops.norms import apply_rope
-from xla_engine.graphs.ops.rope import inverse_frequencies, rope_tables, rotary_order
+from xla_engine.graphs.ops.rope import (
+    cosines_and_sines,
+    inverse_frequencies,
+    power,
+    rope_tables,
+    rotary_order,
+)
 from xla_engine.model_loader.config_json import read_model, read_special_tokens
 from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import open_model
@@ -221,3 +230,38 @@ def test_flags_decide_which_parameters_a_layer_has() -> None:
     }
     assert plain - shapes.keys() == {"input_norm", "pre_feedforward_norm"}
     assert shapes["q_norm"] == (96,) and shapes["k_norm"] == (48,) and shapes["sinks"] == (6,)
+
+
+def test_tables_are_the_same_bits_whatever_of_the_processor_numpy_uses() -> None:
+    """NumPy's own `power`, `cos` and `sin` differ between instruction sets; so do libm's between machines."""
+    llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = RopeScaling(rope_type="llama3", original_max_position_embeddings=64, **llama)
+    program = f"""if True:
+        import hashlib
+        from xla_engine.graphs.config import *
+        from xla_engine.graphs.ops.rope import rope_tables
+        for model in {[changed(rope_theta=1e6), changed(rope_theta=5e5, rope_scaling=scaling)]!r}:
+            print(hashlib.sha256(rope_tables(model, 3000)).hexdigest())
+    """
+    numpy = np._core._multiarray_umath
+    present = [name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__[name]]
+    found = set()
+    for disabled in ("", " ".join(present)):
+        environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": disabled}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert len(done.stdout.split()) == 2, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_angles_are_turned_to_the_nearest_number() -> None:
+    angles = np.arange(0, 1 << 20, 37, dtype=np.float32)[:, None] * np.geomspace(1, 1e-6, 5).astype(
+        np.float32
+    )
+    exact = angles.astype(np.float64)
+    wanted = np.stack([np.cos(exact), np.sin(exact)], axis=1)
+    found = cosines_and_sines(angles)
+    assert np.abs(found - wanted).max() < 2.0**-24
+    assert (found != wanted.astype(np.float32)).sum() <= 1
+    assert [power(10000.0, each) for each in (0.0, 0.5, 1.0)] == [1.0, 100.0, 10000.0]

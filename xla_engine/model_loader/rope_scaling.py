@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from xla_engine.graphs.config import FULL, SLIDING, RopeScaling
+from xla_engine.graphs.ops.rope import natural_log
 from xla_engine.model_loader.families import Family
 from xla_engine.model_loader.json_fields import Fields
 
@@ -176,7 +177,7 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     """The factor that is given, or that of the paper (Peng et al. 2023, section 3.4)."""
 
     def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return 0.1 * weight * natural_log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.values.get("attention_factor") is not None:
         return rope.number("attention_factor", high=1e6)
@@ -192,7 +193,7 @@ def _longrope(rope: Fields, config: Fields, original: int) -> RopeScaling:
     if rope.values.get("attention_factor") is not None:
         attention = rope.number("attention_factor", high=1e6)
     else:
-        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        attention = math.sqrt(1 + natural_log(factor) / natural_log(original)) if factor > 1 else 1.0
     return RopeScaling(
         rope_type="longrope",
         factor=factor,
