@@ -32,6 +32,16 @@ AMONG = (8, 48)  # other requests beside one
 LONG = (8, 48, 256)
 LENGTHS = (63, 64, 65, 255, 256, 257)  # of prompts: around the sizes of blocks
 IMPROBABLE = -14.0  # nats: answers this unlikely to be drawn twice are not drawn twice by chance (1e-6)
+_NEEDED = {  # features of a target, and what it means if one is missing
+    "cut": ("cut", "the target does not take max_tokens"),
+    "stream": ("stream", "the target does not stream"),
+    "seed": ("seed", "the target does not take a seed"),
+    "n": ("n", "the target does not take n"),
+    "score": ("score", "the target returns no log-probabilities of prompts of token ids"),
+}
+_NOTHING = Difference(
+    position=None, left="", right="", delta=None, gap=None
+)  # seen where there should be one
 
 
 def check(
@@ -88,10 +98,7 @@ class _Checks:
         self._draw = random.Random(seed)
         self._fresh = random.Random()  # what no cache may know is new in every run
         self._stream = "stream" in target.features
-        self._asks = [
-            self._ask(max_tokens=self._draw.randrange(16, 33), tokens=self._draw.randrange(20, 100))
-            for _ in range(requests)
-        ]
+        self._asks = [self._drawn() for _ in range(requests)]
         self._alone: list[Answer] = []
         self._digits = 0
         self._errors: dict[str, int] = {}
@@ -116,15 +123,15 @@ class _Checks:
             self._progress(name)
             if name == "restart" and earlier is None:
                 continue
-            row = Row(name=name)
+            row = self._row = Row(name=name)
             if name != "alone":
                 self.report.rows.append(row)
-            self._row = row
+            feature, without = _NEEDED.get(name, (None, None))
+            if stopped is not None or (feature is not None and feature not in self._target.features):
+                row.hidden = stopped or without
+                continue
             try:
-                if stopped is None:
-                    step()
-                else:
-                    row.hidden = stopped
+                step()
             except LimitReached as limit:
                 stopped = row.hidden = str(limit)
         self._conclude()
@@ -135,6 +142,9 @@ class _Checks:
     def _ask(self, *, tokens: int = 40, **options: Any) -> Ask:
         options.setdefault("stream", self._stream)
         return Ask(prompt=draw_prompt(self._draw, tokens, self._target.corpus), **options)
+
+    def _drawn(self) -> Ask:
+        return self._ask(max_tokens=self._draw.randrange(16, 33), tokens=self._draw.randrange(20, 100))
 
     def _one(self, ask: Ask) -> Answer:
         return self._seen(self._target.run([ask])[0])
@@ -147,36 +157,31 @@ class _Checks:
         return answer
 
     def _compare(
-        self, label: str, ask: Ask, left: Answer, right: Answer, *, begins: bool = False
-    ) -> Finding | None:
-        """Count one comparison of first choices; the finding if they differ, None if not or if one failed."""
+        self, label: str, ask: Ask, left: Answer, right: Answer, *, begins: bool = False, cause: str = ""
+    ) -> Difference | None:
+        """Count one comparison of first choices, and what is found; None if they agree or one failed."""
         if left.error is not None or right.error is not None:
             self._row.failed += 1
             return None
         one, two = left.choices[0], right.choices[0]
         self._row.compared += 1
-        self._row.tokens += len(one.tokens)
         self._row.with_logprobs += one.logprobs is not None and two.logprobs is not None
         found = compare(one, two, begins=begins)
-        return None if found is None else self._found(label, ask, found)
+        if found is not None:
+            self._found(label, ask, found, cause)
+        return found
 
-    def _found(self, label: str, ask: Ask, difference: Difference, cause: str | None = None) -> Finding:
+    def _found(self, label: str, ask: Ask, difference: Difference, cause: str) -> None:
         command = self._target.reproduce(ask)
-        finding = Finding(label=label, difference=difference, command=command, cause=cause or "")
-        self._row.findings.append(finding)
-        return finding
+        self._row.findings.append(Finding(label=label, difference=difference, command=command, cause=cause))
 
     def _conclude(self) -> None:
         report = self.report
-        report.target = self._target.describe()
-        report.digits = self._digits
-        report.errors = self._errors
+        report.target, report.digits, report.errors = self._target.describe(), self._digits, self._errors
         for row in report.rows:
-            largest = max((each.difference.delta or 0.0 for each in row.findings), default=0.0)
-            row.findings = [
-                replace(each, cause=each.cause or each.difference.cause(largest)) for each in row.findings
-            ]
-            row.largest = largest
+            row.largest = max((each.difference.delta or 0.0 for each in row.findings), default=0.0)
+            for place, each in enumerate(row.findings):
+                row.findings[place] = replace(each, cause=each.cause or each.difference.cause(row.largest))
             row.findings.sort(key=lambda each: WORST_FIRST.index(each.cause.partition(":")[0]))
         if 0 < self._digits <= 5:
             report.notes.append(
@@ -189,27 +194,17 @@ class _Checks:
         ask = self._asks[0] if self._asks else self._ask(max_tokens=32)
         answers = [self._one(ask) for _ in range(5)]
         self._save("repeat", ask, answers[0])
-        pairs = list(combinations(range(5), 2))
-        for one, two in pairs:
-            found = self._compare(f"runs {one + 1} and {two + 1}", ask, answers[one], answers[two])
-            if found is not None:
-                self._row.findings[-1] = replace(found, cause=NOT_REPEATABLE)
-        differing = [pair for pair, found in zip(pairs, self._pairs(answers), strict=True) if found]
-        if differing and all(0 in pair for pair in differing) and len(differing) == 4:
-            self._row.note = (
-                "run 1 differs from runs 2 to 5, which agree: the first run is another computation"
+        differing = [
+            (one, two)
+            for one, two in combinations(range(5), 2)
+            if self._compare(
+                f"runs {one + 1} and {two + 1}", ask, answers[one], answers[two], cause=NOT_REPEATABLE
             )
-
-    def _pairs(self, answers: list[Answer]) -> list[bool]:
-        return [
-            not (one.error or two.error) and compare(one.choices[0], two.choices[0]) is not None
-            for one, two in combinations(answers, 2)
         ]
+        if len(differing) == 4 and all(0 in pair for pair in differing):
+            self._row.note = "run 1 differs from runs 2 to 5, which agree: its computation is another one"
 
     def _cut(self) -> None:
-        if "cut" not in self._target.features:
-            self._row.hidden = "the target does not take max_tokens"
-            return
         for number in range(3):
             ask = self._ask(max_tokens=32)
             short = replace(ask, max_tokens=8)
@@ -217,9 +212,6 @@ class _Checks:
             self._compare(label, ask, self._one(short), self._one(ask), begins=True)
 
     def _streamed(self) -> None:
-        if not self._stream:
-            self._row.hidden = "the target does not stream"
-            return
         for number in range(3):
             ask = self._ask(max_tokens=24)
             self._compare(f"prompt {number + 1}", ask, self._one(replace(ask, stream=False)), self._one(ask))
@@ -229,23 +221,19 @@ class _Checks:
 
     def _seed(self) -> None:
         """Equal seeds agree and others do not, as far as chance allows to tell."""
-        if "seed" not in self._target.features:
-            self._row.hidden = "the target does not take a seed"
-            return
         told = False
         for number in range(3):
             ask = self._sampled(seed=11 + number)
             answers = [self._one(ask), self._one(ask), self._one(replace(ask, seed=1011 + number))]
-            found = self._compare(f"prompt {number + 1}, one seed twice", ask, answers[0], answers[1])
-            if found is not None and found.difference.position is not None:
-                self._row.findings[-1] = replace(found, cause=SEED_IGNORED)
-            elif found is None and not any(each.error for each in answers):
-                one, other = answers[0].choices[0], answers[2].choices[0]
-                same = compare(one, other) is None
-                if same and _chance(one) < IMPROBABLE:
-                    nothing = Difference(position=None, left="", right="", delta=None, gap=None)
-                    self._found(f"prompt {number + 1}, two seeds give one answer", ask, nothing, SEED_IGNORED)
-                told = told or not same
+            label, (one, again, other) = f"prompt {number + 1}", answers
+            found = compare_answers(one, again)
+            cause = SEED_IGNORED if found is not None and found.position is not None else ""
+            self._compare(f"{label}, one seed twice", ask, one, again, cause=cause)
+            if found is None and one.choices and other.choices:
+                if compare_answers(one, other) is not None:
+                    told = True
+                elif _chance(one.choices[0]) < IMPROBABLE:
+                    self._found(f"{label}, two seeds give one answer", ask, _NOTHING, SEED_IGNORED)
         ask = self._sampled()
         if compare_answers(self._one(ask), self._one(ask)) is not None:
             self._row.note = "without a seed, answers differ"
@@ -253,9 +241,6 @@ class _Checks:
             self._row.hidden = "no two seeds gave different answers, which may be chance"
 
     def _several(self) -> None:
-        if "n" not in self._target.features:
-            self._row.hidden = "the target does not take n"
-            return
         ask = self._sampled(seed=7, n=4, stream=False)
         answer = self._one(ask)
         if len(answer.choices) != 4:
@@ -268,17 +253,13 @@ class _Checks:
             return
         self._row.compared += 1
         if alike:
-            nothing = Difference(position=None, left="", right="", delta=None, gap=None)
-            self._found("n 4: all choices are alike", ask, nothing, SEED_IGNORED)
+            self._found("n 4: all choices are alike", ask, _NOTHING, SEED_IGNORED)
 
     def _run_alone(self) -> None:
         """What all checks after it compare with; some requests sample, where a seed has been seen to work."""
-        works = any(row.name == "seed" and row.verdict == "same" for row in self.report.rows)
-        if works:
-            self._asks = [
-                replace(ask, temperature=0.8, seed=place) if place % 3 == 2 else ask
-                for place, ask in enumerate(self._asks)
-            ]
+        if any(row.name == "seed" and row.verdict == "same" for row in self.report.rows):
+            for place in range(2, len(self._asks), 3):
+                self._asks[place] = replace(self._asks[place], temperature=0.8, seed=place)
         for place, ask in enumerate(self._asks):
             self._alone.append(self._one(ask))
             self._save(f"request {place}", ask, self._alone[-1])
@@ -291,14 +272,8 @@ class _Checks:
                 for begin in range(0, len(self._asks), size + 1):
                     places = range(begin, min(begin + size + 1, len(self._asks)))
                     own = [self._asks[place] for place in places]
-                    rest = size + 1 - len(own)
-                    fillers = [
-                        self._ask(
-                            max_tokens=self._draw.randrange(16, 33), tokens=self._draw.randrange(20, 100)
-                        )
-                        for _ in range(rest)
-                    ]
-                    group = [replace(each, delay_s=self._draw.random() * spread_s) for each in own + fillers]
+                    group = own + [self._drawn() for _ in range(size + 1 - len(own))]
+                    group = [replace(each, delay_s=self._draw.random() * spread_s) for each in group]
                     answers = [self._seen(each) for each in self._target.run(group)]
                     overlaps += [each.peers or 0 for each in answers[: len(own)]]
                     for place, answer in zip(places, answers, strict=False):
@@ -312,22 +287,17 @@ class _Checks:
 
     def _judge_in_batch(self, label: str, place: int, answer: Answer) -> None:
         ask, alone = self._asks[place], self._alone[place]
-        found = self._compare(label, replace(ask, delay_s=0.0), alone, answer)
-        if found is None:
-            return
-        whose = [
-            number
-            for number, other in enumerate(self._alone)
-            if number != place
-            and other.choices
-            and _one_begins_the_other(other.choices[0], answer.choices[0])
-        ]
-        if whose and compare(alone.choices[0], self._alone[whose[0]].choices[0]) is not None:
-            self._row.findings[-1] = replace(
-                found, cause=f"not rounding: this is the answer to request {whose[0]}"
-            )
-        elif ask.temperature and found.difference.position is not None and not found.difference.delta:
-            self._row.findings[-1] = replace(found, cause=f"{SEED_IGNORED}: the draw depends on the batch")
+        found = compare_answers(alone, answer)
+        cause = ""
+        if found is not None:
+            for number, other in enumerate(self._alone):
+                if compare_answers(alone, other) and _one_begins_the_other(
+                    other.choices[0], answer.choices[0]
+                ):
+                    cause = f"not rounding: this is the answer to request {number}"
+            if not cause and ask.temperature and found.position is not None and not found.delta:
+                cause = f"{SEED_IGNORED}: the draw depends on the batch"
+        self._compare(label, ask, alone, answer, cause=cause)
 
     def _prefix(self) -> None:
         hits, corpus = 0, self._target.corpus
@@ -346,9 +316,6 @@ class _Checks:
             self._row.hidden = "no hit in a prefix cache was seen"
 
     def _score(self) -> None:
-        if "score" not in self._target.features:
-            self._row.hidden = "the target returns no log-probabilities of prompts of token ids"
-            return
         for number in range(4):
             ask = self._ask(max_tokens=16)
             sampled = self._one(ask)

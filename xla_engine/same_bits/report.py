@@ -43,14 +43,13 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One check. compared: pairs of answers, of which `with_logprobs` show log-probabilities, and `tokens` tokens.
+    """One check. compared: pairs of answers, of which `with_logprobs` show log-probabilities.
     failed: pairs of which one had no answer. largest: difference of log-probabilities, in nats. proven: comparisons
     with a proven overlap, and `overlap` its median and maximum. hidden: why nothing could be seen."""
 
     name: str
     compared: int = 0
     with_logprobs: int = 0
-    tokens: int = 0
     failed: int = 0
     largest: float = 0.0
     proven: int | None = None
