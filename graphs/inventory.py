@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 # XLA's rsqrt begins with the processor's estimate and refines it once on AMD and twice on Intel: with this option off
-# it is a division by a root, whose bits are IEEE's.
+# it is a division by a root, whose bits are IEEE's (findings/same_bits.md).
 _OPTIONS = {"xla_cpu_enable_platform_dependent_math": False}
 
 
