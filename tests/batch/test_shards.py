@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.command_line import ROOT, invoke, records_of
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.requests import LineError, custom_id_of, parse_line
 from xla_engine.batch.shards.shard import Shard, read_state, state_path
+from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import ConfigError
 
 __all__ = ["engine"]
@@ -118,6 +120,41 @@ def test_shards_of_different_engines_are_merged_only_when_asked(tmp_path: Path, 
     done = invoke("merge", *parts, "-o", tmp_path / "out.jsonl")
     assert done.exit_code == 2 and "--any-engine" in done.stderr
     assert invoke("merge", *parts, "-o", tmp_path / "out.jsonl", "--any-engine").exit_code == 0
+
+
+def test_shards_of_other_numbers_of_devices_are_merged_where_no_bit_depends_on_it(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = whole(tmp_path)
+    for products, status in (("native", 0), ("xla", 2)):
+        platform = {"linear": products, "attention": "native"}
+        parts = []
+        for index, devices in enumerate([{}, {"tensor_parallel_size": 2}]):
+            one = EngineIdentity(model="fake", dtype="none", config=devices, platform=platform)
+            monkeypatch.setattr(engine, "identity", lambda found=one: found)
+            parts.append(tmp_path / f"{products}-{index}.jsonl")
+            options = ("--shard", f"{index}/2", *CREATED)
+            assert invoke("run", tmp_path / "in.jsonl", "-o", parts[-1], *options).exit_code in (0, 1)
+        done = invoke("merge", *parts, "-o", tmp_path / f"{products}.jsonl")
+        assert done.exit_code == status, done.output
+        assert status or len(records_of(tmp_path / f"{products}.jsonl")) == len(expected.splitlines())
+
+
+def test_a_run_on_several_devices_goes_on_whose_file_names_them(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = {"linear": "native", "attention": "native"}
+    one = EngineIdentity(model="fake", dtype="none", config={"tensor_parallel_size": 2}, platform=platform)
+    older = one.digest(with_devices=True)
+    assert older != one.digest() == replace(one, config={}).digest()
+    assert not one.differences(replace(one, config={}))
+    monkeypatch.setattr(engine, "identity", lambda: one)
+    expected = whole(tmp_path).replace(one.digest().encode(), older.encode())
+    lines = expected.splitlines(keepends=True)
+    (tmp_path / "whole.jsonl").write_bytes(b"".join(lines[:10]))
+    done = invoke("run", tmp_path / "in.jsonl", "-o", tmp_path / "whole.jsonl", "--resume", "--no-progress")
+    assert done.exit_code == 0, done.output
+    assert sorted((tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
 def test_a_merge_replaces_nothing_unasked(tmp_path: Path, engine: FakeEngine) -> None:

@@ -57,11 +57,13 @@ def test_a_row_is_a_request_of_its_columns() -> None:
         assert isinstance(request_of(row, {}, None, len), LineError)
 
 
-def test_functions_before_and_after_see_all_columns_and_errors_pass_by() -> None:
+def test_functions_before_and_after_see_all_columns_and_errors_widen_no_table() -> None:
     assert _Before(lambda row: {"prompt": row["a"]})({"a": 1, "b": 2}) == {"a": 1, "b": 2, "prompt": 1}
     after = _After(lambda row: {"answer": row["generated_text"]})
     assert after({"generated_text": "x", ERROR: ""}) == {"answer": "x", ERROR: ""}
-    assert after({"generated_text": "", ERROR: "why", "a": 1}) == {"generated_text": "", ERROR: "why", "a": 1}
+    assert after({"generated_text": "", ERROR: "why", "a": 1}) == {"answer": "", ERROR: "why"}
+    fails = _After(lambda row: {"first": row["generated_text"][0]}, ("key",))
+    assert fails({"generated_text": "", ERROR: "why", "key": 1, "a": 1}) == {"key": 1, ERROR: "why"}
 
 
 @pytest.fixture
@@ -107,6 +109,10 @@ def test_an_actor_gives_each_row_its_columns(actor: type[EngineActor], embedded:
     assert same[0]["generated_tokens"] == same[1]["generated_tokens"]
 
 
+def test_an_actor_takes_options_by_vllms_names(actor: type[EngineActor]) -> None:
+    assert batch_of(actor(settings(engine={"enable_chunked_prefill": True})), ROWS[:1])[0][ERROR] == ""
+
+
 def test_a_bad_row_ends_the_job_only_where_asked_for(actor: type[EngineActor]) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         batch_of(actor(settings(should_continue_on_error=False)), ROWS[:2])
@@ -116,5 +122,8 @@ def test_a_bad_row_ends_the_job_only_where_asked_for(actor: type[EngineActor]) -
 def test_what_is_no_stage_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ModelStage(**fields)
+    with pytest.raises(ConfigError, match="enable_chunked_prefill=False is not possible here"):
+        ModelStage(engine={"enable_chunked_prefill": False})
+    ModelStage(engine={"enable_chunked_prefill": True, "gpu_memory_utilization": 0.5})
     with pytest.raises(InvalidRequestError):
         ModelStage(sampling={"temprature": 1})

@@ -77,7 +77,7 @@ def soak(
 
     At the end of each round every request must have one result of a reason that fits, all slots, blocks and parked
     bytes must be back, nothing may have been compiled, and some requests run alone: the bits must be the same. At the
-    end of each life nothing of the engine may live on, and over all lives the memory must not grow.
+    end of each life nothing of the engine may live on, and each request may leave at most 1 kB of memory behind.
 
     \b
     Exit status: 0 all held, 1 something did not, 2 could not start.

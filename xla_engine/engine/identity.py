@@ -23,9 +23,21 @@ class EngineIdentity:
     config: Mapping[str, Any]
     platform: Mapping[str, str]
 
-    def digest(self) -> str:
-        """Sixteen hex digits; equal where `differences` finds nothing."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+    def digest(self, *, with_devices: bool = False) -> str:
+        """Sixteen hex digits; equal where `differences` finds nothing.
+
+        with_devices: as files from before this rule have it, with `tensor_parallel_size` even where no bit depends
+            on it.
+        """
+        known = asdict(self) if with_devices else {**asdict(self), "config": self._options()}
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _options(self) -> dict[str, Any]:
+        """The options that bits depend on: with the C++ products they are those of one device on any number."""
+        native = self.platform.get("linear") == self.platform.get("attention") == "native"
+        return {
+            name: value for name, value in self.config.items() if name != "tensor_parallel_size" or not native
+        }
 
     def differences(self, other: EngineIdentity) -> list[str]:
         """One line per field that differs, this identity's value first."""
@@ -37,7 +49,7 @@ class EngineIdentity:
         ]
 
     def _flat(self) -> dict[str, Any]:
-        options = {f"engine option {name}": value for name, value in self.config.items()}
+        options = {f"engine option {name}": value for name, value in self._options().items()}
         return {"model": self.model, "dtype": self.dtype, **self.platform, **options}
 
 

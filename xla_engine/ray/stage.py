@@ -17,6 +17,7 @@ from xla_engine.batch.submit import submit_prompt
 from xla_engine.config import EngineConfig
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.errors import ConfigError, EngineClosedError
+from xla_engine.open_engine import engine_config
 from xla_engine.ray.rows import (
     ERROR,
     columns_of,
@@ -39,7 +40,7 @@ class ModelStage:
     """A model, and the actors that run it.
 
     model: as in `LLM`; a path must be there on every node.
-    engine: options of the engine of each actor; a mapping holds fields of `EngineConfig`.
+    engine: options of the engine of each actor; a mapping holds fields of `EngineConfig`, also by vLLM's names.
     sampling: sampling fields of rows that do not say otherwise in `sampling_params`.
     batch_size: rows that an actor gets at a time.
     concurrency: actors; (least, most) scales between the two.
@@ -67,7 +68,7 @@ class ModelStage:
     def __post_init__(self) -> None:
         SamplingParams.from_mapping(self.sampling)
         if isinstance(self.engine, Mapping):
-            EngineConfig(**self.engine)
+            engine_config(self.engine)
         for name in ("batch_size", "max_concurrent_batches"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {getattr(self, name)!r}")
@@ -119,7 +120,8 @@ class Processor:
             **stage.ray_remote_args,
         )
         if self._after is not None:
-            dataset = dataset.map(_After(self._after), **self._after_kwargs)
+            kept = () if stage.id_column is None else (stage.id_column,)
+            dataset = dataset.map(_After(self._after, kept), **self._after_kwargs)
         return dataset
 
 
@@ -136,8 +138,9 @@ def build_processor(
     preprocess: from a row to columns that are added to it: `messages`, `prompt` or `tokenized_prompt`, and
         `sampling_params`. Without it the rows have them.
     postprocess: from a row with all columns so far and `generated_text`, `generated_tokens`, `num_input_tokens`,
-        `num_generated_tokens`, `finish_reason`, `logprobs`, `prompt_logprobs` to the row that the dataset gets. Rows
-        with an error pass it by, as they are.
+        `num_generated_tokens`, `finish_reason`, `logprobs`, `prompt_logprobs` to the row that the dataset gets. It
+        also makes the columns of a row with an error, whose text is "", so that all rows have the same; if it raises,
+        such a row has `id_column` and `__inference_error__` only.
     preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`.
 
     Raises ConfigError where Ray Data is not installed.
@@ -178,13 +181,18 @@ class _Before:
 
 
 class _After:
-    """Makes the row that the dataset gets."""
+    """Makes the row that the dataset gets. kept: columns of a row without a result that the function fails at."""
 
-    def __init__(self, function: RowFunction) -> None:
-        self._function = function
+    def __init__(self, function: RowFunction, kept: tuple[str, ...] = ()) -> None:
+        self._function, self._kept = function, kept
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        return row if row.get(ERROR) else {**self._function(row), ERROR: ""}
+        if not (error := row.get(ERROR)):
+            return {**self._function(row), ERROR: ""}
+        try:
+            return {**self._function(row), ERROR: error}
+        except Exception:  # of a text that is not there
+            return {name: row[name] for name in self._kept if name in row} | {ERROR: error}
 
 
 class _Ends(OutputCollector):
@@ -218,7 +226,7 @@ class EngineActor:
     def __init__(self, stage: dict[str, Any]) -> None:
         from xla_engine.engine.batch_engine import XlaBatchEngine
 
-        self._engine = XlaBatchEngine.from_pretrained(stage["model"], EngineConfig(**stage["engine"]))
+        self._engine = XlaBatchEngine.from_pretrained(stage["model"], engine_config(stage["engine"]))
         self._sampling, self._id_column = stage["sampling"], stage["id_column"]
         self._columns = columns_read(self._id_column)
         self._goes_on = stage["should_continue_on_error"]

@@ -193,7 +193,7 @@ def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model
     identity = engine.identity()
     digest = identity.digest()
     remember(identity)
-    if done.system_fingerprint not in (None, digest):
+    if done.system_fingerprint not in (None, digest, identity.digest(with_devices=True)):
         made_with = recall(done.system_fingerprint)
         differences = (
             "another model, option, version or device (not one that ran on this machine)"
@@ -208,7 +208,7 @@ def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model
     return ResultHeader(
         created=created,
         model="embedded" if model is None else Path(model).resolve().name,
-        system_fingerprint=digest,
+        system_fingerprint=done.system_fingerprint or digest,
         hashes=settings.fingerprint,
         tokenizer=engine.tokenizer,
     )

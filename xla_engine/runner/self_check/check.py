@@ -25,7 +25,8 @@ from xla_engine.runner.weights.adapters import random_adapter
 from xla_engine.scheduler import Sample
 
 _logger = logging.getLogger("xla_engine.self_check")
-_SAMPLES = (8, 3)  # of each probe; fewer where a pool of blocks holds no more
+# Samples of each probe, and whether it has neighbours: less where a pool of blocks holds no more.
+_ATTEMPTS = ((8, True), (3, True), (8, False), (3, False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     """Check a runner with a blank cache, and restrict it to its largest graphs where sizes change bits.
 
     Nothing is compiled. Afterwards the runner is as it was, but for stale values in the cache. None, and the largest
-    graphs only, where a pool of blocks is too small for it.
+    graphs only, where a pool of blocks is too small for it; one that holds a single request is enough for one slot.
     """
     began = time.perf_counter()
     choices = runner.lane_choices, runner.bucket_choices, runner.few_choices
@@ -98,9 +99,9 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     found = None
     if runner.spec.lora is not None:  # with an adapter, as requests may have one
         runner.weights.write_adapter(1, random_adapter(runner.spec))
-    for samples in _SAMPLES:
+    for samples, crowds in _ATTEMPTS if runner.config.num_slots == 1 else _ATTEMPTS[:2]:
         try:
-            found = _compare(runner, vocab_size, samples)
+            found = _compare(runner, vocab_size, samples, crowds=crowds)
             break
         except TooFewBlocksError:
             continue
@@ -177,10 +178,12 @@ class _Differences:
         kind.extend(f"{what}: {difference}" for difference in _difference(found, expected))
 
 
-def _compare(runner: Runner, vocab_size: int, samples: int) -> _Differences:
+def _compare(runner: Runner, vocab_size: int, samples: int, *, crowds: bool) -> _Differences:
     """Compare everything. The longest bucket comes first, as long as no slot holds anything."""
     lane_choices, few_choices = runner.lane_choices, runner.few_choices
-    *shorter, longest = (Probe(runner, vocab_size, size, samples) for size in runner.bucket_choices)
+    *shorter, longest = (
+        Probe(runner, vocab_size, size, samples, crowds=crowds) for size in runner.bucket_choices
+    )
     runner.few_choices = ()
     most, fewer = lane_choices[-1], lane_choices[:-1]
     seen = _Differences()

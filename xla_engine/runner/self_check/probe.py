@@ -61,8 +61,13 @@ class Probe:
     are not computed, as that would take seconds: they are the same in all slots, which is enough to compare.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, bucket: int, samples: int) -> None:
-        """samples: one by the prefill graph, the rest by decode; at most as many as there are rows."""
+    def __init__(
+        self, runner: Runner, vocab_size: int, bucket: int, samples: int, *, crowds: bool = True
+    ) -> None:
+        """samples: one by the prefill graph, the rest by decode; at most as many as there are rows.
+
+        crowds: false for an engine of one slot whose blocks hold one request: no request has a neighbour there.
+        """
         self._runner = runner
         self._vocab_size = vocab_size
         self._draw = random.Random(bucket)
@@ -79,7 +84,8 @@ class Probe:
         # Whole blocks are computed, or none of their positions.
         self._head = math.lcm(chunk, runner.config.block_size if runner.config.uses_blocks else 1)
         self._tail = min(below, length - 1) // self._head * self._head
-        self.slots = (0, rows // 2, rows - 1)
+        self._crowds = crowds
+        self.slots = (0, rows // 2, rows - 1) if crowds else (0,)
 
     def alone(self, lanes: int) -> Found:
         """The first slot by itself."""
@@ -97,6 +103,8 @@ class Probe:
     def crowd(self, lanes: int) -> list[Prompt]:
         """A random neighbour, the probe in each of its slots, and neighbours that fill the last prefill call."""
         probes = [self._in_slot(slot) for slot in self.slots]
+        if not self._crowds:
+            return probes
         used = sum(1 for probe in probes for _ in self._chunks(probe)) + _LEAST_NEIGHBOURS
         others = [slot for slot in range(self._runner.config.device_rows) if slot not in self.slots]
         drawn = self._draw.sample(others, min(len(others), _LEAST_NEIGHBOURS + -used % lanes))
@@ -105,11 +113,14 @@ class Probe:
 
     def among(self, crowd: Sequence[Prompt], lanes: int, keys: int) -> list[Found]:
         """Each of its slots among a crowd."""
-        return self._run(lanes, keys, crowd)[1 : 1 + len(self.slots)]
+        first = int(self._crowds)
+        return self._run(lanes, keys, crowd)[first : first + len(self.slots)]
 
     def between_neighbours(self, slot: int, lanes: int) -> Found:
         """One of its slots to its first sample, in lanes that neighbours share."""
         probe = self._in_slot(slot, samples=1)
+        if not self._crowds:
+            return self._run(lanes, self.bucket, [probe])[0]
         prompts = [self._neighbour(1, 1, samples=1), probe, self._neighbour(2, 2, samples=1)]
         return self._run(lanes, self.bucket, prompts)[1]
 
@@ -119,9 +130,8 @@ class Probe:
         if not sampled:
             return []
         prompts = [self._in_slot(slot, sampled[: slot + 1], samples=1) for slot in range(len(sampled))]
-        pairs = (
-            prompts[at : at + 2] for at in range(0, len(prompts), 2)
-        )  # a pool of blocks may hold no more
+        size = 1 + self._crowds  # a pool of blocks may hold no more
+        pairs = (prompts[at : at + size] for at in range(0, len(prompts), size))
         return [first for pair in pairs for ((first,), _) in self._run(lanes, self.bucket, pair)]
 
     def last_token_alone(self, lanes: int) -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import resource
 import threading
 from collections import Counter
@@ -64,10 +65,13 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "xla-engine-wait"]
 
 
-def slope(points: Sequence[tuple[int, int]]) -> float:
-    """Least-squares slope of y over x; 0 for fewer than three points."""
+def slope(points: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Least-squares slope of y over x, and its standard error; infinite for fewer than three points."""
     if len(points) < 3:
-        return 0.0
+        return 0.0, math.inf
     x, y = np.asarray(points, np.float64).T
-    x = x - x.mean()
-    return float(x @ (y - y.mean())) / max(float(x @ x), 1e-9)
+    x, y = x - x.mean(), y - y.mean()
+    spread = max(float(x @ x), 1e-9)
+    found = float(x @ y) / spread
+    left = y - found * x
+    return found, math.sqrt(float(left @ left) / (len(points) - 2) / spread)

@@ -9,8 +9,7 @@ from xla_engine.tools.soak import memory
 from xla_engine.tools.soak.http_rounds import HttpTally
 from xla_engine.tools.soak.life import Tally
 
-LEAST_ENGINES = 3  # after the warm-up, without which nothing is said of the memory
-ALLOWED_GROWTH = 48 << 20  # bytes, by the slope, from the end of the warm-up to the end of the soak
+ALLOWED_GROWTH = 1024  # bytes a request
 
 
 @dataclass(slots=True)
@@ -68,26 +67,27 @@ class SoakReport:
     http: HttpTally | None = None
 
     @property
-    def bytes_per_request(self) -> float:
-        """Slope of the memory over requests, by least squares."""
-        return memory.slope(self.resident)
+    def growth(self) -> tuple[float, float]:
+        """Bytes that each request left behind, and what that may be wrong by: twice the standard error."""
+        found, error = memory.slope(self.resident)
+        return found, 2 * error
+
+    @property
+    def grows(self) -> bool:
+        """Whether each request surely left more behind than it may."""
+        found, error = self.growth
+        return found - error > ALLOWED_GROWTH
 
     @property
     def is_measured(self) -> bool:
-        """Whether enough engines have ended after the warm-up to say how memory grows."""
-        return len(self.resident) >= LEAST_ENGINES
-
-    @property
-    def growth(self) -> int:
-        """What the slope makes of the whole soak, in bytes."""
-        if not self.is_measured:
-            return 0
-        return round(self.bytes_per_request * (self.resident[-1][0] - self.resident[0][0]))
+        """Whether engines enough have ended after the warm-up to tell growth from their different sizes."""
+        found, error = self.growth
+        return self.grows or found + error <= ALLOWED_GROWTH
 
     @property
     def ok(self) -> bool:
         grows = self.http is not None and self.http.grows
-        return not self.tally.problems and self.growth <= ALLOWED_GROWTH and not grows
+        return not self.tally.problems and not self.grows and not grows
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -118,17 +118,18 @@ class SoakReport:
 
     def memory_line(self) -> str:
         """Memory and its slope as text."""
-        if not self.is_measured:
+        if len(self.resident) < 3:
             return (
-                f"not measured: {len(self.resident)} engines after the warm-up, and {LEAST_ENGINES} are needed; "
-                "run for longer, or with fewer --rounds"
+                f"not measured: {len(self.resident)} engines after the warm-up, and 3 are needed; run for longer, or "
+                "with fewer --rounds"
             )
         mib = 1 << 20
-        first, last = self.resident[0][1], self.resident[-1][1]
+        (_, first), *_, (_, last) = self.resident
+        found, error = self.growth
         return (
-            f"{first / mib:.0f} MiB after the warm-up, {last / mib:.0f} MiB at the end; "
-            f"{self.bytes_per_request:+.0f} bytes a request, {self.growth / mib:+.1f} MiB in all, "
-            f"allowed {ALLOWED_GROWTH / mib:.0f}"
+            f"{first / mib:.0f} MiB after the warm-up, {last / mib:.0f} MiB at the end; {found:+.0f} +- {error:.0f} "
+            f"bytes a request, allowed {ALLOWED_GROWTH}"
+            + ("" if self.is_measured else ": not measured, run for longer")
         )
 
     def _verdict(self) -> Iterator[str]:
@@ -138,7 +139,7 @@ class SoakReport:
             life = problems[0].split(",")[0].partition("/")[2]
             again = f"--seed {self.seed} --first-life {life} --lives 1"
             yield f"to see it again, with the same options: xla-engine soak {again}"
-        if self.growth > ALLOWED_GROWTH:
+        if self.grows:
             yield "  the memory grows"
         if self.http is not None and self.http.grows:
             yield "  the memory of the server grows"
