@@ -23,7 +23,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
-QUANTIZATIONS = (None, "int8")
+GGUF: Final = "gguf"
+QUANTIZATIONS = (None, "int8", GGUF)
 LINEAR_BACKENDS = ("auto", "native", "xla")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 _CHOICES = {
@@ -101,6 +102,8 @@ class EngineConfig:
         int8; "xla" runs anywhere.
     quantization: "int8" keeps matrices, those of experts too, in eight bits, and quantises activations: half the
         memory, other tokens, and a loss of about 0.003 nats (findings/int8.md). None keeps them as `dtype` says.
+        "gguf" keeps the matrices of a quantised GGUF file as they are there, in C++ products only: the memory of the
+        file, and the bits of None (docs/models.md).
     max_waiting: queued requests at most, beyond those that free slots will take; None is unbounded.
     scheduling_policy: which request goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
         "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
@@ -239,7 +242,7 @@ class EngineConfig:
         if self.max_num_batched_tokens is not None:
             at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f"quantization must be None or 'int8', not {shown(self.quantization)}")
+            raise ConfigError(f"quantization must be None, 'int8' or 'gguf', not {shown(self.quantization)}")
         try:
             find_policy(self.scheduling_policy)
         except ValueError as error:

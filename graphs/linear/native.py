@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.experts.native import native_experts, shared_native_experts
 from xla_engine.graphs.experts.routing import Experts, Gather, Route
+from xla_engine.graphs.linear.coded import Coded
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
@@ -39,6 +40,7 @@ from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sharding import Sharding
 
 HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"
+ROWS = "xla_engine_rows"
 _WHOLE = 32  # features of a task
 
 
@@ -63,11 +65,11 @@ class NativeProducts:
         assert not isinstance(x, FeatureMajor)
         if bias is not None:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
-        values, scale = parts_of(weight)
-        if len(values) % _WHOLE:  # a router of few experts
+        (values, scale), features = parts_of(weight), features_of(weight)
+        if features % _WHOLE:  # a router of few experts
             return finished(self.head(weight, norm, x).values, None, residual)
         in_place = {} if residual is None else {5: 0}
-        call = self._call(LINEAR, (len(x), len(values)), jnp.float32, in_place)
+        call = self._call(LINEAR, (len(x), features), jnp.float32, in_place)
         return call(x, self._live(), norm_weight(norm), values, scale, or_nothing(residual), eps=eps_of(norm))
 
     def gated(
@@ -83,7 +85,7 @@ class NativeProducts:
             both = self.linear(weight, x, norm=norm, bias=bias)
             return activated(both, activation).astype(kept_dtype(weight))
         values, scale = parts_of(weight)
-        call = self._call(GATED_LINEAR, (len(x), len(values) // 2), kept_dtype(weight))
+        call = self._call(GATED_LINEAR, (len(x), features_of(weight) // 2), kept_dtype(weight))
         gelu = activation == "gelu_tanh"
         return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm), gelu=gelu)
 
@@ -114,11 +116,19 @@ class NativeProducts:
         self, weight: Weight, norm: Norm | None, x: jax.Array, sharding: Sharding | None = None
     ) -> ByRow:
         values, scale = parts_of(weight)
-        call = self._call(HEAD, (len(x), len(values)), jnp.float32)
+        call = self._call(HEAD, (len(x), features_of(weight)), jnp.float32)
         out = call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm))
         return ByRow(out if sharding is None else sharding.gather(out, "vocabulary", axis=1))
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+        if isinstance(weight, Coded):
+            width = weight.form.width
+            return look_up(
+                weight.values,
+                tokens,
+                sharding,
+                lambda values, tokens, _: self._call(ROWS, (len(tokens), width), jnp.float32)(values, tokens),
+            )
         if self._keeps_rows(parts_of(weight)[0]):
             return looked_up(weight, tokens, sharding)
         return look_up(weight, tokens, sharding, _unpacked)
@@ -177,7 +187,14 @@ def _unpacked(values: jax.Array, rows: jax.Array, word: int) -> jax.Array:
 
 def parts_of(weight: Weight) -> tuple[jax.Array, jax.Array]:
     """A weight and its scales, none in bf16."""
+    if isinstance(weight, Coded):
+        return weight.values, jnp.zeros((0, 0), jnp.bfloat16)
     return weight if isinstance(weight, Quantized) else (weight, jnp.zeros((0, 0), jnp.bfloat16))
+
+
+def features_of(weight: Weight) -> int:
+    """F of a weight `[F, D]`."""
+    return weight.form.features if isinstance(weight, Coded) else len(parts_of(weight)[0])
 
 
 def norm_weight(norm: Norm | None) -> jax.Array:

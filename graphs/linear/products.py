@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, blocked_experts
+from xla_engine.graphs.linear.coded import Coded
 from xla_engine.graphs.ops.int8 import Quantized, dequantized, grouped_product
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sampling.logits import Logits
@@ -35,7 +36,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-Weight = jax.Array | Quantized
+Weight = jax.Array | Quantized | Coded  # coded ones are for products in C++
 
 
 class FeatureMajor(NamedTuple):
@@ -228,6 +229,7 @@ def feature_major(weight: Weight, x: Input, sharding: Sharding | None = None) ->
 
     sharding: as in `Products.head`.
     """
+    assert not isinstance(weight, Coded)
     rows, axis = (x.values, 0) if isinstance(x, FeatureMajor) else (x, 1)
     if isinstance(weight, Quantized):
         out = grouped_product(weight, rows, axis, weight_left=True)
@@ -238,6 +240,7 @@ def feature_major(weight: Weight, x: Input, sharding: Sharding | None = None) ->
 
 def rows_first(weight: Weight, x: jax.Array) -> jax.Array:
     """`x [N, D]` times `weight [F, D]`: float32 `[N, F]`."""
+    assert not isinstance(weight, Coded)
     if isinstance(weight, Quantized):
         return grouped_product(weight, x, 1, weight_left=False)
     return _contract(x.astype(weight.dtype), weight)
@@ -260,6 +263,8 @@ def gathered(hidden: Input, sharding: Sharding, kind: Kind) -> Input:
 
 def kept_dtype(weight: Weight) -> jnp.dtype:
     """What the hidden features of a gated product are handed on in: int8 products round by themselves."""
+    if isinstance(weight, Coded):
+        return jnp.dtype(jnp.bfloat16)
     return jnp.dtype(jnp.float32) if isinstance(weight, Quantized) else weight.dtype
 
 
@@ -272,6 +277,7 @@ def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: 
     """The same, with `rows(values, tokens)` to find rows of values or scales in their order."""
 
     def found(tokens: jax.Array) -> jax.Array:
+        assert not isinstance(weight, Coded)
         if isinstance(weight, Quantized):
             return dequantized(rows(weight.values, tokens, 4), rows(weight.scale, tokens, 1))
         return rows(weight, tokens, 4 // weight.dtype.itemsize).astype(jnp.float32)

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_engine.graphs.linear.native import NativeProducts, eps_of, norm_weight, or_nothing, parts_of
+from xla_engine.graphs.linear.native import (
+    NativeProducts,
+    eps_of,
+    features_of,
+    norm_weight,
+    or_nothing,
+    parts_of,
+)
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
@@ -66,9 +73,9 @@ class NativeLora(NativeProducts):
         assert not isinstance(x, FeatureMajor)
         if bias is not None:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
-        values, scale = parts_of(weight)
-        shape, ends = (len(x), len(values)), np.array(self.matrices.ends)
-        if len(values) % self.task:
+        (values, scale), features = parts_of(weight), features_of(weight)
+        shape, ends = (len(x), features), np.array(self.matrices.ends)
+        if features % self.task:
             out = NativeProducts.linear(self, weight, x, norm=norm, residual=residual)
             call = self._call(LORA, shape, jnp.float32, {7: 0})
             adapted, *rest = self._adapters(x)
@@ -89,7 +96,7 @@ class NativeLora(NativeProducts):
         if self.matrices is None or bias is not None:
             return NativeProducts.gated(self, weight, x, norm=norm, bias=bias, activation=activation)
         values, scale = parts_of(weight)
-        call = self._call(GATED_LORA, (len(x), len(values) // 2), kept_dtype(weight))
+        call = self._call(GATED_LORA, (len(x), features_of(weight) // 2), kept_dtype(weight))
         gelu, ends = activation == "gelu_tanh", np.array(self.matrices.ends)
         given = x, self._live(), norm_weight(norm), values, scale
         return call(*given, *self._adapters(x), eps=eps_of(norm), ends=ends, gelu=gelu)

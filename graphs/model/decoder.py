@@ -18,9 +18,10 @@ from xla_engine.graphs.attention.backend import Attention as AttentionBackend
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.native import fits
+from xla_engine.graphs.linear.coded import StoredKinds
 from xla_engine.graphs.linear.products import LEAST, Input, Norm, Products, looked_up, normed
 from xla_engine.graphs.lora.form import LoraForm
-from xla_engine.graphs.model.leaves import LeafMaker, Leaves, Param
+from xla_engine.graphs.model.leaves import LeafMaker, Leaves, Param, Path, leaf_name
 from xla_engine.graphs.model.sublayers import Attention, Call, DeltaNet, Linear, Mlp, RoutedMlp
 from xla_engine.graphs.ops.norms import centred, rms_norm
 from xla_engine.graphs.sampling.logits import Logits
@@ -101,7 +102,7 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: jax.Array, products: Products) -> jax.Array:
         """The residual stream of `tokens [N]` before the first layer: float32 `[N, D]`."""
-        lookup = products.embedded if self.head is None else looked_up
+        lookup = products.embedded if self.head is None or self.embed.form is not None else looked_up
         x = lookup(self.embed.values, tokens, self.sharding)
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
             multiplier = jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
@@ -150,9 +151,11 @@ class ModelSpec:
         quantized: bool = False,
         devices: int | None = None,
         lora: LoraForm | None = None,
+        stored: StoredKinds | None = None,
     ) -> None:
         """`products`: None takes XLA's, in the operand order that suits each graph. `quantized`: matrices in int8.
-        `devices`: those of a mesh on which the graphs run; None: one, without a mesh. `lora`: room for adapters."""
+        `devices`: those of a mesh on which the graphs run; None: one, without a mesh. `lora`: room for adapters.
+        `stored`: how a file stores the weights that stay as they are there; the products are in C++."""
         self.config = config
         task, least = (1, LEAST) if products is None else (products.task, 1)
         self.sharding = Sharding(config, devices, task, least)
@@ -163,7 +166,12 @@ class ModelSpec:
         self.isa = attention.isa or (None if products is None else products.isa)
         self.lora = lora
         make = LeafMaker(self.sharding, jnp.dtype(jnp.int8) if quantized else self.dtype, self.dtype, lora)
-        self._graph, state = nnx.split(Decoder(make, self.dtype))
+        decoder = Decoder(make, self.dtype)
+        for path, module in nnx.iter_modules(decoder) if stored else ():
+            rows = (stored or {}).get(leaf_name(config, (*cast("Path", path), "weight")))
+            if isinstance(module, Linear) and rows is not None:
+                module.keep(make, rows)
+        self._graph, state = nnx.split(decoder)
         self.leaves = Leaves(config, nnx.to_flat_state(state), products)
 
     @property

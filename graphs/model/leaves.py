@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.linear.coded import CodedForm
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.ops.int8 import SUFFIX, groups_of, quantize_weight
@@ -28,6 +29,7 @@ class Leaf:
     """What is static of one array.
 
     shape: in the whole model. dtype: as graphs receive it.
+    form: what a device holds in place of values, of a weight that stays as the file has it; None: values.
     cut: the part of it that each device holds; None: every device has all of it.
     role: "plain" leaves stay as in the checkpoint; "linear" and "head" lie in the order of `Products.pack` and
         `Products.pack_head`; a "scale" is of a weight in int8, an "adapter" holds matrices of adapters.
@@ -37,9 +39,13 @@ class Leaf:
     dtype: jnp.dtype
     cut: Cut | None = None
     role: Role = "plain"
+    form: CodedForm | None = None
 
     def on_devices(self, count: int = 1) -> jax.ShapeDtypeStruct:
         """What `count` devices hold of it together."""
+        if self.form is not None:
+            devices = 1 if self.cut is None else count
+            return jax.ShapeDtypeStruct((devices * self.form.nbytes,), self.dtype)
         shape = self.shape if self.cut is None else self.cut.shape(self.shape, count)
         return jax.ShapeDtypeStruct(shape, self.dtype)
 

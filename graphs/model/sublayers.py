@@ -14,6 +14,7 @@ from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.experts.routing import Experts, Gather, route
+from xla_engine.graphs.linear.coded import Coded, CodedForm, coded_form
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -99,13 +100,23 @@ class Linear(nnx.Module):
         role: Role = "linear",
     ) -> None:
         self.weight = make.matrix(shape, cut, role)
+        self.form: CodedForm | None = None
         self.scale = make.scales(shape, cut)
         self.bias = make.vector(shape[0], cut) if bias else None
         self.lora = None if make.lora is None or target is None else Adapters(make, target, cut)
 
+    def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...]) -> None:
+        """Leave the weight as a file has it that stores its rows so, where that is possible."""
+        leaf: Leaf = self.weight.get_metadata("leaf")
+        self.form = coded_form(stored, leaf.shape[1], None if leaf.cut is None else leaf.cut.rows)
+        if self.form is not None:
+            self.weight = make.parameter(replace(leaf, dtype=jnp.dtype(jnp.uint8), form=self.form))
+
     @property
     def values(self) -> Weight:
         """The weight as products take it."""
+        if self.form is not None:
+            return Coded(self.weight[...], self.form)
         return scaled(self.weight, self.scale)
 
     def __call__(
@@ -245,7 +256,7 @@ class RoutedMlp(nnx.Module):
         return out
 
 
-def scaled(weight: Param, scale: Param | None) -> Weight:
+def scaled(weight: Param, scale: Param | None) -> jax.Array | Quantized:
     """A weight as products take it."""
     return weight[...] if scale is None else Quantized(weight[...], scale[...])
 

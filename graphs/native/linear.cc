@@ -1,6 +1,7 @@
 // Linear layers of a decoder in bf16 or int8, for XLA:CPU: each call is one product with what stands before and behind it,
 // for the rows that are live; all others are zero, or the residual. Weights are packed (product.h), but for features that fill no
-// task, and for the head's on tiles: these are rows as in the checkpoint.
+// task, and for the head's on tiles: these are rows as in the checkpoint. Those of a quantised file may stay as they are
+// (coded_weights.h).
 
 #include "buffers.h"
 #include "gates.h"
@@ -16,7 +17,7 @@ ffi::Error Unfit(int64_t step) {
   return ffi::Error::InvalidArgument("rows must come in multiples of " + std::to_string(step) + ", features of 32");
 }
 
-// Calls run(weights) with the weights [F, K] in their own type, if these and the rows of `source` fit together.
+// Calls run(weights, F) with the weights [F, K] in their own type, if these and the rows of `source` fit together.
 template <typename Run>
 ffi::Error ByType(const Source& source, const ffi::AnyBuffer& weight, const Halves& scale, bool whole, const Run& run) {
   const auto with = [&](auto* values) {
@@ -26,8 +27,14 @@ ffi::Error ByType(const Source& source, const ffi::AnyBuffer& weight, const Halv
     const auto* scales = reinterpret_cast<const BFloat16*>(scale.untyped_data());
     if (std::is_same_v<T, int8_t> && static_cast<int64_t>(scale.element_count()) != features * width / kScaleGroup)
       return ffi::Error::InvalidArgument("weights in eight bits need a scale for each row and 64 columns");
-    return run(PackedWeights<T>{values, std::is_same_v<T, int8_t> ? scales : nullptr, width});
+    return run(PackedWeights<T>{values, std::is_same_v<T, int8_t> ? scales : nullptr, width}, features);
   };
+  if (weight.element_type() == ffi::U8) {
+    const CodedWeights coded(weight);
+    const int64_t step = Kernel<BFloat16>::kStep;
+    if (!coded.Fit() || coded.Width() != source.width) return ffi::Error::InvalidArgument("coded weights of another form");
+    return whole && coded.Features() % kFeatures ? Unfit(step) : run(coded, coded.Features());
+  }
   if (weight.element_type() == ffi::S8) return with(static_cast<const int8_t*>(weight.untyped_data()));
   return with(static_cast<const BFloat16*>(weight.untyped_data()));
 }
@@ -85,12 +92,30 @@ void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedWeight
 ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                 ffi::ResultBuffer<ffi::F32> out, float eps) {
   const Source source(x, norm, live, eps);
-  return ByType(source, weight, scale, false, [&](const auto& weights) {
-    const int64_t features = weight.dimensions()[0];
+  return ByType(source, weight, scale, false, [&](const auto& weights, int64_t features) {
     const auto clear = [&](int64_t block) { source.Clear(block, out->typed_data(), features * sizeof(float)); };
     RowsProduct(pool, source, weights, features, Phase{source.Gaps(), clear}, out->typed_data());
     return ffi::Error::Success();
   });
+}
+
+// Rows of coded weights, those of tokens [N]: [N, K].
+ffi::Error RowsOf(ffi::ThreadPool pool, ffi::AnyBuffer weight, Integers tokens, ffi::ResultBuffer<ffi::F32> out) {
+  const CodedWeights coded(weight);
+  const int64_t width = out->dimensions()[1];
+  if (!coded.Fit() || coded.Width() != width) return ffi::Error::InvalidArgument("coded weights of another form");
+  ParallelFor(pool, tokens.element_count(), [&](int64_t n) {
+    thread_local Lines kept;
+    char* block = kept.Bytes(width * 32);
+    const int64_t row = std::clamp<int64_t>(tokens.typed_data()[n], 0, coded.Features() - 1);
+    coded.Unpack(row / 16, block);
+    for (int64_t k = 0; k < width; ++k) {
+      BFloat16 value;
+      std::memcpy(&value, block + k / 2 * 64 + row % 16 * 4 + k % 2 * 2, sizeof value);
+      out->typed_data()[n * width + k] = Storage<BFloat16>::Widen(value);
+    }
+  });
+  return ffi::Error::Success();
 }
 
 constexpr int32_t kInOrder[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -98,9 +123,9 @@ constexpr int32_t kInOrder[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 ffi::Error Linear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& live, const Floats& norm, const ffi::AnyBuffer& weight,
                   const Halves& scale, const Floats& residual, float* out, float eps, Adapters* adapters) {
   Source source(x, norm, live, eps);
-  return ByType(source, weight, scale, true, [&](const auto& weights) {
-    using T = std::decay_t<decltype(*weights.values)>;
-    const int64_t features = weight.dimensions()[0], tasks = features / kFeatures;
+  return ByType(source, weight, scale, true, [&](const auto& weights, int64_t features) {
+    using T = typename std::decay_t<decltype(weights)>::Element;
+    const int64_t tasks = features / kFeatures;
     if (adapters) adapters->Order(source.places, source.count);
     const float* before = OrNull(residual);
     if (before && before != out) return ffi::Error::Internal("the result has to take the residual's place");
@@ -129,9 +154,9 @@ ffi::Error Linear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& l
 ffi::Error GatedLinear(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Flags& live, const Floats& norm,
                        const ffi::AnyBuffer& weight, const Halves& scale, void* out, float eps, bool gelu, Adapters* adapters) {
   Source source(x, norm, live, eps);
-  return ByType(source, weight, scale, true, [&](const auto& weights) {
-    using T = std::decay_t<decltype(*weights.values)>;
-    const int64_t features = weight.dimensions()[0] / 2, tasks = features / 16;
+  return ByType(source, weight, scale, true, [&](const auto& weights, int64_t gates_and_ups) {
+    using T = typename std::decay_t<decltype(weights)>::Element;
+    const int64_t features = gates_and_ups / 2, tasks = features / 16;
     if (adapters) adapters->Order(source.places, source.count);
     const int64_t bytes = features * (std::is_same_v<T, int8_t> ? sizeof(float) : sizeof(BFloat16));
     const auto clear = [&](int64_t block) { source.Clear(block, out, bytes); };
@@ -232,6 +257,7 @@ extern "C" bool XlaEngineReady() {
 #endif
 }
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineRows, RowsOf, Attributes());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineHead, Head, Attributes({"eps"}));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLinear, LinearOf, Attributes({"eps"}));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineGatedLinear, GatedLinearOf, Attributes({"eps", "gelu"}));

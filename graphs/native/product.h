@@ -24,6 +24,7 @@ struct Stream {
 // Weights of type T [F, width], packed or as in a checkpoint, with the scales [F, width / kScaleGroup] of those in eight bits.
 template <typename T>
 struct PackedWeights {
+  using Element = T;
   const T* values;
   const BFloat16* scales;
   int64_t width;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "coded_weights.h"
 #include "grouped_dots.h"
 #include "lora.h"
 #include "operand.h"
@@ -33,9 +34,9 @@ void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, i
     Kernel<T>::Fill(source, g * group, std::min(group, count - g * group), blocks + g * bytes);
   };
   const auto multiply = [&](int64_t task) {
-    const Stream weights = pick(task);
-    Kernel<T>::Multiply(blocks, count, width, weights, task + 1 < whole ? pick(task + 1) : weights,
-                        [&](int64_t n, int64_t rows, const auto& sums) { finish(task, n, rows, sums); });
+    const auto weights = pick(task);
+    MultiplyTask<Kernel<T>>(blocks, count, width, weights, task + 1 < whole ? pick(task + 1) : weights,
+                            [&](int64_t n, int64_t rows, const auto& sums) { finish(task, n, rows, sums); });
   };
   if (!adapters) {
     InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
@@ -47,15 +48,16 @@ void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, i
            Phase{count ? tasks : 0, multiply});
 }
 
-// Live rows of a source times `features` rows of weights, packed as far as they fill tasks, those behind as in a checkpoint, to
-// their places in out [N, features]. `clear` is what else there is to do.
-template <typename T, typename Clear>
-void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedWeights<T>& weights, int64_t features,
+// Live rows of a source times `features` rows of weights, packed as far as they fill tasks, those behind as in a checkpoint (coded
+// ones are whole tasks), to their places in out [N, features]. `clear` is what else there is to do.
+template <typename Weights, typename Clear>
+void RowsProduct(ffi::ThreadPool& pool, const Source& source, const Weights& weights, int64_t features,
                  const Phase<Clear>& clear, float* out) {
+  using T = typename Weights::Element;
   const int64_t width = source.width, words = width * sizeof(T) / 4, block = words * 64, groups_of_k = width / kScaleGroup;
   const int64_t tasks = (features + kFeatures - 1) / kFeatures;
   const auto at = [&](int64_t task) { return weights.At(task * kFeatures, task * kFeatures + 16); };
-  const auto packed = [&](int64_t task, int64_t left) {  // the last ones, which fill no task
+  const auto packed = [&](auto task, int64_t left) {  // the last ones, which fill no task
     thread_local Lines kept, kept_scales;
     const Stream rows = at(task);
     const int64_t lower = std::min<int64_t>(left, 16), upper = left - lower;
@@ -72,8 +74,12 @@ void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedWeight
     return stream;
   };
   const auto pick = [&](int64_t task) {
-    const int64_t left = features - task * kFeatures;
-    return left < kFeatures ? packed(task, left) : at(task);
+    if constexpr (std::is_same_v<Weights, CodedWeights>) {
+      return at(task);
+    } else {
+      const int64_t left = features - task * kFeatures;
+      return left < kFeatures ? packed(task, left) : at(task);
+    }
   };
   const auto take = [&](int64_t task, int64_t n, int64_t rows, const Sums<float>& sums) {
     const int64_t first = task * kFeatures, left = std::min(kFeatures, features - first);

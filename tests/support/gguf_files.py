@@ -24,13 +24,14 @@ def write_gguf(
     model: Path,
     path: Path,
     *,
-    kind: Kind = Kind.F32,
+    kind: Kind | Callable[[str], Kind] = Kind.F32,
     arch: str = "llama",
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `path` from the directory `model`: matrices in `kind`, vectors in float32. Matrices in a kind that the
-    library reads and does not write are random."""
+    """Write `path` from the directory `model`: matrices in `kind`, which may depend on the file's name of
+    the tensor, vectors in float32. Matrices in a kind that the library reads and does not write are random."""
+    kind_of = kind if callable(kind) else lambda _: kind
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
     keys = config.get("num_key_value_heads") or heads
@@ -107,6 +108,7 @@ def write_gguf(
             values = values + np.float32(1)
         target = names.get_name(name, (".weight", ".bias"))
         assert target is not None, name
+        kind = kind_of(target)
         if values.ndim == 1 or kind == Kind.F32:
             writer.add_tensor(target, values)
         elif kind == Kind.BF16:

@@ -10,10 +10,12 @@ from typing import Any
 
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
-from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
+from xla_engine.config import DEFAULT_MAX_MODEL_LEN, GGUF, EngineConfig
 from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -60,7 +62,10 @@ class DryRun:
             from xla_engine.runner import backends, sizing  # a device is asked for its memory
 
             dtype = "float32" if config.dtype == "float32" else "bfloat16"
-            config = sizing.resolve_length(config, model, dtype, backends.serving_device())
+            stored = None
+            if config.quantization == GGUF:
+                stored = stored_kinds(load_weights(described).weights)
+            config = sizing.resolve_length(config, model, dtype, backends.serving_device(), stored)
         self._template = described.chat_template
         self._validator = RequestValidator(
             vocab_size=model.vocab_size,

@@ -97,8 +97,9 @@ device_options = together(
     ),
     click.option(
         "--quantization",
-        type=click.Choice(["int8"]),
-        help="Quantise weights and activations to eight bits: half the memory, different tokens, a small loss.",
+        type=click.Choice(["int8", "gguf"]),
+        help="int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
+        "gguf: keep the weights of a quantised GGUF file as they are there: its memory, the same tokens.",
     ),
     click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",

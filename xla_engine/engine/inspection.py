@@ -13,6 +13,7 @@ from typing import Any
 from xla_engine.config import AUTO, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.linear.coded import StoredKinds
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_json import overridden, read_model, read_special_tokens
@@ -20,7 +21,7 @@ from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import choose_runner, decoder_fields
 from xla_engine.model_loader.tensor_files import TensorInfo
-from xla_engine.model_loader.weights import DTYPES
+from xla_engine.model_loader.weights import DTYPES, stored_kinds
 from xla_engine.runner import memory
 from xla_engine.runner.backends import library_of, make_spec, serving_device
 from xla_engine.runner.memory import size
@@ -81,6 +82,7 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
     files = open_model(model)
     report = Inspection(path=str(files.path))
     read: ModelConfig | None = None
+    stored: StoredKinds = {}
     with _problems(report):
         names = files.config_fields().values.get("architectures")
         report.architecture = ", ".join(map(str, names)) if isinstance(names, list) else None
@@ -97,7 +99,8 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
     with _problems(report):
         # Checks the tensors against the configuration.
-        report.dtype = load_weights(describe_decoder(files, config)).dtype
+        checkpoint = load_weights(describe_decoder(files, config))
+        report.dtype, stored = checkpoint.dtype, stored_kinds(checkpoint.weights)
     with _problems(report):
         tokenizer = Tokenizer.of_model(files)
         report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
@@ -105,7 +108,7 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         report.chat_template = files.chat_template() is not None
     if read is not None:
         with _problems(report):
-            _account(report, read, config)
+            _account(report, read, config, stored)
     return report
 
 
@@ -134,7 +137,7 @@ def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> None:
+def _account(report: Inspection, model: ModelConfig, config: EngineConfig, stored: StoredKinds) -> None:
     """Fill in backends, memory and what fits. Raises ConfigError where the configuration does not."""
     assert report.dtype is not None
     dtype, device = DTYPES[report.dtype], serving_device()
@@ -145,10 +148,10 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig) -> No
     def spec_of(length: int) -> ModelSpec:
         bounded = model.within(length)
         if bounded not in specs:
-            specs[bounded] = make_spec(config, bounded, dtype)
+            specs[bounded] = make_spec(config, bounded, dtype, stored)
         return specs[bounded]
 
-    config = resolve_length(config, model, report.dtype, device)
+    config = resolve_length(config, model, report.dtype, device, stored)
     length = config.context_length(model.max_position_embeddings)
     spec = spec_of(length)
     refusal = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from xla_engine.config import EngineConfig
+from xla_engine.config import GGUF, EngineConfig
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.continuations import Continuations
 from xla_engine.engine.state import EngineState
@@ -64,6 +64,10 @@ class WeightUpdates:
             raise InvalidRequestError(
                 "requests are under way, and each has one set of weights: call update_weights when they have ended "
                 "(drain), or abort them (abort_all)"
+            )
+        if self._config.quantization == GGUF:
+            raise InvalidRequestError(
+                "quantization 'gguf' keeps the weights of the file: start without it to update them"
             )
         if self._config.speculation is not None and self._config.speculation.method == "mtp":
             raise InvalidRequestError("the layer of method 'mtp' would keep its weights: use another method")

@@ -90,6 +90,14 @@ class TensorFiles:
         _forget(self._maps[info.file], info.start, info.size)
         return taken
 
+    def raw_rows(self, name: str, index: Array) -> Array:
+        """The bytes `[len(index), bytes of a row]` of rows of the tensor, as the file has them."""
+        info = self.tensors[name]
+        flat = np.frombuffer(self._whole(info.file), np.uint8, info.size, info.start)
+        taken = flat.reshape(prod(info.shape[:-1]), -1)[index]
+        _forget(self._maps[info.file], info.start, info.size)
+        return taken
+
     def fingerprint(self) -> str:
         """Hex sha256 over names, sizes, headers and contents; of large files, over blocks throughout."""
         digest = hashlib.sha256()

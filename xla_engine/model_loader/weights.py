@@ -12,8 +12,10 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.linear.coded import BLOCK, CodedForm, StoredKinds
 from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.model_loader.families import Source
+from xla_engine.model_loader.gguf.coding import coded_blocks
 from xla_engine.model_loader.mxfp4 import from_mxfp4
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 
@@ -24,6 +26,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "f
 # Of the entries of a matrix: 2**16 products with inputs as large as float16 has them add up to a float32.
 LARGEST = 2.0**96
 _PART = 4096  # rows that are read at a time, where not all are
+_CODED = 2 << 20  # bytes of blocks that are coded at a time
 _ALIGNMENT = 64  # bytes; jax uses a host array so aligned as it is, and copies any other
 
 
@@ -101,6 +104,58 @@ class StoredWeights(Mapping[str, Array]):
             first += len(stored)
         return array
 
+    @property
+    def stored(self) -> StoredKinds:
+        """How the file stores the rows of each matrix that is made of rows as they stand."""
+        return {
+            leaf: tuple(
+                (self._files.tensors[part.name].dtype, len(self._stored_rows(part))) for part in sources
+            )
+            for leaf, sources in self._sources.items()
+            if len(shape := self._shapes[leaf]) == 2
+            and all(_has_rows(part, shape[1]) and part.name in self._files.tensors for part in sources)
+        }
+
+    def coded(self, leaf: str, form: CodedForm, index: Indices | None = None) -> Array:
+        """What a device holds of a leaf in this form: uint8 `[form.nbytes]`. index: its rows, as in `rows`.
+
+        Raises CheckpointError, naming the tensor, for scales that are not finite.
+        """
+        array = _aligned((form.nbytes,), np.dtype(np.uint8))
+        header = form.header()
+        array[: len(header)], at, block = header, len(header), 0
+        parts = [(part, self._stored_rows(part)) for part in self._sources[leaf]]
+        index = np.arange(form.features) if index is None else index
+        index = np.pad(index, (0, -len(index) % (2 * BLOCK)), constant_values=-1)
+        for kind, count in form.runs:
+            size = form.block_bytes(kind)
+            for first in range(0, count, some := max(1, _CODED // size)):
+                last = min(first + some, count)
+                rows = index[(block + first) * BLOCK : (block + last) * BLOCK]
+                array[at + first * size : at + last * size] = self._coded_rows(kind, form, parts, rows)
+            at, block = at + count * size, block + count
+        return array
+
+    def _coded_rows(
+        self, kind: str, form: CodedForm, parts: list[tuple[Source, Indices]], rows: Indices
+    ) -> Array:
+        """The blocks of rows of one kind, flat."""
+        raw: Array | None = None
+        source, before = parts[0][0], 0
+        for part, stored in parts:
+            here = np.flatnonzero((rows >= before) & (rows < before + len(stored)))
+            if len(here):
+                found = self._files.raw_rows(part.name, stored[rows[here] - before])
+                raw = np.zeros((len(rows), found.shape[1]), np.uint8) if raw is None else raw
+                raw[here], source = found, part
+            before += len(stored)
+        if raw is None:  # zeros only
+            return np.zeros(len(rows) // BLOCK * form.block_bytes(kind), np.uint8)
+        blocks, is_finite = coded_blocks(kind, raw, form.width)
+        if not is_finite:
+            raise self._unusable(source, "NaN or infinite values")
+        return blocks.reshape(-1)
+
     def _stored_rows(self, source: Source) -> Indices:
         """Which row of the tensor each row is that a source gives, in the leaf's order."""
         stored = np.arange(source.shape[0]) if source.order is None else source.order
@@ -111,13 +166,16 @@ class StoredWeights(Mapping[str, Array]):
         if is_below(converted, LARGEST if converted.ndim > 1 else math.inf):
             return
         largest = np.abs(stored.astype(np.float32)).max()
-        info = self._files.tensors.get(source.name)
         problem = (
             f"values as large as {largest:.2g}, which overflow as {converted.dtype}"
             if np.isfinite(largest)
             else "NaN or infinite values"
         )
-        raise CheckpointError(
+        raise self._unusable(source, problem)
+
+    def _unusable(self, source: Source, problem: str) -> CheckpointError:
+        info = self._files.tensors.get(source.name)
+        return CheckpointError(
             f"{self._files.names if info is None else info.file}: tensor {source.name} holds {problem}: results "
             f"would not be numbers. {self._files.remedy}"
         )
@@ -155,6 +213,11 @@ def read_rows(weights: Mapping[str, Array], leaf: str, index: Indices) -> Array:
     if isinstance(weights, StoredWeights):
         return weights.rows(leaf, index)
     return _taken(weights[leaf], index)
+
+
+def stored_kinds(weights: Mapping[str, Array]) -> StoredKinds:
+    """`StoredWeights.stored`; nothing of weights that are in no file."""
+    return weights.stored if isinstance(weights, StoredWeights) else {}
 
 
 def _has_rows(source: Source, columns: int) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_engine.config import AUTO, EngineConfig
+from xla_engine.config import AUTO, GGUF, EngineConfig
 from xla_engine.environment import requested_isa
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.linear.coded import KINDS, StoredKinds
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
@@ -88,17 +89,40 @@ def choose_attention(name: str, call_positions: int | None = None, isa: str = AU
     return XlaAttention(cache_dtype=stored, call_positions=call_positions)
 
 
-def make_spec(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype) -> ModelSpec:
-    """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError."""
-    quantized = config.quantization is not None
-    stored = jnp.dtype(jnp.int8) if quantized else dtype
-    isa = isa_of_model(config, model, stored)
+def make_spec(
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, stored: StoredKinds | None = None
+) -> ModelSpec:
+    """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError.
+
+    stored: how the model's file stores its matrices (`xla_engine.model_loader.weights.stored_kinds`).
+    """
+    quantized, kept = config.quantization == "int8", config.quantization == GGUF
+    held = jnp.dtype(jnp.int8) if quantized else dtype
+    isa = isa_of_model(config, model, held)
     attention = choose_attention(config.attention_backend, config.call_positions, isa)
-    products = choose_products(config.linear_backend, model, stored, isa)
+    products = choose_products(config.linear_backend, model, held, isa)
     lora = lora_form(config, model, dtype, products)
-    return ModelSpec(
-        model, dtype, attention, products, quantized=quantized, devices=mesh_size(config), lora=lora
+    if kept and (products is None or dtype != jnp.bfloat16):
+        raise ConfigError(
+            f"quantization {GGUF!r} needs the C++ products in bfloat16: a CPU, dtype bfloat16, and layer widths in "
+            "multiples of 32. Leave it out: the file is then dequantised, with the same results"
+        )
+    spec = ModelSpec(
+        model,
+        dtype,
+        attention,
+        products,
+        quantized=quantized,
+        devices=mesh_size(config),
+        lora=lora,
+        stored=stored if kept else None,
     )
+    if kept and all(leaf.form is None for leaf in spec.leaves.values()):
+        raise ConfigError(
+            f"quantization {GGUF!r} is for GGUF files with weights of the kinds {', '.join(KINDS)}, and this "
+            "model has none. Leave it out"
+        )
+    return spec
 
 
 def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype) -> str:

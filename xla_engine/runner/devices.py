@@ -20,9 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import Program
+from xla_engine.graphs.linear.coded import CodedForm
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.sharding import AXIS
-from xla_engine.model_loader.weights import read_rows
+from xla_engine.model_loader.weights import StoredWeights, read_rows
 from xla_engine.runner.memory import weights_bytes
 from xla_engine.runner.programs import READ, READ_BLOCKS
 from xla_engine.utils.startup import StartupProgress, StartupStep
@@ -73,6 +74,8 @@ class Devices:
     def leaf(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> dict[str, jax.Array]:
         """What the model keeps of the leaf `name` of a checkpoint, by name. A device's part is read by itself."""
         leaf = spec.leaves[name]
+        if leaf.form is not None:
+            return {name: self._coded(spec, weights, name, leaf.form)}
         if self._mesh is None or leaf.cut is None:
             return {part: self.put(array) for part, array in spec.leaves.stored(name, weights[name]).items()}
         shape, parts = leaf.on_devices().shape, dict[str, list[jax.Array]]()
@@ -82,6 +85,21 @@ class Devices:
             for part, array in stored.items():
                 parts.setdefault(part, []).append(jax.block_until_ready(jax.device_put(array, device)))
         return {part: self._joined(spec, part, arrays) for part, arrays in parts.items()}
+
+    def _coded(
+        self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str, form: CodedForm
+    ) -> jax.Array:
+        """The leaf as its file has it. A device's part is read by itself."""
+        assert isinstance(weights, StoredWeights)
+        leaf = spec.leaves[name]
+        if self._mesh is None or leaf.cut is None:
+            whole: jax.Array = self.put(weights.coded(name, form))
+            return whole
+        arrays = [
+            jax.block_until_ready(jax.device_put(weights.coded(name, form, rows), device))
+            for rows, device in zip(leaf.cut.rows, self._mesh.devices.flat, strict=True)
+        ]
+        return self._joined(spec, name, arrays)
 
     def adapter(self, spec: ModelSpec, leaves: Mapping[str, np.ndarray]) -> list[jax.Array]:
         """What one adapter has of each of `spec.leaves.adapters`, each device its part. leaves: of all together."""

@@ -26,6 +26,7 @@ from xla_engine.graphs.kv_cache.footprint import keeps_every_position
 from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Pool
+from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.observability.histogram import Histogram
 from xla_engine.runner import memory
 from xla_engine.runner.backends import library_of, make_spec, platform_words
@@ -79,11 +80,12 @@ class Runner:
         self.compiles = CompileCounter()
         device = jax.devices()[0]
         progress(StartupStep("C++ operations for this CPU (some 15 s where they are compiled)"))
-        config = resolve_length(config, model, dtype, device)
+        stored = stored_kinds(weights)
+        config = resolve_length(config, model, dtype, device, stored)
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
         model = model.within(self.context_length)
-        self.spec = make_spec(config, model, jnp.dtype(dtype))
+        self.spec = make_spec(config, model, jnp.dtype(dtype), stored)
         self._devices = devices = Devices(self.spec.sharding.devices)
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if self.spec.attention.bounded_by_length else buckets

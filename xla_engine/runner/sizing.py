@@ -13,6 +13,7 @@ from xla_engine.config import AUTO, DEFAULT_MAX_MODEL_LEN, SMALLEST_BATCH, Engin
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.footprint import block_bytes
+from xla_engine.graphs.linear.coded import StoredKinds
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.runner import memory
 from xla_engine.runner.backends import make_spec
@@ -27,25 +28,29 @@ DEFAULT_SHARE = (
 USUAL_SLOTS = 16  # for which that length must fit where the number of slots is "auto"
 
 
-def resolve_length(config: EngineConfig, model: ModelConfig, dtype: str, device: Any) -> EngineConfig:
+def resolve_length(
+    config: EngineConfig, model: ModelConfig, dtype: str, device: Any, stored: StoredKinds | None = None
+) -> EngineConfig:
     """Return the options with a `max_model_len`, where it is None and the model allows more than the default.
 
     It becomes the model's own limit if the engine then takes at most `DEFAULT_SHARE` of the memory that `device` has,
     in use or not, else the largest half, quarter and so on of it with which it does, at least `DEFAULT_MAX_MODEL_LEN`:
     the same at every start on one machine. A model whose rotary frequencies depend on the longest request keeps that
-    default: the size of the memory must not decide a bit.
+    default: the size of the memory must not decide a bit. stored: as in `make_spec`.
     """
     limit = model.max_position_embeddings
     by_length = any(rope is not None and rope.follows_context for rope in model.ropes)
     if config.max_model_len is not None or limit <= DEFAULT_MAX_MODEL_LEN or by_length:
         return config
     length = limit
-    while length > DEFAULT_MAX_MODEL_LEN and not _fits(config, model, dtype, length, device):
+    while length > DEFAULT_MAX_MODEL_LEN and not _fits(config, model, dtype, length, device, stored):
         length //= 2
     return replace(config, max_model_len=max(length, DEFAULT_MAX_MODEL_LEN))
 
 
-def _fits(config: EngineConfig, model: ModelConfig, dtype: str, length: int, device: Any) -> bool:
+def _fits(
+    config: EngineConfig, model: ModelConfig, dtype: str, length: int, device: Any, stored: StoredKinds | None
+) -> bool:
     """Whether an engine with the slots that are asked for, or `USUAL_SLOTS`, of `length` tokens takes no more than
     `DEFAULT_SHARE`."""
     config = replace(config, memory_utilization=min(config.memory_utilization, DEFAULT_SHARE))
@@ -54,7 +59,7 @@ def _fits(config: EngineConfig, model: ModelConfig, dtype: str, length: int, dev
     if config.max_num_seqs == AUTO:
         config = replace(config, max_num_seqs=USUAL_SLOTS)
     try:
-        spec = make_spec(config, model.within(length), jnp.dtype(dtype))
+        spec = make_spec(config, model.within(length), jnp.dtype(dtype), stored)
         resolve_sizes(config, spec, length, device, available=memory.total_to_each)
     except ConfigError:
         return False

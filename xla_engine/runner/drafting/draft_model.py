@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xla_engine.config import EngineConfig
+from xla_engine.config import GGUF, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.config import ModelConfig
@@ -19,6 +20,7 @@ from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Rows
 from xla_engine.graphs.steps.draft_model import FED, DraftState, draft_and_verify, make_draft_state
 from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.runner import memory
 from xla_engine.runner.backends import make_spec
 from xla_engine.runner.devices import Devices
@@ -51,7 +53,11 @@ class DraftModel:
                 "a draft model with recurrent layers is not supported; use one with attention only"
             )
         self._checkpoint = checkpoint
-        self._spec = spec = make_spec(config, own.within(context_length), jnp.dtype(checkpoint.dtype))
+        stored = stored_kinds(checkpoint.weights)
+        if config.quantization == GGUF and not stored:
+            config = replace(config, quantization=None)
+        dtype = jnp.dtype(checkpoint.dtype)
+        self._spec = spec = make_spec(config, own.within(context_length), dtype, stored)
         self._reach = None if keeps_every_position(spec, context_length) else config.call_positions - FED
         self._context_length = context_length
         positions = whole_spans(context_length)

@@ -23,7 +23,7 @@ from xla_engine.environment import compiler, native_cache_directory
 from xla_engine.graphs.attention.native import TARGET, ZEROS
 from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
-from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
+from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR, ROWS
 from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
 from xla_engine.graphs.sampling.native import LOGPROBS, SAMPLE
 from xla_engine.runner.native_library import bundled, recipe
@@ -39,6 +39,7 @@ _OPERATIONS = {
     DELTA_OUTPUTS: "XlaEngineDeltaOutputs",
     LINEAR: "XlaEngineLinear",
     HEAD: "XlaEngineHead",
+    ROWS: "XlaEngineRows",
     GATED_LINEAR: "XlaEngineGatedLinear",
     LORA: "XlaEngineLora",
     LINEAR_LORA: "XlaEngineLinearLora",

@@ -1,0 +1,111 @@
+"""Weights as a quantised file has them: products unpack them as they go, to what bf16 weights would be.
+
+Each value is that of the dequantised file rounded to bf16, so a product has the bits that it has with bf16 weights.
+`native/coded_weights.h` describes the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+# By leaf: the kinds of its rows in the file, in the leaf's order, and how many rows have each.
+StoredKinds = Mapping[str, tuple[tuple[str, int], ...]]
+BLOCK = 16  # features
+_TASK = 32  # features that a product takes at once
+_HEADER, _RUNS = 64, 6
+
+
+class CodedKind(NamedTuple):
+    """ggml's number of a kind, the values that share a scale or a scale of scales, and bytes of sixteen such groups:
+    of codes of four or eight bits, of bits above four, and of scales."""
+
+    number: int
+    group: int
+    low: int
+    high: int
+    scales: int
+
+
+KINDS = {
+    "Q4_0": CodedKind(2, 32, 256, 0, 32),
+    "Q4_1": CodedKind(3, 32, 256, 0, 64),
+    "Q5_0": CodedKind(6, 32, 256, 64, 32),
+    "Q5_1": CodedKind(7, 32, 256, 64, 64),
+    "Q8_0": CodedKind(8, 32, 512, 0, 32),
+    "Q4_K": CodedKind(12, 256, 2048, 0, 320),
+    "Q5_K": CodedKind(13, 256, 2048, 512, 320),
+    "Q6_K": CodedKind(14, 256, 2048, 1024, 288),
+    "IQ4_NL": CodedKind(20, 32, 256, 0, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CodedForm:
+    """What is static of a coded weight `[features, width]`: the kinds of its runs of blocks of sixteen features."""
+
+    features: int
+    width: int
+    runs: tuple[tuple[str, int], ...]
+
+    def block_bytes(self, kind: str) -> int:
+        """Of sixteen features; scales fill whole lines of 64 bytes."""
+        own = KINDS[kind]
+        groups = self.width // own.group
+        return groups * (own.low + own.high) + -(-groups * own.scales // 64) * 64
+
+    @property
+    def nbytes(self) -> int:
+        return _HEADER + sum(blocks * self.block_bytes(kind) for kind, blocks in self.runs)
+
+    def header(self) -> np.ndarray:
+        """The first bytes of the array."""
+        ends = np.cumsum([blocks for _, blocks in self.runs])
+        runs = [
+            number
+            for (kind, _), end in zip(self.runs, ends, strict=True)
+            for number in (KINDS[kind].number, end)
+        ]
+        words = np.zeros(_HEADER // 4, np.int32)
+        words[: 4 + len(runs)] = [self.width, self.features, len(self.runs), 0, *runs]
+        return words.view(np.uint8)
+
+
+class Coded(NamedTuple):
+    """A weight in a graph. values: uint8 `[form.nbytes]`."""
+
+    values: jax.Array
+    form: CodedForm
+
+
+def coded_form(
+    stored: tuple[tuple[str, int], ...], width: int, rows: np.ndarray | None = None
+) -> CodedForm | None:
+    """How one of several devices can hold a leaf `[F, width]` that is stored so; None where it cannot.
+
+    rows `[devices, features]`: which of the leaf's rows each device has, -1 for zeros; None: one has all.
+    """
+    kinds = [kind for kind, _ in stored]
+    if not kinds or any(kind not in KINDS or width % KINDS[kind].group for kind in kinds):
+        return None
+    names = list(dict.fromkeys(kinds))
+    of_row = np.repeat([names.index(kind) for kind in kinds], [count for _, count in stored])
+    held = np.arange(len(of_row))[None] if rows is None else rows
+    features = held.shape[1]
+    local = np.pad(np.where(held < 0, -1, of_row[held]), ((0, 0), (0, -features % _TASK)), constant_values=-1)
+    blocks = local.reshape(len(held), -1, BLOCK).swapaxes(0, 1).reshape(local.shape[1] // BLOCK, -1)
+    most = blocks.max(axis=1)
+    if (np.where(blocks < 0, most[:, None], blocks) != most[:, None]).any():
+        return None  # a block of several kinds, or devices that differ
+    runs: list[tuple[str, int]] = []
+    for kind in most:  # -1: nothing but zeros
+        name = names[kind] if kind >= 0 else runs[-1][0] if runs else names[0]
+        if runs and runs[-1][0] == name:
+            runs[-1] = name, runs[-1][1] + 1
+        else:
+            runs.append((name, 1))
+    return CodedForm(features, width, tuple(runs)) if len(runs) <= _RUNS else None

