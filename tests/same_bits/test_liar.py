@@ -36,6 +36,7 @@ OF_HTTP = [
     ("endless stream", "", "goes on after"),
     ("breaks off", "", "breaks off"),
     ("too long", "", "tokens for max_tokens"),
+    ("dies", "", "the answer ended early"),
     ("nested", "", "a stream with the event"),
 ]
 

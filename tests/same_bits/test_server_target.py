@@ -32,6 +32,8 @@ def test_only_this_machine_is_asked_unless_told() -> None:
         url = server.url
     with pytest.raises(TargetError, match="refused"):
         HttpTarget(url)
+    with serving("not json") as server, pytest.raises(TargetError, match="an answer that is not JSON"):
+        HttpTarget(server.url)
 
 
 def test_redirects_are_not_followed_and_proxies_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

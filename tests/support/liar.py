@@ -56,21 +56,17 @@ class Liar:
             draw = random.Random(0)
         known = any(len(each) > len(prompt) and each[:48] == prompt[:48] for each in self.seen)
         greedy = temperature == 0
-        noisy = any(
-            [
-                self.has("noise in batches", greedy and live > 1),
-                self.has("noise above 44", greedy and live > 44),
-                self.has("noise alone", greedy and random.random() < 0.5),
-                self.has("noise at first", greedy and not self.seen),
-                self.has("other bits after a restart", self.restarts > 0),
-                self.has("other bits unstreamed", not body.get("stream")),
-            ]
-        )
+        noises = {
+            "noise in batches": greedy and live > 1,
+            "noise above 44": greedy and live > 44,
+            "noise alone": greedy and random.random() < 0.5,
+            "noise at first": greedy and not self.seen,
+            "other bits after a restart": self.restarts > 0,
+            "other bits unstreamed": not body.get("stream"),
+        }
+        noisy = any(self.has(name, when) for name, when in noises.items())
         context = list(prompt)
-        if self.has("stale prefix", known and greedy):
-            context[0] += 1
-        if self.has("cut changes", count == 8):
-            context[0] += 1
+        context[0] += self.has("stale prefix", known and greedy) or self.has("cut changes", count == 8)
         self.seen.append(prompt)
         made: Made = ([], [], [])
         for place in range(count):
@@ -87,15 +83,13 @@ class Liar:
             context.append(ids[chosen])
             value = scores[chosen] - norm
             value = round(value, 2) if self.has("rounded logprobs") else value
-            for column, each in zip(
-                made, (ids[chosen], value, scores[order[1]] - scores[order[0]]), strict=True
-            ):
-                column.append(each)  # type: ignore[attr-defined]
+            made[0].append(ids[chosen]), made[1].append(value)
+            made[2].append(scores[order[1]] - scores[order[0]])
         with self.lock:
             other = next((each for key, each in self.last.items() if key != str(prompt)), None)
             self.last = {str(prompt): made}
         if other is not None and self.has("swapped answers", live > 1 and len(other[0]) >= count):
-            made = tuple(column[:count] for column in other)  # type: ignore[assignment]
+            return other[0][:count], other[1][:count], other[2][:count]
         return made
 
     def score(self, prompt: tuple[int, ...]) -> list[dict[int, float]]:
@@ -112,9 +106,8 @@ class Liar:
 def _candidates(context: list[int]) -> tuple[list[int], list[float]]:
     state = blake2b(str(context).encode(), digest_size=3 * CANDIDATES).digest()
     ids = [100 * place + state[place] % 100 for place in range(CANDIDATES)]
-    return ids, [
-        int.from_bytes(state[at : at + 2], "big") / 12000 for at in range(CANDIDATES, 3 * CANDIDATES, 2)
-    ]
+    scores = range(CANDIDATES, 3 * CANDIDATES, 2)
+    return ids, [int.from_bytes(state[at : at + 2], "big") / 12000 for at in scores]
 
 
 class LiarTarget:
@@ -134,18 +127,19 @@ class LiarTarget:
         assert isinstance(ask.prompt, tuple)
         body = {"max_tokens": ask.max_tokens, "temperature": ask.temperature, "seed": ask.seed}
         cached = sum(each == ask.prompt for each in self.liar.seen[-8:])
-        scores = None
-        if ask.score:
-            scores = tuple({str(k): v for k, v in each.items()} for each in self.liar.score(ask.prompt))
-        choices = []
-        for index in range(ask.n):
-            ids, logprobs, gaps = self.liar.generate(ask.prompt, body, index, live)
-            choices.append(
-                Choice(tokens=tuple(ids), logprobs=tuple(logprobs), gaps=tuple(-each for each in gaps))
-                if scores is None
-                else Choice(tokens=tuple(ids), prompt_logprobs=scores)
+        scored = self.liar.score(ask.prompt) if ask.score else None
+        scores = scored and tuple({str(k): v for k, v in each.items()} for each in scored)
+        made = [self.liar.generate(ask.prompt, body, index, live) for index in range(ask.n)]
+        choices = tuple(
+            Choice(
+                tokens=tuple(ids),
+                logprobs=tuple(logprobs),
+                gaps=tuple(-each for each in gaps),
+                prompt_logprobs=scores,
             )
-        return Answer(choices=tuple(choices), peers=live - 1, cached_tokens=cached)
+            for ids, logprobs, gaps in made
+        )
+        return Answer(choices=choices, peers=live - 1, cached_tokens=cached)
 
     def describe(self) -> dict[str, Any]:
         return {"target": "liar"}
@@ -176,6 +170,11 @@ class _Handler(BaseHTTPRequestHandler):
         server.requests.append(({name.lower(): value for name, value in self.headers.items()}, body))
         if liar.has("redirect"):
             return self._send(b"", 307, Location="http://127.0.0.2:1/v1/completions")
+        if liar.has("not json"):
+            return self._send(b"hello")
+        if liar.has("dies", len(server.requests) > 20):
+            self.close_connection = True
+            return self.connection.close()
         if liar.has("too many", random.random() < 0.1):
             return self._send(b"{}", 429, Retry_After="0")
         if liar.has("tells the key"):
@@ -202,25 +201,16 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(0.004)  # as long as others take to arrive
         made = [liar.generate(prompt, body, index, liar.live) for index in range(body.get("n", 1))]
         more = 5 if liar.has("too long", not body.get("stream")) else 0
-        choices = [
-            {
-                "index": index,
-                "text": " ".join(map(str, ids)),
-                "prompt_token_ids": prompt,
-                "token_ids": ids + [1] * more,
-            }
-            | {"logprobs": _block(ids, logprobs, gaps)}
+        choices: list[dict[str, Any]] = [
+            {"index": index, "text": " ".join(map(str, ids)), "logprobs": _block(ids, logprobs, gaps)}
             for index, (ids, logprobs, gaps) in enumerate(made)
         ]
-        if not body.get("return_token_ids"):
-            for each in choices:
-                del each["token_ids"], each["prompt_token_ids"]
+        if body.get("return_token_ids"):
+            for each, (ids, *_) in zip(choices, made, strict=True):
+                each.update(prompt_token_ids=prompt, token_ids=ids + [1] * more)
         if body.get("prompt_logprobs") and isinstance(given, list):
-            found = liar.score(prompt)
-            choices[0]["prompt_logprobs"] = [
-                None,
-                *({k: {"logprob": v} for k, v in each.items()} for each in found),
-            ]
+            found = [{k: {"logprob": v} for k, v in each.items()} for each in liar.score(prompt)]
+            choices[0]["prompt_logprobs"] = [None, *found]
         new = sum(len(ids) for ids, _, _ in made)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": new}
         usage |= {"prompt_tokens_details": {"cached_tokens": cached}}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -22,7 +22,7 @@ from xla_engine.same_bits.prompts import TEXT
 from xla_engine.same_bits.target import Answer, Ask, LimitReached, TargetError
 
 ANSWER_S = 120.0  # that a server may be silent
-MOST_BYTES = 16 << 20  # of one answer
+MOST_BYTES = 4 << 20  # of one answer
 _HEADERS = {"content-type": "application/json", "accept-encoding": "identity", "connection": "close"}
 
 
@@ -95,7 +95,6 @@ class HttpTarget:
         remote: bool = False,
         limits: Limits | None = None,
     ) -> None:
-        limits = limits or Limits()
         parts = urlsplit(url)
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -113,15 +112,14 @@ class HttpTarget:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise TargetError("the API key has characters that no header may have")
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
-        self.limits = limits
-        self._spent = _Spent(limits)
+        self._spent = _Spent(limits or Limits())
         self._tokens_per_byte = 0.5
         self._extras: dict[str, Any] = {}
         self._fingerprints: set[str] = set()
         self._served_by: set[str] = set()
         self._no_stream: str | None = None
         self.corpus: tuple[int, ...] = ()
-        self.features: frozenset[str] = frozenset({"cut", "seed", "n"})
+        self.features: frozenset[str] = frozenset()
         self.model = self._first_model() if model is None else model
         self._probe()
 
@@ -133,13 +131,7 @@ class HttpTarget:
             found = list(pool.map(lambda ask: self._ask(ask, began), asks))
         spans = [times for _, times in found]
         return [
-            Answer(
-                choices=answer.choices,
-                peers=_peers(place, spans) if asks[place].stream else None,
-                cached_tokens=answer.cached_tokens,
-                seconds=answer.seconds,
-                error=answer.error,
-            )
+            replace(answer, peers=_peers(place, spans) if asks[place].stream else None)
             for place, (answer, _) in enumerate(found)
         ]
 
@@ -151,9 +143,8 @@ class HttpTarget:
             "server": sorted(self._served_by),
             "system_fingerprint": sorted(self._fingerprints),
             "sent": f"{spent.requests} requests, {spent.tokens} tokens, {time.monotonic() - spent.began:.1f} s",
-            "limits": str(self.limits),
-            **({} if self._no_stream is None else {"streams": f"not usable: {self._no_stream}"}),
-        }
+            "limits": str(spent.limits),
+        } | ({} if self._no_stream is None else {"streams": f"not usable: {self._no_stream}"})
 
     def reproduce(self, ask: Ask) -> str | None:
         key = f' -H "Authorization: Bearer ${self._key_env}"' if self._key_env else ""
@@ -166,7 +157,7 @@ class HttpTarget:
         try:
             listed = json.loads(b"".join(self._exchange("GET", "/models", None)))
             return str(listed["data"][0]["id"])
-        except (_Refused, ValueError, LookupError, TypeError) as error:
+        except (_Refused, Malformed, ValueError, LookupError, TypeError) as error:
             if isinstance(error, TargetError):
                 raise
             raise TargetError(f"{self.url}/models lists no model; name one with --model (model=)") from None
@@ -179,7 +170,7 @@ class HttpTarget:
             try:
                 answer = self._complete(Ask(prompt=pieces[0], max_tokens=4))
                 break
-            except _Refused as refused:
+            except (_Refused, Malformed) as refused:
                 reason = str(refused)
         else:
             raise TargetError(f"{self.url}/completions refuses a plain request: {reason}")
@@ -188,16 +179,17 @@ class HttpTarget:
             self._tokens_per_byte = usage / len(pieces[0])
         ids = _prompt_ids(answer)
         if ids and self._seen(Ask(prompt=ids, max_tokens=1), lambda given: _prompt_ids(given) == ids):
-            rest = [
-                _prompt_ids(self._complete(Ask(prompt=piece, max_tokens=1))) or () for piece in pieces[1:]
-            ]
-            self.corpus = sum(rest, ids)
+            self.corpus = ids
+            for piece in pieces[1:]:
+                with suppress(_Refused, Malformed):
+                    self.corpus += _prompt_ids(self._complete(Ask(prompt=piece, max_tokens=1))) or ()
             self.features |= {"ids"}
             if self._seen(
                 Ask(prompt=ids, max_tokens=1, score=True),
                 lambda given: choices_of(given)[0].prompt_logprobs is not None,
             ):
                 self.features |= {"score"}
+        self.features |= {"cut", "seed", "n"}
         streamed, _ = self._ask(Ask(prompt=pieces[0], max_tokens=4, stream=True), time.monotonic())
         self.features |= {"stream"} if streamed.error is None else set()
         self._no_stream = streamed.error
@@ -226,16 +218,12 @@ class HttpTarget:
         usage = answer.get("usage")
         prompt, new = _whole(usage, "prompt_tokens"), _whole(usage, "completion_tokens")
         if prompt is not None and new is not None:
-            self._spent.correct(prompt + new - reserved)
+            self._spent.correct(max(prompt + new, 1) - reserved)
         return answer
 
     def _reserve(self, ask: Ask) -> int:
-        size = (
-            len(ask.prompt)
-            if isinstance(ask.prompt, tuple)
-            else len(ask.prompt.encode()) * self._tokens_per_byte
-        )
-        return int(size) + 1 + ask.max_tokens * ask.n
+        rate = 1 if isinstance(ask.prompt, tuple) else self._tokens_per_byte
+        return int(len(ask.prompt) * rate) + 1 + ask.max_tokens * ask.n
 
     def _ask(self, ask: Ask, began: float) -> tuple[Answer, list[float]]:
         """The answer, and when each piece of it came."""
@@ -251,8 +239,9 @@ class HttpTarget:
             else:
                 answer = self._complete(ask)
                 choices = choices_of(answer, most=ask.max_tokens)
-                details = answer.get("usage", {}) or {}
-                cached = _whole(details.get("prompt_tokens_details"), "cached_tokens")
+                usage = answer.get("usage")
+                details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+                cached = _whole(details, "cached_tokens")
         except (_Refused, Malformed) as error:
             return Answer(error=str(error), seconds=time.monotonic() - sent), []
         return Answer(choices=choices, cached_tokens=cached, seconds=time.monotonic() - sent), collected.times
@@ -293,7 +282,8 @@ class HttpTarget:
                 context = ssl.create_default_context()
                 plain = stack.enter_context(context.wrap_socket(plain, server_hostname=self._host))
         except OSError as error:
-            raise TargetError(f"no server answers at {self.url}: {error.strerror or error}") from None
+            reason = f"no server answers at {self.url}: {error.strerror or error}"
+            raise (Malformed if self.features else TargetError)(reason) from None
         # A server that sends a byte now and then would hold a request for ever.
         watch = threading.Timer(limit_s, _shut, (plain,))
         watch.daemon = True
