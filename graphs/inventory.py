@@ -28,7 +28,7 @@ def compiler_options() -> dict[str, bool] | None:
         return None
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=_OPTIONS)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return None
     return dict(_OPTIONS)
 

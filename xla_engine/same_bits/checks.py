@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from xla_engine.same_bits.differences import (
 )
 from xla_engine.same_bits.prompts import draw_prompt, fresh_prompt, lengthened
 from xla_engine.same_bits.report import Finding, Report, Row
-from xla_engine.same_bits.target import Answer, Ask, Choice, LimitReached, Target, TargetError
+from xla_engine.same_bits.server import HttpTarget
+from xla_engine.same_bits.target import Answer, Ask, CallableTarget, Choice, LimitReached, Target, TargetError
 
 AMONG = (8, 48)  # other requests beside one
 LONG = (8, 48, 256)
@@ -73,14 +74,8 @@ def check(
 
 def _as_target(target: Target | Callable[..., Sequence[Any]] | str) -> Target:
     if isinstance(target, str):
-        from xla_engine.same_bits.server import HttpTarget
-
         return HttpTarget(target)
-    if hasattr(target, "run"):
-        return target  # type: ignore[return-value]
-    from xla_engine.same_bits.target import CallableTarget
-
-    return CallableTarget(target)
+    return target if isinstance(target, Target) else CallableTarget(target)
 
 
 class _Checks:
@@ -334,14 +329,11 @@ class _Checks:
     # Restarts.
 
     def _save(self, name: str, ask: Ask, answer: Answer) -> None:
-        for choice in answer.choices[:1]:
-            logprobs = None if choice.logprobs is None else [each.hex() for each in choice.logprobs]
-            record = {"name": name, "prompt": ask.prompt, "text": choice.text, "tokens": choice.tokens}
-            self.saved.append(record | {"logprobs": logprobs, "gaps": choice.gaps})
+        self.saved += [{"name": name, "prompt": ask.prompt, **asdict(each)} for each in answer.choices[:1]]
 
     def _restart(self, earlier: list[Choice] | None) -> None:
         assert earlier is not None
-        now = [Answer(choices=(_loaded(json.loads(json.dumps(each))),)) for each in self.saved]
+        now = [Answer(choices=(_loaded(each),)) for each in self.saved]
         if len(now) != len(earlier):
             self._row.hidden = f"the baseline has {len(earlier)} answers, this run has {len(now)}"
             return
@@ -381,10 +373,5 @@ def load_answers(path: str, *, requests: int, seed: int) -> list[Choice]:
 
 
 def _loaded(record: dict[str, Any]) -> Choice:
-    logprobs, gaps = record["logprobs"], record["gaps"]
-    return Choice(
-        text=str(record["text"]),
-        tokens=tuple(record["tokens"]),
-        logprobs=None if logprobs is None else tuple(float.fromhex(each) for each in logprobs),
-        gaps=None if gaps is None else tuple(gaps),
-    )
+    lists = {name: record[name] and tuple(record[name]) for name in ("logprobs", "gaps")}
+    return Choice(text=str(record["text"]), tokens=tuple(record["tokens"]), **lists)

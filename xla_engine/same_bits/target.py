@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Token = int | str  # an id, or the text of a token where the target does not give ids
 
@@ -67,6 +67,7 @@ class Answer:
     error: str | None = None
 
 
+@runtime_checkable
 class Target(Protocol):
     """Something that answers.
 
