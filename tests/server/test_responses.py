@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import json
+import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.server.bodies import TOOL
-from xla_engine.server.responses.body import chat_body
+from tests.server.bodies import TEMPLATE, TOOL
+from tests.server.conftest import Running
+from xla_engine.batch.datasets.output import result_row
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.requests import LineError, parse_record
+from xla_engine.batch.responses.body import chat_body
+from xla_engine.batch.results import ResultHeader
+from xla_engine.batch.run import BatchRun
 from xla_engine.server.responses.memory import Memory
 
 ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}
@@ -114,6 +123,67 @@ def test_input_items_of_a_response_are_listed_in_pages(client: openai.OpenAI, ht
     for query in ("limit=0", "limit=x", "limit=101"):
         assert http.get(f"/v1/responses/{made.id}/input_items?{query}").status_code == 400
     assert http.get("/v1/responses/resp_none/input_items").status_code == 404
+
+
+def test_lines_have_the_responses_of_posts(
+    client: openai.OpenAI, http: httpx.Client, server: Running
+) -> None:
+    """In a batch of the server, and in a run of a file, which is repeated to the byte."""
+    bodies: list[dict[str, Any]] = [
+        ASK,
+        {**ASK, "instructions": "be brief", "metadata": {"a": "b"}, "store": True},
+        {**ASK, "tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": 60},
+        {**ASK, "input": [{"role": "user", "content": "x"}], "text": {"format": {"type": "json_object"}}},
+    ]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/responses", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    source = client.files.create(file=("r.jsonl", data), purpose="batch")
+    made = client.batches.create(input_file_id=source.id, endpoint="/v1/responses", completion_window="24h")
+    while made.status not in ("completed", "failed"):
+        time.sleep(0.05)
+        made = client.batches.retrieve(made.id)
+    assert made.status == "completed" and made.output_file_id is not None, made.errors
+    told = client.files.content(made.output_file_id).read().splitlines()
+    found = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, told)}
+    for number, body in enumerate(bodies):
+        assert without_ids(found[str(number)]) == without_ids(http.post("/v1/responses", json=body).json())
+        assert found[str(number)]["object"] == "response"
+    engine = server.service.engine
+    runs = []
+    for _ in range(2):
+        sink, header = io.BytesIO(), ResultHeader(created=0, model="embedded", tokenizer=engine.tokenizer)
+        given = BatchRun(
+            server.service.engine,
+            read_lines(io.BytesIO(data)),
+            sink,
+            header=header,
+            ordered=True,
+            defaults={"chat_template": TEMPLATE},
+        )
+        server.run(_ran(given))
+        runs.append(sink.getvalue())
+    assert runs[0] == runs[1]
+    for number, line in enumerate(runs[0].splitlines()):
+        row = result_row(line)
+        assert row["num_generated_tokens"] == found[str(number)]["usage"]["output_tokens"]
+    for body in ({**ASK, "previous_response_id": "resp_1"}, {**ASK, "stream": True}, {"input": []}):
+        line = {"method": "POST", "url": "/v1/responses", "body": body}
+        assert isinstance(parse_record(line, 1), LineError)
+
+
+async def _ran(given: BatchRun) -> None:
+    given.run()
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    """A response without what differs from answer to answer, and what a batch does not read calls into."""
+    items = [{**item, "id": None, "call_id": None} for item in response["output"]]
+    times = dict.fromkeys(("id", "created_at", "completed_at"))
+    cached = {**response["usage"], "input_tokens_details": None}
+    return {**response, **times, "output": items, "usage": cached}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
 from xla_engine.batch.requests import LineRequest, parse_record
+from xla_engine.batch.usage import Usage
 from xla_engine.outputs import RequestOutput
-from xla_engine.server.usage import Usage
 from xla_engine.text.parsers.choose import Dialect
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]

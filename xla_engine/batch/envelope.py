@@ -14,7 +14,8 @@ from xla_engine.utils.json_line import kind
 MAX_CUSTOM_ID = 512  # characters
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
-URLS = (COMPLETIONS_URL, CHAT_URL, *POOLING_URLS)
+RESPONSES_URL = "/v1/responses"
+URLS = (COMPLETIONS_URL, CHAT_URL, RESPONSES_URL, *POOLING_URLS)
 
 
 def custom_id_in(record: Mapping[str, Any]) -> str | None:
@@ -45,7 +46,8 @@ def envelope(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if url not in URLS:
         others = ", ".join(POOLING_URLS)
         raise InvalidRequestError(
-            f"url {url!r} is not supported; {COMPLETIONS_URL} and {CHAT_URL} are (and {others} of models that pool)"
+            f"url {url!r} is not supported; {COMPLETIONS_URL}, {CHAT_URL} and {RESPONSES_URL} are (and {others} of "
+            "models that pool)"
         )
     if not isinstance(body, dict):
         raise InvalidRequestError(f'"body" must be an object, not {kind(body)}')

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_engine.batch.envelope import COMPLETIONS_URL, custom_id_in, envelope, take_model
+from xla_engine.batch.envelope import COMPLETIONS_URL, RESPONSES_URL, custom_id_in, envelope, take_model
 from xla_engine.batch.fields import (
     LINE_FIELDS,
     SUBMIT_FIELDS,
@@ -37,6 +37,7 @@ from xla_engine.batch.fields import (
     without_neutral,
 )
 from xla_engine.batch.pooling import POOLING_URLS, PoolingRequest, messages_of, take_pooling
+from xla_engine.batch.responses.body import chat_body
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.prompts import TextPair
 from xla_engine.sampling_params import SamplingParams
@@ -68,6 +69,7 @@ class LineRequest:
     default_limit: whether the texts end after `DEFAULT_MAX_TOKENS` because nobody said otherwise.
     reading: how the answer to a chat is parted into content, reasoning and calls.
     pooling: of a line that asks for vectors or scores, what its answer looks like; else None.
+    response: the body of a line that asks for a response, whose answer repeats some of it; else None.
     """
 
     line: int
@@ -81,6 +83,7 @@ class LineRequest:
     default_limit: bool = False
     reading: Reading | None = None
     pooling: PoolingRequest | None = None
+    response: Mapping[str, Any] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -201,6 +204,7 @@ def parse_record(
         options=options,
         default_limit="max_tokens" not in wanted,
         reading=reading,
+        response=record["body"] if record.get("url") == RESPONSES_URL else None,
     )
 
 
@@ -271,6 +275,10 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
     url, body = envelope(record)
     check_labels(body)
     model = take_model(body)
+    if url == RESPONSES_URL:
+        if body.get("previous_response_id") is not None:
+            raise InvalidRequestError("previous_response_id: a line knows no other; send its items as input")
+        body = chat_body(body)
     take_cap(body)
     take_guided(body)
     if url == COMPLETIONS_URL:

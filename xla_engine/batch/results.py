@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xla_engine.batch.pooling import pooling_body
 from xla_engine.batch.requests import LineError, LineRequest, line_error
+from xla_engine.batch.responses.builder import response_body
 from xla_engine.engine.identity import result_fingerprint
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -127,6 +128,8 @@ def answer_prefix(request: LineRequest) -> str:
     """What the id of a completion, a chat completion or what is pooled begins with."""
     if request.pooling is not None:
         return request.pooling.prefix
+    if request.response is not None:
+        return "resp_"
     return "chatcmpl-" if request.is_chat else "cmpl-"
 
 
@@ -136,8 +139,11 @@ def result_body(
     """The completion or chat completion itself, as JSON values; `name` is its id. Else as `result_line`."""
     if request.pooling is not None:
         return pooling_body(request.pooling, outputs, name, request.model or header.model, header.created)
-    body = result_head(request, outputs, name, header)
-    body["choices"] = list(result_choices(request, outputs, name, header))
+    if request.response is not None:
+        body = response_body(request, outputs[0], name, header)
+    else:
+        body = result_head(request, outputs, name, header)
+        body["choices"] = list(result_choices(request, outputs, name, header))
     per_prompt = len(outputs[0].outputs)
     for number, output in enumerate(outputs):
         if shows_prompt_logprobs(request, output):

@@ -14,15 +14,16 @@ from xla_engine.batch.results import (
     result_head,
     shows_prompt_logprobs,
 )
+from xla_engine.batch.usage import ReasoningTokens, Usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.columns import (
     PAUSE,
     completion_columns,
+    counted,
     prompt_columns,
     prompt_logprobs_pieces,
     spelled,
 )
-from xla_engine.server.usage import ReasoningTokens, Usage
 from xla_engine.server.wire import Call
 from xla_engine.text.parsers.chats import begins_thinking
 
@@ -41,8 +42,8 @@ def answer_pieces(
     reasoning = 0
     thinking = request.is_chat and begins_thinking(outputs[0], tokenizer)
     for completion in (each for output in outputs for each in output.outputs):
-        counter = ReasoningTokens(call, tokenizer, thinking=thinking)
-        yield from counter.pauses(completion.token_ids)
+        counter = ReasoningTokens(request, tokenizer, thinking=thinking)
+        yield from counted(counter, completion.token_ids)
         reasoning += counter.count
     new = head["usage"]["completion_tokens"]
     head["usage"] = Usage.of(outputs, new=new, reasoning=reasoning).as_completion()

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from xla_engine.batch.envelope import URLS
+from xla_engine.batch.envelope import RESPONSES_URL, URLS
 from xla_engine.batch.pooling import RERANK_URL, SCORE_URL
 from xla_engine.server.batches.routes import BatchRoutes
 from xla_engine.server.batches.store import Store
@@ -104,7 +104,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),
-        *(Route(url, Generation(service, url), methods=["POST"]) for url in URLS),
+        *(Route(url, Generation(service, url), methods=["POST"]) for url in URLS if url != RESPONSES_URL),
         *(Route(path, Generation(service, url), methods=["POST"]) for path, url in _ALIASES.items()),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/{id}", responses.read, methods=["GET"]),

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from xla_engine.batch.results import Offsets, ResultHeader, asked_for
+from xla_engine.batch.usage import ReasoningTokens, Usage
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.server.columns import Columns, completion_columns, prompt_columns, spelled
-from xla_engine.server.usage import ReasoningTokens, Usage
+from xla_engine.server.columns import Columns, completion_columns, counted, prompt_columns, spelled
 from xla_engine.server.wire import Call
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 from xla_engine.text.parsers.tools import new_call_id
@@ -87,8 +87,8 @@ class ChunkWriter:
             if self._call.include_usage:
                 if state.reasoning is None:
                     tokenizer = self._header.tokenizer
-                    state.reasoning = ReasoningTokens(self._call, tokenizer, thinking=self._thinking)
-                yield from state.reasoning.pauses(completion.token_ids)
+                    state.reasoning = ReasoningTokens(self._call.request, tokenizer, thinking=self._thinking)
+                yield from counted(state.reasoning, completion.token_ids)
             for choice in (yield from self._news(number, index, state, output, completion)):
                 yield from self._event(choice, index, output)
 

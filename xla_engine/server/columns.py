@@ -16,6 +16,7 @@ from xla_engine.batch.results import (
     prompt_logprobs,
     text_logprobs,
 )
+from xla_engine.batch.usage import ReasoningTokens
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
@@ -73,6 +74,13 @@ def _list_of(parts: Sequence[bytes]) -> Iterator[bytes]:
             yield b","
         yield part
     yield b"]"
+
+
+def counted(counter: ReasoningTokens, token_ids: Sequence[int]) -> Iterator[bytes]:
+    """Let a counter read tokens, a few at a time, with `PAUSE` between."""
+    for begin in range(0, len(token_ids), ENTRIES):
+        counter.add(token_ids[begin : begin + ENTRIES])
+        yield PAUSE
 
 
 def completion_columns(

@@ -56,6 +56,14 @@ def result_row(line: bytes) -> dict[str, Any]:
         row["error"] = f"{record['error']['code']}: {record['error']['message']}"
         return row
     body = record["response"]["body"]
+    if "output" in body:
+        parts = [part for item in body["output"] for part in item.get("content") or ()]
+        row["generated_text"] = "".join(part["text"] for part in parts if part["type"] == "output_text")
+        row["finish_reason"] = "length" if body["status"] == "incomplete" else "stop"
+        row["num_input_tokens"] = body["usage"]["input_tokens"]
+        row["num_generated_tokens"] = body["usage"]["output_tokens"]
+        row["response"] = json.dumps(body)
+        return row
     choice = body["choices"][0]
     row["generated_text"] = choice["message"]["content"] if "message" in choice else choice["text"]
     row["finish_reason"] = choice["finish_reason"]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xla_engine.batch.envelope import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID
+from xla_engine.batch.envelope import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID, RESPONSES_URL
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.utils.json_line import load_object
 
 SHOWN_PROBLEMS = 50
 MAX_MESSAGE = 200  # characters: lists show the problems of up to 100 batches
-_ASKED = {COMPLETIONS_URL: "prompt", CHAT_URL: "messages"}
+_ASKED = {COMPLETIONS_URL: "prompt", CHAT_URL: "messages", RESPONSES_URL: "input"}
 
 
 def problems_of(

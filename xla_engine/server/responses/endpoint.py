@@ -14,17 +14,18 @@ from starlette.responses import Response
 from starlette.types import Scope, Send
 
 from xla_engine.batch.envelope import CHAT_URL
+from xla_engine.batch.responses.body import FieldError, chat_body, items_of
+from xla_engine.batch.responses.builder import ResponseBuilder
 from xla_engine.batch.results import output_error
+from xla_engine.batch.usage import ReasoningTokens, Usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.chunks import DONE
+from xla_engine.server.columns import counted
 from xla_engine.server.errors import ApiError, ended
 from xla_engine.server.generation import SSE_HEADERS, Generation, next_news, send_json, send_part
 from xla_engine.server.info import JsonResponse
-from xla_engine.server.responses.body import chat_body, items_of
-from xla_engine.server.responses.builder import ResponseBuilder
 from xla_engine.server.responses.memory import Memory
 from xla_engine.server.service import Service, Submission
-from xla_engine.server.usage import ReasoningTokens, Usage
 from xla_engine.server.wire import Call, parse_call, read_json
 from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Parser
@@ -54,6 +55,12 @@ class Responses(Generation):
         self.memory = Memory()
 
     def _parse(self, raw: bytes, scope: Scope) -> Call:
+        try:
+            return self._parsed(raw, scope)
+        except FieldError as error:
+            raise ApiError(400, str(error), code=error.code, param=error.param) from error
+
+    def _parsed(self, raw: bytes, scope: Scope) -> Call:
         service, body = self._service, read_json(raw)
         tenant, previous = scope["state"].get("tenant", ""), body.get("previous_response_id")
         items = items_of(body.get("input"))
@@ -122,14 +129,11 @@ class Responses(Generation):
         (output,) = await self._whole(call, submission, gone)
         builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
         completion = output.outputs[0]
-        for _ in builder.add([*parser.feed(completion.text), *parser.finish()]):
-            pass
-        counter = ReasoningTokens(call, self._service.engine.tokenizer, thinking=submission.thinking)
-        async for _ in self._service.turns.parts(counter.pauses(completion.token_ids)):
+        counter = ReasoningTokens(call.request, self._service.engine.tokenizer, thinking=submission.thinking)
+        async for _ in self._service.turns.parts(counted(counter, completion.token_ids)):
             pass
         usage = Usage.of([output], new=len(completion.token_ids), reasoning=counter.count).as_response()
-        for _ in builder.end(reason=completion.finish_reason, usage=usage, now=int(time.time())):
-            pass
+        builder.whole(parser, completion, usage=usage, now=int(time.time()))
         self._keep(call, builder)
         await send_json(send, 200, msgspec.json.encode(builder.response))
 
@@ -140,7 +144,7 @@ class Responses(Generation):
         builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
         tokens, counter = (
             0,
-            ReasoningTokens(call, self._service.engine.tokenizer, thinking=submission.thinking),
+            ReasoningTokens(call.request, self._service.engine.tokenizer, thinking=submission.thinking),
         )
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         async for part in turns.parts(map(_event, builder.begin())):
@@ -167,7 +171,7 @@ class Responses(Generation):
         for output in news:
             completion = output.outputs[0]
             events = parser.feed(completion.text)
-            yield from counter.pauses(completion.token_ids)
+            yield from counted(counter, completion.token_ids)
             if (error := output_error(call.request, output)) is not None:
                 failure = ended(error)
                 yield _event(builder.failed(failure.code, failure.message))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_engine.server.errors import ApiError
+from xla_engine.errors import InvalidRequestError
 from xla_engine.utils.json_line import kind
 from xla_engine.utils.shown import shown
 
@@ -35,8 +35,16 @@ _NOTHING_TO_INCLUDE = (
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
+class FieldError(InvalidRequestError):
+    """A body that is wrong. param: its field, which may be one of an object in it."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param} {message}")
+        self.param = param
+
+
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat that a Responses request asks for, whose `input` holds all before it. Raises ApiError."""
+    """The chat that a Responses request asks for, whose `input` holds all before it. Raises FieldError."""
     rest = {name: value for name, value in body.items() if name not in ("store", "previous_response_id")}
     if not isinstance(body.get("store"), bool | None):
         raise _wrong("store", f"must be true or false, not {body['store']!r}")
@@ -167,5 +175,5 @@ def _check_names(param: str, given: Mapping[str, Any], known: Sequence[str]) -> 
             raise _wrong(f"{param}.{name[:100]}", f"is not known; {param} may hold {' and '.join(known)}")
 
 
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param} {message}", code="invalid_request", param=param)
+def _wrong(param: str, message: str) -> FieldError:
+    return FieldError(param, message)

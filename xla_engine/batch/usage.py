@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xla_engine.batch.results import TokenText
 from xla_engine.outputs import RequestOutput
-from xla_engine.server.columns import ENTRIES, PAUSE
-from xla_engine.server.wire import Call
 from xla_engine.text.parsers.scan import Reasoning
+
+if TYPE_CHECKING:
+    from xla_engine.batch.requests import LineRequest
+    from xla_engine.batch.results import TokenText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +69,13 @@ class Usage:
 class ReasoningTokens:
     """Counts the tokens of one choice that are reasoning, its opening tag included."""
 
-    def __init__(self, call: Call, tokenizer: TokenText | None, *, thinking: bool) -> None:
+    def __init__(self, request: LineRequest, tokenizer: TokenText | None, *, thinking: bool) -> None:
         """thinking: the prompt ended in the opening tag."""
-        reading = call.request.reading
+        reading = request.reading
         parser = None if reading is None else reading.reasoning_parser(thinking=thinking)
         self._parser = None if tokenizer is None else parser
         self._text = (
-            tokenizer.incremental(call.request.params.skip_special_tokens) if tokenizer and parser else None
+            tokenizer.incremental(request.params.skip_special_tokens) if tokenizer and parser else None
         )
         self._silent = 0  # tokens since the last that told anything
         self.count = 0
@@ -89,9 +90,3 @@ class ReasoningTokens:
                 self.count += self._silent if isinstance(event, Reasoning) else 0
                 self._silent = 0
         return self.count
-
-    def pauses(self, token_ids: Sequence[int]) -> Iterator[bytes]:
-        """`add`, a few tokens at a time, with `PAUSE` between."""
-        for begin in range(0, len(token_ids) if self._parser is not None else 0, ENTRIES):
-            self.add(token_ids[begin : begin + ENTRIES])
-            yield PAUSE

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
-from xla_engine.text.parsers.scan import Content, Event, Reasoning, ToolArguments, ToolStart
-from xla_engine.text.parsers.tools import new_call_id
+from xla_engine.batch.usage import ReasoningTokens, Usage
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.text.parsers.chats import begins_thinking
+from xla_engine.text.parsers.formats import Plain
+from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
+
+if TYPE_CHECKING:
+    from xla_engine.batch.requests import LineRequest
+    from xla_engine.batch.results import ResultHeader
 
 _TOOL = {
     "description": None,
@@ -17,11 +24,26 @@ _TOOL = {
 _ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "metadata")
 
 
+def response_body(
+    request: LineRequest, output: RequestOutput, name: str, header: ResultHeader
+) -> dict[str, Any]:
+    """The response to a line, whose output has ended by "stop" or "length". name: its id."""
+    assert request.response is not None and request.reading is not None
+    (completion,), model = output.outputs, request.model or header.model
+    builder = ResponseBuilder(name, body=request.response, model=model, created=header.created)
+    thinking = begins_thinking(output, header.tokenizer)
+    parser = request.reading.parser(thinking=thinking) or Plain()
+    reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking).add(completion.token_ids)
+    usage = Usage.of([output], new=len(completion.token_ids), reasoning=reasoning).as_response()
+    return builder.whole(parser, completion, usage=usage, now=header.created)
+
+
 class ResponseBuilder:
     """One response. The streamed events and the unstreamed answer are made by the same steps."""
 
     def __init__(self, name: str, *, body: Mapping[str, Any], model: str, created: int) -> None:
         self.output: list[dict[str, Any]] = []
+        self._name = name
         self._number = -1
         self._open: dict[str, Any] | None = None
         self._response: dict[str, Any] = {
@@ -95,6 +117,16 @@ class ResponseBuilder:
         }
         yield self._event("response.incomplete" if cut else "response.completed", response=self.response)
 
+    def whole(
+        self, parser: Parser, completion: CompletionOutput, *, usage: dict[str, Any], now: int
+    ) -> dict[str, Any]:
+        """The response of a whole answer."""
+        for _ in self.add([*parser.feed(completion.text), *parser.finish()]):
+            pass
+        for _ in self.end(reason=completion.finish_reason, usage=usage, now=now):
+            pass
+        return self.response
+
     def failed(self, code: str, message: str) -> dict[str, Any]:
         """The last event of a response that cannot go on."""
         error = {"code": code, "message": message}
@@ -111,7 +143,7 @@ class ResponseBuilder:
         if self._open is not None and self._open["type"] == kind:
             return
         yield from self._close()
-        token = secrets.token_hex(16)
+        token = blake2b(f"{self._name}/{len(self.output)}".encode(), digest_size=16).hexdigest()
         item: dict[str, Any] = {"type": kind, "status": "in_progress"}
         match kind:
             case "message":
@@ -119,7 +151,7 @@ class ResponseBuilder:
             case "reasoning":
                 item |= {"id": f"rs_{token}", "summary": [], "content": []}
             case _:
-                item |= {"id": f"fc_{token}", "call_id": new_call_id(), "name": name, "arguments": ""}
+                item |= {"id": f"fc_{token}", "call_id": f"call_{token[:24]}", "name": name, "arguments": ""}
         self._open = item
         self.output.append(item)
         yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=_copied(item))
