@@ -125,6 +125,29 @@ def test_input_items_of_a_response_are_listed_in_pages(client: openai.OpenAI, ht
     assert http.get("/v1/responses/resp_none/input_items").status_code == 404
 
 
+def test_a_response_that_is_too_long_may_go_without_its_oldest_items(http: httpx.Client) -> None:
+    """Instructions stay, and the answer is that to the items that are left."""
+    items: list[Any] = [
+        {"role": "user", "content": f"{number} " + "def f(x): return x\n" * 4} for number in range(24)
+    ]
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items[14:14] = [call, {"type": "function_call_output", "call_id": "1", "output": "x"}]
+    asked = {**ASK, "instructions": "be brief", "input": items}
+    refused = http.post("/v1/responses", json=asked).json()["error"]
+    assert refused["code"] == "context_length_exceeded"
+    answer = http.post("/v1/responses", json={**asked, "truncation": "auto"}).json()
+    assert answer["truncation"] == "auto" and answer["status"] == "incomplete"
+    kept = next(
+        found
+        for without in (1, 3, 7, 16)  # the fifteenth begins with the result of a call that went
+        if (found := http.post("/v1/responses", json={**asked, "input": items[without:]})).status_code == 200
+    ).json()
+    assert answer["output"][0]["content"] == kept["output"][0]["content"]
+    assert answer["usage"]["input_tokens"] == kept["usage"]["input_tokens"]
+    one = {**asked, "input": items[0]["content"] * 20, "truncation": "auto"}
+    assert http.post("/v1/responses", json=one).status_code == 400
+
+
 def test_lines_have_the_responses_of_posts(
     client: openai.OpenAI, http: httpx.Client, server: Running
 ) -> None:
@@ -169,7 +192,12 @@ def test_lines_have_the_responses_of_posts(
     for number, line in enumerate(runs[0].splitlines()):
         row = result_row(line)
         assert row["num_generated_tokens"] == found[str(number)]["usage"]["output_tokens"]
-    for body in ({**ASK, "previous_response_id": "resp_1"}, {**ASK, "stream": True}, {"input": []}):
+    for body in (
+        {**ASK, "previous_response_id": "resp_1"},
+        {**ASK, "stream": True},
+        {"input": []},
+        {**ASK, "truncation": "auto"},
+    ):
         line = {"method": "POST", "url": "/v1/responses", "body": body}
         assert isinstance(parse_record(line, 1), LineError)
 

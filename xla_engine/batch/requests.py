@@ -278,6 +278,10 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
     if url == RESPONSES_URL:
         if body.get("previous_response_id") is not None:
             raise InvalidRequestError("previous_response_id: a line knows no other; send its items as input")
+        if body.get("truncation") == "auto":
+            raise InvalidRequestError(
+                "truncation: lines are not shortened; leave it out, or send fewer items"
+            )
         body = chat_body(body)
     take_cap(body)
     take_guided(body)

@@ -14,7 +14,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "background": (None, False),
     "prompt": (None,),
-    "truncation": (None, "disabled"),
+    "truncation": (None, "disabled", "auto"),
     "max_tool_calls": (None,),
     "top_logprobs": (None, 0),
     "service_tier": (None, "auto", "default"),

@@ -65,7 +65,7 @@ class ResponseBuilder:
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": [_TOOL | tool for tool in body.get("tools") or []],
-            "truncation": "disabled",
+            "truncation": body.get("truncation") or "disabled",
             "usage": None,
             **{key: body.get(key) for key in _ECHOED},
             "metadata": body.get("metadata") or {},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -27,9 +27,11 @@ from xla_engine.server.info import JsonResponse
 from xla_engine.server.responses.memory import Memory
 from xla_engine.server.service import Service, Submission
 from xla_engine.server.wire import Call, parse_call, read_json
+from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Parser
 
+TOO_LONG = "context_length_exceeded"  # code of the error of a prompt that does not fit
 MAX_LISTED = 100  # items in one answer
 
 
@@ -77,6 +79,22 @@ class Responses(Generation):
         call = parse_call(chat, CHAT_URL, service.defaults(), service.model_names)
         fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
         return ResponseCall(**fields, body=body, items=items, tenant=tenant)
+
+    async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
+        """Queue the call; with `truncation: "auto"` without its oldest messages where it does not fit with them."""
+        assert isinstance(call, ResponseCall)
+        without, shorter = 0, call.request
+        while True:
+            try:
+                return await super()._submit(scope, replace(call, request=shorter), name)
+            except ApiError as error:
+                (chat,) = call.request.prompts
+                assert isinstance(chat, Chat)
+                without = 2 * without + 1
+                messages = _without_oldest(chat.messages, without)
+                if error.code != TOO_LONG or call.body.get("truncation") != "auto" or messages is None:
+                    raise
+                shorter = replace(call.request, prompts=(replace(chat, messages=messages),))
 
     def _keep(self, call: Call, builder: ResponseBuilder) -> None:
         assert isinstance(call, ResponseCall)
@@ -184,6 +202,20 @@ class Responses(Generation):
                 end = builder.end(reason=completion.finish_reason, usage=usage, now=int(time.time()))
                 yield from map(_event, end)
                 self._keep(call, builder)
+
+
+def _without_oldest(
+    messages: Sequence[Mapping[str, Any]], number: int
+) -> tuple[Mapping[str, Any], ...] | None:
+    """Messages without the oldest ones but for instructions, and without results of their calls.
+
+    None if none is left.
+    """
+    first = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    rest = list(messages[first + number :])
+    while rest and rest[0]["role"] == "tool":
+        del rest[0]
+    return (*messages[:first], *rest) if rest else None
 
 
 def _names(request: Request) -> tuple[str, str]:
