@@ -11,19 +11,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from xla_engine.batch.pooling import pooling_body
 from xla_engine.batch.requests import LineError, LineRequest, line_error
-from xla_engine.batch.responses.builder import response_body
+from xla_engine.batch.responses.builder import ResponseBuilder
+from xla_engine.batch.token_text import TokenText
+from xla_engine.batch.usage import ReasoningTokens, Usage
 from xla_engine.engine.identity import result_fingerprint
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import begins_thinking, part_message
+from xla_engine.text.parsers.formats import Plain
 from xla_engine.utils.json_line import dump_line
-
-if TYPE_CHECKING:
-    from xla_engine.text.tokenizer import IncrementalDetokenizer
 
 _CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose code is another word
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
@@ -52,13 +52,6 @@ def parse_record_id(value: object) -> tuple[int, int] | None:
     """Line number and digest of a `record_id`; None for anything else."""
     match = _ID.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else (int(match[1]), int(match[2], 16))
-
-
-class TokenText(Protocol):
-    """What the text of single tokens is asked of: the tokenizer."""
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +133,7 @@ def result_body(
     if request.pooling is not None:
         return pooling_body(request.pooling, outputs, name, request.model or header.model, header.created)
     if request.response is not None:
-        body = response_body(request, outputs[0], name, header)
+        body = _response_body(request, outputs[0], name, header)
     else:
         body = result_head(request, outputs, name, header)
         body["choices"] = list(result_choices(request, outputs, name, header))
@@ -153,6 +146,20 @@ def result_body(
         completions = [completion for output in outputs for completion in output.outputs]
         body["xla_engine"] = _hashes(header.system_fingerprint, completions)
     return body
+
+
+def _response_body(
+    request: LineRequest, output: RequestOutput, name: str, header: ResultHeader
+) -> dict[str, Any]:
+    """The response to a line, whose output has ended by "stop" or "length". name: its id."""
+    assert request.response is not None and request.reading is not None
+    (completion,), model = output.outputs, request.model or header.model
+    builder = ResponseBuilder(name, body=request.response, model=model, created=header.created)
+    thinking = begins_thinking(output, header.tokenizer)
+    parser = request.reading.parser(thinking=thinking) or Plain()
+    reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking).add(completion.token_ids)
+    usage = Usage.of([output], new=len(completion.token_ids), reasoning=reasoning).as_response()
+    return builder.whole(parser, completion, usage=usage, now=header.created)
 
 
 def result_head(

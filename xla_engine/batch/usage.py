@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from xla_engine.batch.requests import LineRequest
+from xla_engine.batch.token_text import TokenText
 from xla_engine.outputs import RequestOutput
 from xla_engine.text.parsers.scan import Reasoning
-
-if TYPE_CHECKING:
-    from xla_engine.batch.requests import LineRequest
-    from xla_engine.batch.results import TokenText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ import msgspec
 
 from xla_engine.batch.results import (
     Offsets,
-    TokenText,
     chat_logprobs,
     prompt_block,
     prompt_logprobs,
     text_logprobs,
 )
+from xla_engine.batch.token_text import TokenText
 from xla_engine.batch.usage import ReasoningTokens
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams

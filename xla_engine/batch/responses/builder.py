@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xla_engine.batch.usage import ReasoningTokens, Usage
-from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.text.parsers.chats import begins_thinking
-from xla_engine.text.parsers.formats import Plain
+from xla_engine.outputs import CompletionOutput
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
-
-if TYPE_CHECKING:
-    from xla_engine.batch.requests import LineRequest
-    from xla_engine.batch.results import ResultHeader
 
 _TOOL = {
     "description": None,
@@ -22,20 +15,6 @@ _TOOL = {
     "strict": None,
 }  # what a tool has in an answer where it was left out
 _ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "metadata")
-
-
-def response_body(
-    request: LineRequest, output: RequestOutput, name: str, header: ResultHeader
-) -> dict[str, Any]:
-    """The response to a line, whose output has ended by "stop" or "length". name: its id."""
-    assert request.response is not None and request.reading is not None
-    (completion,), model = output.outputs, request.model or header.model
-    builder = ResponseBuilder(name, body=request.response, model=model, created=header.created)
-    thinking = begins_thinking(output, header.tokenizer)
-    parser = request.reading.parser(thinking=thinking) or Plain()
-    reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking).add(completion.token_ids)
-    usage = Usage.of([output], new=len(completion.token_ids), reasoning=reasoning).as_response()
-    return builder.whole(parser, completion, usage=usage, now=header.created)
 
 
 class ResponseBuilder:
