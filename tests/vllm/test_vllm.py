@@ -187,6 +187,19 @@ def test_beams_are_the_likeliest_sequences(embedded: XlaBatchEngine) -> None:
 
 
 @pytest.mark.usefixtures("shared")
+def test_queued_prompts_run_when_they_are_waited_for() -> None:
+    model, params = LLM(), SamplingParams(temperature=0, max_tokens=4)
+    names = model.enqueue(PROMPTS[:2], params) + model.enqueue(PROMPTS[2], [params], priority=[3])
+    assert model.generate("y =", params, use_tqdm=False)[
+        0
+    ].finished  # they may run meanwhile, and are not lost
+    found = model.wait_for_completion()
+    assert [each.request_id for each in found] == names and model.wait_for_completion() == []
+    expected = model.generate(PROMPTS, params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+
+
+@pytest.mark.usefixtures("shared")
 def test_what_there_is_not_is_refused_by_name() -> None:
     model = LLM()
     for call in (model.sleep, model.wake_up):

@@ -13,7 +13,8 @@ _MOST = 64  # started steps that are remembered without being read; a failed ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
-    """Nanoseconds of wall time by phase. The five phases of a turn sum to its wall time.
+    """Nanoseconds of wall time by phase. The five phases of a turn sum to its wall time, and with `between` to all
+    the time in which requests were there.
 
     turns: how many came to their end.
     plan: ending what is out of time, deciding the next step, and noting what was started.
@@ -21,7 +22,8 @@ class PhaseTimes:
     wait: for the device, and for the lock where threads share an engine.
     commit: crediting the tokens of a step that was read.
     deliver: giving requests their tokens and text, or running them again after a failed step.
-    between: from one turn to the next, while requests were there: the caller's own time. It is no part of a turn.
+    between: from one turn to the next, while requests were there: the caller's own time, and taking the
+        lock. It is no part of a turn.
     """
 
     turns: int = 0

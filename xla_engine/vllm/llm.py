@@ -10,6 +10,7 @@ import numpy as np
 
 from xla_engine import llm, outputs
 from xla_engine.engine.client import EngineClient
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.llm import Adapter
 from xla_engine.model_loader.peft.request import LoRARequest
@@ -50,6 +51,10 @@ class LLM:
     ) -> None:
         self._profile_directory = (profiler_config or {}).get("torch_profiler_dir")
         self._chat_template = None if chat_template is None else _template(chat_template)
+        self._ends = OutputCollector(every_token=False)
+        self._queued: dict[str, LoRARequest | None] = {}
+        if model is not None and options.get("tokenizer") in (model, str(model)):
+            del options["tokenizer"]  # the model's own
         self._llm = llm.LLM(model, **options)
 
     @classmethod
@@ -106,6 +111,46 @@ class LLM:
             shared["chat_template"] = template
         params = fixed(sampling_params) or self._llm.get_default_sampling_params()
         return self._shaped(self._llm.chat(messages, params, **shared), lora_request)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        lora_request: Adapter = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts for `wait_for_completion`; returns their ids. Raises InvalidRequestError."""
+        many = tokenised(prompt_list(prompts), self._llm.tokenizer, tokenization_kwargs, side="left")
+        wanted = fixed(sampling_params) or self._llm.engine.default_params
+        each = zip(
+            many,
+            per_prompt("sampling_params", wanted, FixedParams, len(many)),
+            per_prompt("priorities", priority or 0, int, len(many)),
+            per_prompt("lora_requests", lora_request, LoRARequest, len(many)),
+            strict=True,
+        )
+        names = []
+        for prompt, params, urgency, lora in each:
+            options = given({"priority": urgency, "lora_request": lora})
+            names.append(self._llm.engine.submit(prompt, params, collector=self._ends, **options))
+            self._queued[names[-1]] = lora
+        return names
+
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run what `enqueue` has queued; results in that order."""
+        engine, queued, ended = self._llm.engine, self._queued, dict[str, RequestOutput]()
+        while len(ended) < len(queued):
+            if not self._ends:
+                engine.advance()
+            with engine.lock:
+                found = [request.output() for request in self._ends.take() if request.finished]
+            for output in found:
+                name = output.request_id
+                ended[name] = vllm_output(output, self._llm.tokenizer, queued[name])
+        self._queued = {}
+        return [ended[name] for name in queued]
 
     def beam_search(
         self,
