@@ -128,6 +128,23 @@ def test_nothing_unpickles() -> None:
             assert not any(name.startswith("xla_engine.tools.bench.workers") for name in loaded), path
 
 
+def test_nothing_that_results_depend_on_asks_libm_or_numpy_for_a_transcendental() -> None:
+    """Their bits follow the age and maker of a processor (findings/same_bits.md). XLA's and our own follow neither."""
+    names = "exp|exp2|expm1|log|log1p|log2|log10|pow|power|float_power|sin|cos|tan|tanh|erf"
+    asked = re.compile(rf"\b(?:np|numpy|math)\.(?:{names})\b|std::(?:{names})\b")
+    files = [
+        path for folder in ("graphs", "xla_engine/model_loader") for path in (ROOT / folder).rglob("*.*")
+    ]
+    found = [
+        f"{place(path)}: {line.strip()}"
+        for path in files
+        if path.suffix in (".py", ".h", ".cc")
+        for line in path.read_text().splitlines()
+        if asked.search(line) and "return std::log(x);  // NaN and infinities are exact" not in line
+    ]
+    assert found == []
+
+
 def test_top_level_is_what_was_promised() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
