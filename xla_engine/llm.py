@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from xla_engine.engine.client import EngineClient
 from xla_engine.engine.protocol import RequestOptions, SharedOptions, check_options, pop_options
@@ -154,21 +154,41 @@ class LLM:
             many, sampling_params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request, **options
         )
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> RequestOutputs: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Iterator[RequestOutput]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        stream: bool = False,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         lora_request: Adapter = None,
         **options: Any,
-    ) -> RequestOutputs:
+    ) -> RequestOutputs | Iterator[RequestOutput]:
         """Answer one conversation or a list of them; results in their order.
 
         Arguments:
             messages: dicts with "role" and "content", or a list of such lists.
             sampling_params: as in `generate`; None goes on to the end of the model's turn.
+            stream: yield cumulative outputs as tokens arrive, as `stream` does.
             use_tqdm, priority, lora_request: as in `generate`.
             options: those of `generate`; `chat_template`, jinja2 source to use in place of the checkpoint's; and
                 `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
@@ -185,15 +205,11 @@ class LLM:
                 prompts.append(self.engine.render_chat(conversation, **options))
             except InvalidRequestError as error:
                 raise type(error)(f"conversation {index}: {error}") from error
-        return self._complete(
-            prompts,
-            self.engine.default_params.for_chat() if sampling_params is None else sampling_params,
-            use_tqdm=use_tqdm,
-            priority=priority,
-            add_special_tokens=False,
-            lora_request=lora_request,
-            **shared,
-        )
+        given = self.engine.default_params.for_chat() if sampling_params is None else sampling_params
+        shared |= {"priority": priority, "lora_request": lora_request, "add_special_tokens": False}
+        if stream:
+            return (output for _, output in self._run(prompts, given, only_finished=False, **shared))
+        return self._complete(prompts, given, use_tqdm=use_tqdm, **shared)
 
     def stream(
         self,

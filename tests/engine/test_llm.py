@@ -64,6 +64,19 @@ def test_stream_yields_deltas_and_ends_each_request_once(llm: LLM) -> None:
     assert sorted(o.outputs[0].text for o in final.values()) == sorted(o.outputs[0].text for o in again)
 
 
+def test_a_chat_streams_without_asyncio(llm: LLM) -> None:
+    """The pieces add up to the answer of `chat`, for one conversation and for several."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    chats = [[{"role": "user", "content": text}] for text in ("Add two numbers.", "Reverse a list.")]
+    whole = {output.prompt: output.outputs[0].text for output in llm.chat(chats, params, use_tqdm=False)}
+    found: dict[str | None, str] = {}
+    seen = 0
+    for output in llm.chat(chats, params, stream=True):
+        assert output.outputs[0].text.startswith(found.get(output.prompt, ""))
+        found[output.prompt], seen = output.outputs[0].text, seen + 1
+    assert found == whole and seen > 8
+
+
 def test_closing_the_stream_aborts_what_is_left(llm: LLM) -> None:
     stream = llm.stream(PROMPTS, GREEDY)
     next(stream)

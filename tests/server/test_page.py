@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -58,6 +61,27 @@ def test_history_of_engines_that_tell_no_plans(http: httpx.Client, server: Runni
 
 async def _started(history: History) -> asyncio.Task[None]:
     return asyncio.create_task(history.sample())
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_a_link_repeats_an_answer(server: Running, http: httpx.Client, tmp_path: Path) -> None:
+    """The chat box asks what the link holds, streamed, and shows what the same body gets by POST."""
+    assert BROWSER is not None
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Add <two> num\u00fcbers."}]
+    body = {"messages": messages, "temperature": 0.8, "max_tokens": 24, "seed": 7}
+    reply = http.post("/v1/chat/completions", json=body).json()
+    expected = html.escape(reply["choices"][0]["message"]["content"], quote=False)
+    link = f"{server.url}/#{base64.b64encode(json.dumps(body).encode()).decode()}"
+    for budget in (5000, 30000):
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        shown = subprocess.run(
+            [BROWSER, *options, f"--virtual-time-budget={budget}", "--dump-dom", link],
+            capture_output=True, text=True, timeout=120, check=True,
+        ).stdout  # fmt: skip
+        if f"<b>assistant</b><span>{expected}</span>" in shown:
+            break
+    assert "<span>Add &lt;two&gt; num\u00fcbers.</span>" in shown
+    assert f"<b>assistant</b><span>{expected}</span>" in shown
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
