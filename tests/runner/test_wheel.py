@@ -101,6 +101,9 @@ def test_without_a_compiler_a_wheel_for_every_platform_is_built(tmp_path: Path) 
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "xla_engine/graphs/native/linear.cc" in names and not any(name.endswith(".so") for name in names)
+    assert not any(
+        name.startswith(("xla_engine/tools/soak/", "xla_engine/tools/bench/workers/peers/")) for name in names
+    )
 
 
 def test_an_editable_install_compiles_nothing(tmp_path: Path) -> None:
