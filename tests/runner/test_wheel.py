@@ -154,9 +154,9 @@ def test_type_checkers_find_the_installed_package(tmp_path: Path, form: str) -> 
         "--strict",
         "--ignore-missing-imports",
     ]
-    assert 'Revealed type is "list[xla_engine.outputs.RequestOutput]"' in run(
+    assert 'Revealed type is "xla_engine.outputs.RequestOutputs"' in run(
         [*mypy, "script.py"], path=os.environ["PATH"], cwd=user
     )
-    assert 'Type of "outputs" is "list[RequestOutput]"' in run(
+    assert 'Type of "outputs" is "RequestOutputs"' in run(
         [pyright, "--pythonpath", python, "script.py"], path=os.environ["PATH"], cwd=user
     )
