@@ -219,6 +219,15 @@ class CodedWeights {
   // As `PackedWeights::At`, of whole blocks.
   CodedTask At(int64_t one, int64_t other) const { return {this, one / 16, other / 16}; }
 
+  // Calls run(kind, one block, another), if both have that kind.
+  template <typename Run>
+  bool OfOneKind(int64_t one, int64_t other, const Run& run) const {
+    const Place first = Find(one), second = Find(other);
+    if (first.kind != second.kind) return false;
+    Switch<0>(first.kind, [&](auto index) { run(index, first.at, second.at); });
+    return true;
+  }
+
   // Unpacks sixteen features as [K words][16].
   void Unpack(int64_t block, char* to) const { UnpackRun(block, 0, Width(), to); }
 
@@ -274,9 +283,38 @@ class CodedWeights {
   int64_t size_;
 };
 
+#if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
+
+// The sums of one or two rows by a task of one kind, whose lines stay in registers; false where it has two kinds.
+template <int kRows>
+__attribute__((noinline)) bool SumFew(const Word* rows, int64_t width, CodedTask task, Sums<float>& sums) {
+  return task.weights->OfOneKind(task.one, task.other, [&](auto index, const char* one, const char* other) {
+    Vec sum[2][kRows] = {};
+    const auto add = [&](int block, int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
+      const auto line = (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+      for (int r = 0; r < kRows; ++r)
+        sum[block][r] = AddPairs(sum[block][r], line, static_cast<int32_t>(rows[word * kBlockRows + r]));
+    };
+    for (int64_t k = 0; k < width; k += 32) {
+      UnpackGroup<index>(one, width, k, [&](auto... line) __attribute__((always_inline)) { add(0, line...); });
+      UnpackGroup<index>(other, width, k, [&](auto... line) __attribute__((always_inline)) { add(1, line...); });
+    }
+    for (int r = 0; r < kRows; ++r) Store(sums.one + r * 16, sum[0][r]), Store(sums.other + r * 16, sum[1][r]);
+  });
+}
+
+#endif
+
 // Rows times a task, `Kernel::Multiply` after the task was unpacked.
 template <typename Kernel, typename Take>
 void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask task, CodedTask, const Take& take) {
+#if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
+  if (count <= 2) {
+    Sums<float> sums;
+    const auto* rows = reinterpret_cast<const Word*>(blocks);
+    if (count == 1 ? SumFew<1>(rows, width, task, sums) : SumFew<2>(rows, width, task, sums)) return take(0, count, sums);
+  }
+#endif
   thread_local Lines kept;
   char* one = kept.Bytes(width * 64);
   char* other = one + width * 32;
