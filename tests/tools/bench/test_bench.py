@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY
 from xla_engine.equivalence.reference import Reference
 from xla_engine.errors import ConfigError
@@ -212,7 +213,15 @@ def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
     assert loaded.config == config and loaded.dtype == "bfloat16" and not loaded.eos_token_ids
     assert set(np.unique(loaded.weights["final_norm"])) == {-1.0, 1.0}
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["small"]
-    assert find_model(str(tmp_path / "models" / "small"), tmp_path) == tmp_path / "models" / "small"
+    small = tmp_path / "models" / "small"
+    assert find_model(str(small), tmp_path) == small
+    file = write_gguf(small, tmp_path / "small.gguf", kind=Kind.BF16, arch="qwen3" if norm else "llama")
+    written = load_checkpoint(
+        find_model(str(file), tmp_path)
+    )  # the same for peers, whatever way the file stores it
+    assert written.config == config
+    for leaf, values in load_checkpoint(small).weights.items():
+        assert np.array_equal(values, written.weights[leaf]), leaf
 
 
 def test_models_that_cannot_run_are_refused_with_the_reason(tmp_path: Path) -> None:

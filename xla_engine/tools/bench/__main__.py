@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     shapes, workloads = ", ".join(SHAPES), list(WORKLOADS)
     option(
         "--model",
-        f"embedded, {shapes} (random weights), or a model directory.",
+        f"embedded, {shapes} (random weights), or a directory, .gguf file, hub id or package:NAME.",
         "MODEL",
         default="smollm2-135m",
     )

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -13,10 +14,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from xla_engine.environment import embedded_model_directory
-from xla_engine.errors import ConfigError
+from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig, RopeScaling
-from xla_engine.model_loader.checkpoint import random_weights
+from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
+from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.families import LLAMA, QWEN3, Family, tensor_sources
+from xla_engine.model_loader.model_files import open_model
 
 SMOLLM2_135M = ModelConfig(
     vocab_size=49152,
@@ -85,9 +88,10 @@ Weights = dict[str, np.ndarray]
 
 
 def find_model(name: str, cache: Path) -> Path:
-    """The directory of "embedded", of a shape in `SHAPES` (written below `cache` on first use), or of a path.
+    """The directory of "embedded", of a shape in `SHAPES`, or of a model that `open_model` finds; shapes and GGUF
+    files are written below `cache` on first use, so that every peer has the same weights.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError and CheckpointError.
     """
     if name == "embedded":
         return embedded_model_directory()
@@ -96,18 +100,33 @@ def find_model(name: str, cache: Path) -> Path:
         if not directory.exists():
             write_once(SHAPES[name], directory)
         return directory
-    if (Path(name) / "config.json").exists():
-        return Path(name)
-    raise ConfigError(
-        f"model {name!r} is not known; use embedded, {', '.join(SHAPES)}, or a directory with config.json"
-    )
+    try:
+        path = open_model(name).path
+    except CheckpointError as error:
+        raise ConfigError(f"model {name!r} is not embedded, {', '.join(SHAPES)}, and: {error}") from error
+    if path.is_dir():
+        return path
+    directory = cache / "models" / f"{path.stem}-bfloat16"
+    if not directory.exists():
+        checkpoint = load_checkpoint(path, dtype="bfloat16")
+        config = replace(
+            checkpoint.config, rope_interleaved=False
+        )  # of its file: leaves are as transformers has them
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(config, Path(folder))
+            if read_config(Path(folder)) != config:
+                raise ConfigError(f"{path}: only GGUF files of Llamas and Qwen3 are written for peers")
+        write_once(config, directory, dict(checkpoint.weights))
+    return directory
 
 
-def write_once(config: ModelConfig, directory: Path) -> None:
-    """`write_checkpoint` of lively weights; a run that is cut short leaves no half-written directory."""
+def write_once(config: ModelConfig, directory: Path, weights: Weights | None = None) -> None:
+    """`write_checkpoint` of weights, lively ones unless given; a run that is cut short leaves no directory."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        write_checkpoint(config, lively_weights(config), Path(folder) / "model")
+        write_checkpoint(
+            config, lively_weights(config) if weights is None else weights, Path(folder) / "model"
+        )
         os.replace(Path(folder) / "model", directory)
 
 
