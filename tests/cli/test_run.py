@@ -17,12 +17,14 @@ import pytest
 from tests.support.batch_lines import by_line, interrupt_at, prompts
 from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
 from tests.support.fake_engine import FakeEngine
+from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.cli._run import batch
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
+from xla_engine.environment import embedded_model_directory
 
 DRY = ("--dry-run", "--max-model-len", "64")
 
@@ -352,3 +354,23 @@ def test_verbose_shows_the_log_of_the_command_and_no_longer(tmp_path: Path, engi
         result, _ = run_file(tmp_path, prompts(2), *options)
         assert result.exit_code == 0 and result.stderr.count("INFO xla_engine.engine: a line") == shown
     assert logging.getLogger("xla_engine").handlers == before
+
+
+def test_a_dry_run_estimates_from_the_last_run(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_ENGINE_CACHE", str(tmp_path / "cache"))
+    data = b"".join(b'{"prompt": "def f", "max_tokens": %d}\n' % n for n in (1, 40) * 10)
+    (tmp_path / "in.jsonl").write_bytes(data)
+    told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
+    assert "new tokens           410 at most\n" in told and "not known: no run of this model" in told
+    run_file(tmp_path, data)  # two tokens each, by this engine
+    told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
+    assert "new tokens           410 at most; about 30 if answers are as long as in the last run (2)" in told
+    assert "time                 about 0 s at " in told and " tok/s, as in the run of 20" in told
+    last = LastRun.of(embedded_model_directory())
+    assert last is not None and (last.answers, last.generated_tokens) == (20, 40)
+    LastRun(answers=15, generated_tokens=9, seconds=1.0).keep(
+        embedded_model_directory()
+    )  # too few to say anything
+    assert LastRun.of(embedded_model_directory()) == last

@@ -2,8 +2,8 @@
 
 The blocks of a page run in order, as a reader would run them. The title of a block says what is special about it:
 "not run in the tests: WHY", "takes a minute" (marked `full` here), "exit status N", or a file name, under which a
-JSON block is written for the commands that follow. Transcripts (`console`) have their commands run; what they print
-may differ in times.
+JSON block is written for the commands that follow. Transcripts (`console`) have their commands run, and what they
+print is compared, as is a block that is "printed" by the commands before it (`Block.shows`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL = ("sh", "console")
 TITLES = re.compile(
-    r"not run in the tests: \w.*|run by \.ci/run|takes a minute|exit status \d+|[\w.]+\.jsonl?|"
+    r"not run in the tests: \w.*|run by \.ci/run|takes a minute(?:; other figures .*)?|exit status \d+|"
+    r"[\w.]+\.jsonl?|printed.*|other figures .*|"
 )
 
 
@@ -82,8 +83,11 @@ def run_shell_blocks(page: Path, folder: Path, *, slow: bool) -> None:
     command.chmod(0o755)
     paths = f"{command.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths}
+    done = None
     for block in blocks(page):
-        if block.language == "json" and block.title:
+        if block.title.startswith("printed") and done is not None and not slow:
+            assert block.shows(done.stdout), f"{name_of(page)}:{block.line}\n{done.stdout}"
+        elif block.language == "json" and block.title:
             (folder / block.title).write_text(block.text)
         if block.language in SHELL and block.why_not is None and block.slow is slow:
             done = subprocess.run(
@@ -97,6 +101,10 @@ def run_shell_blocks(page: Path, folder: Path, *, slow: bool) -> None:
             assert done.returncode == block.exit_status, (
                 f"{name_of(page)}:{block.line}\n{done.stdout}{done.stderr}"
             )
+            if block.prints:
+                assert block.shows(done.stdout) or block.shows(done.stdout + done.stderr), (
+                    f"{name_of(page)}:{block.line} says\n{block.prints}and prints\n{done.stdout}{done.stderr}"
+                )
 
 
 def test_every_block_says_in_known_words_how_it_is_run() -> None:

@@ -27,6 +27,29 @@ class Block:
         return None
 
     @property
+    def prints(self) -> str:
+        """What a transcript, or a block that is `printed`, says its commands print; empty where it says nothing."""
+        if self.title.startswith("printed"):
+            return self.text
+        lines = self.text.splitlines(keepends=True) if self.language == "console" else []
+        return "".join(line for line in lines if not line.startswith("$ "))
+
+    def shows(self, printed: str) -> bool:
+        """Whether that is what was printed: to the byte, with anything in the place of `...`; "other figures": but for
+        numbers; "in any order": but for the order of lines and their numbers."""
+        wanted = self.prints
+        if "other figures" in self.title:
+            wanted, printed = (re.sub(r"[+-]?[\d.,]*\d|[ \t]+", " ", text) for text in (wanted, printed))
+            wanted, printed = (re.sub(r" +", " ", text) for text in (wanted, printed))
+        if "in any order" in self.title:
+            numbered = re.compile(r'"seq": \d+')
+            wanted, printed = (
+                "\n".join(sorted(numbered.sub("", text).splitlines())) for text in (wanted, printed)
+            )
+        parts = map(re.escape, wanted.strip().split("..."))
+        return re.fullmatch(".*".join(parts), printed.strip(), re.DOTALL) is not None
+
+    @property
     def slow(self) -> bool:
         return self.title.startswith("takes ")
 

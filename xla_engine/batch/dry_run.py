@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, GGUF, EngineConfig
@@ -29,6 +30,9 @@ class DryReport:
     prompt_tokens: of the lines that can run, as the model will see them.
     new_tokens: what these generate if none stops early.
     longest: prompt and new tokens of the longest request.
+    last_run: of this model on this machine, on which estimates rest; None where there is none.
+    expected_tokens: new tokens if each answer is as long as the last run's were on average, or its limit if that is
+        less.
     """
 
     ok: int = 0
@@ -36,6 +40,8 @@ class DryReport:
     prompt_tokens: int = 0
     new_tokens: int = 0
     longest: int = 0
+    last_run: LastRun | None = None
+    expected_tokens: float = 0.0
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -44,16 +50,32 @@ class DryReport:
             ("lines", f"{self.ok + self.failed.total()}: {self.ok} ok, {self.failed.total()} would fail"),
             ("codes", codes or "none"),
             ("prompt tokens", f"{self.prompt_tokens}"),
-            ("new tokens", f"{self.new_tokens} at most"),
+            ("new tokens", f"{self.new_tokens} at most{self._expected()}"),
             ("longest request", f"{self.longest} tokens, prompt and new"),
+            ("time", self._time()),
         ]
         return [f"{name:<20} {text}" for name, text in rows]
+
+    def _expected(self) -> str:
+        last = self.last_run
+        if last is None:
+            return ""
+        return f"; about {self.expected_tokens:.0f} if answers are as long as in the last run ({last.mean_tokens:.0f})"
+
+    def _time(self) -> str:
+        last = self.last_run
+        if last is None:
+            return "not known: no run of this model on this machine"
+        seconds = self.expected_tokens / last.tokens_per_s
+        about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        return f"about {about} at {last.tokens_per_s:.0f} tok/s, as in the run of {last.day}; a start comes on top"
 
 
 class DryRun:
     """Checks lines against one model and configuration. Raises CheckpointError and ConfigError."""
 
     def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
+        self._last_run = LastRun.of(model_name)
         files = open_model(model_name)
         tokenizer = Tokenizer.of_model(files)
         described = describe(files, config, None if tokenizer is None else tokenizer.plain_ids)
@@ -86,7 +108,7 @@ class DryRun:
         on_error: Callable[[LineError], None],
     ) -> DryReport:
         """Check all lines; `on_error` sees each line that would fail, in order."""
-        report, reader = DryReport(), LineReader(defaults)
+        report, reader = DryReport(last_run=self._last_run), LineReader(defaults)
         for line in lines:
             request = reader.read(line)
             error = request if isinstance(request, LineError) else self._check(request, report)
@@ -108,6 +130,9 @@ class DryRun:
         report.ok += 1
         report.prompt_tokens += sum(lengths)
         report.new_tokens += params.n * sum(limits)
+        if self._last_run is not None:
+            mean = self._last_run.mean_tokens
+            report.expected_tokens += params.n * sum(min(limit, mean) for limit in limits)
         report.longest = max(report.longest, *map(sum, zip(lengths, limits, strict=True)))
         return None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from xla_engine.batch.known_engines import recall, remember
+from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
@@ -28,6 +29,7 @@ from xla_engine.cli._run.shards import ShardOutput
 from xla_engine.cli._run.signals import interrupts
 from xla_engine.cli._run.tables import TableOptions, TableOutput, open_lines
 from xla_engine.cli._run.watched import LiveFiles, Watched
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.utils.progress import Progress
 
@@ -163,6 +165,11 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
         ended = time.monotonic()
         stats = engine.stats()
         if totals.failure is None and not totals.interrupted:
+            LastRun(
+                answers=totals.finish_reasons.total(),
+                generated_tokens=totals.generated_tokens,
+                seconds=ended - began,
+            ).keep(engine_options["model"] or embedded_model_directory())
             for output in outputs:
                 output.close()
             shard.finish(done, totals, header.system_fingerprint)
