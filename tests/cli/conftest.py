@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
+from xla_engine.utils.startup import StartTimes
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
     @contextlib.contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[FakeEngine]:
+    def load(options: dict[str, Any], *, show: bool, times: StartTimes | None = None) -> Iterator[FakeEngine]:
         fake.options = options  # type: ignore[attr-defined]
         fake.collector.take()  # an engine that was just loaded has no unread outputs
         yield fake

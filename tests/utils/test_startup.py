@@ -14,7 +14,7 @@ import pytest
 from xla_engine import LLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.utils import startup
-from xla_engine.utils.startup import StartupStep, startup_line
+from xla_engine.utils.startup import StartTimes, StartupStep, startup_line
 
 
 class Terminal(io.StringIO):
@@ -65,3 +65,31 @@ def test_a_start_that_fails_leaves_no_line() -> None:
         show(StartupStep("self-check"))
         raise ZeroDivisionError
     assert screen.getvalue().split("\r")[-2].strip() == ""
+
+
+def test_the_parts_of_a_start_add_up_to_all_of_it() -> None:
+    """A summary explained 8 of 30 seconds."""
+    now = 10.0
+    shown: list[StartupStep] = []
+    times = StartTimes(began=4.0, clock=lambda: now)
+    progress = times.following(shown.append)
+    steps = [
+        "C++ operations for this CPU (some 15 s)",
+        "loading weights",
+        "compiling 9 programs",
+        "compiling decode",
+    ]
+    for step in map(StartupStep, steps):
+        progress(step)
+        now += 1.5
+    times.next("first token")
+    times.next("", at=now + 2.0)
+    assert times.parts == {
+        "imports and model files": 6.0,
+        "C++ operations for this CPU": 1.5,
+        "loading weights": 1.5,
+        "compiling": 3.0,
+        "first token": 2.0,
+    }
+    assert sum(times.parts.values()) == now + 2.0 - 4.0 and [each.doing for each in shown] == steps
+    assert str(times).endswith("compiling 3.00 s, first token 2.00 s")

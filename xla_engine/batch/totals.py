@@ -72,12 +72,12 @@ class RunTotals:
 
 
 def summary_lines(
-    totals: RunTotals, stats: EngineStats, *, wall: float, cold_start: float | None
+    totals: RunTotals, stats: EngineStats, *, wall: float, cold_start: float | None, parts: str = ""
 ) -> list[str]:
     """The lines printed when a run is over.
 
     wall: seconds from the first line read to the last one written. cold_start: seconds from the start of the
-    process to the first token, None when there was none.
+    process to the first token, None when there was none. parts: what that time went to.
     """
     rate = totals.generated_tokens / max(wall, 1e-9)
     codes = _counts(totals.failed)
@@ -97,7 +97,7 @@ def summary_lines(
         ("time to first token", _quantiles(totals.ttft)),
         ("inter-token latency", _quantiles(totals.inter_token)),
         ("slot occupancy", f"{stats.occupancy:.1%}"),
-        ("start-up", f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
+        ("start-up", parts or f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
         (
             "cold start",
             "no token" if cold_start is None else f"{cold_start:.2f} s from process start to first token",

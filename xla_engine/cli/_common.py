@@ -21,7 +21,7 @@ from xla_engine.errors import XlaEngineError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler.policy import POLICIES
 from xla_engine.utils.did_you_mean import did_you_mean
-from xla_engine.utils.startup import startup_line
+from xla_engine.utils.startup import StartTimes, startup_line
 
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -343,8 +343,11 @@ def startup_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[EngineClient]:
-    """An engine with these options, closed at the end; `show` says what it does until it is ready."""
+def load_engine(
+    options: dict[str, Any], *, show: bool, times: StartTimes | None = None
+) -> Iterator[EngineClient]:
+    """An engine with these options, closed at the end; `show` says what it does until it is ready, and `times` is told
+    how long each part took."""
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.open_engine import open_engine
@@ -353,6 +356,7 @@ def load_engine(options: dict[str, Any], *, show: bool) -> Iterator[EngineClient
     screen, limit_s = sys.stderr if show else io.StringIO(), options.get("start_timeout_s")
     engines = options.get("data_parallel_size", 1)
     with _start_limit(limit_s), startup_line(screen) as progress:
+        progress = progress if times is None else times.following(progress)
         model = options.get("files", options["model"]) if engines == 1 else options["model"]
         engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress)
     with engine:

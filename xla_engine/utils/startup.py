@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TextIO
 
@@ -26,6 +27,36 @@ StartupProgress = Callable[[StartupStep], None]
 
 def silent(step: StartupStep) -> None:
     """Show nothing."""
+
+
+class StartTimes:
+    """Seconds of each part of a start, by what the start-up line shows; passes each step on.
+
+    began: when the process began, on the clock.
+    """
+
+    def __init__(self, began: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.parts: dict[str, float] = {}
+        self._since, self._doing, self._clock = began, "imports and model files", clock
+
+    def following(self, progress: StartupProgress) -> StartupProgress:
+        """Progress that is shown by `progress`, and timed."""
+
+        def step(step: StartupStep) -> None:
+            self.next(step.doing)
+            progress(step)
+
+        return step
+
+    def next(self, doing: str, at: float | None = None) -> None:
+        """What was done ends, now or at a time on the clock, and `doing` begins."""
+        now = self._clock() if at is None else at
+        self.parts[self._doing] = self.parts.get(self._doing, 0.0) + now - self._since
+        name = doing.partition(" (")[0]  # programs are compiled one by one
+        self._since, self._doing = now, "compiling" if name.startswith("compiling") else name
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.parts.items())
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from xla_engine.cli._run.watched import LiveFiles, Watched
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.utils.progress import Progress
+from xla_engine.utils.startup import StartTimes
 
 if TYPE_CHECKING:
     from xla_engine.batch.shards.shard import Shard
@@ -85,6 +86,7 @@ def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -
 
 
 def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tuple[RunTotals, list[str]]:
+    times = StartTimes(_process_start())
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
             table = TableOutput.wanted(files.output, settings.tables)
@@ -134,7 +136,10 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 return RunTotals(), [f"shard {settings.shard} has none of the input's lines"]
             lines = itertools.chain([] if first is None else [first], lines)
             engine_options = _as_recorded(engine_options, done)
-            engine = stack.enter_context(_common.load_engine(engine_options, show=settings.progress))
+            engine = stack.enter_context(
+                _common.load_engine(engine_options, show=settings.progress, times=times)
+            )
+            times.next("first token")
             check_template(request, engine, engine_options["model"])
             header = _header(engine, settings, done, engine_options["model"])
             stack.enter_context(files.watched.logging(engine, lambda name: batch.custom_id(name)))
@@ -175,8 +180,11 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             shard.finish(done, totals, header.system_fingerprint)
             if table is not None:
                 table.finish(source, settings.shard, failed=bool(done.errors or totals.failed))
-    cold_start = None if totals.first_token_at is None else totals.first_token_at - _process_start()
-    return totals, summary_lines(totals, stats, wall=ended - began, cold_start=cold_start)
+    cold_start = None
+    if totals.first_token_at is not None:
+        cold_start = totals.first_token_at - _process_start()
+        times.next("", totals.first_token_at)
+    return totals, summary_lines(totals, stats, wall=ended - began, cold_start=cold_start, parts=str(times))
 
 
 def _check_distinct(opened: list[Any], files: Files) -> None:
