@@ -95,7 +95,7 @@ class Bytes:
         return bytes([token_id])
 
     def incremental(self, skip_special_tokens: bool = True) -> Any:
-        return ByteLevelDetokenizer(TokenBytes(_letter), _letter, lambda ids: "")
+        return ByteLevelDetokenizer(TokenBytes(_letter))
 
 
 def _letter(token_id: int) -> str:

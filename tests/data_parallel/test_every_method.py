@@ -59,6 +59,7 @@ class Holder:
     @property
     def vllm(self) -> vllm.LLM:
         found = vllm.LLM.__new__(vllm.LLM)
+        found._ends, found._queued = OutputCollector(every_token=False), {}
         found._llm, found._profile_directory = self.llm, "profile"
         return found
 
@@ -217,6 +218,15 @@ OF_ASYNC: dict[str, Call] = {
     "keep_running": lambda h: awaited(paused(AsyncLLM.from_engine(h.engine))),
     "from_engine": lambda h: read(h, lambda llm: llm.generate(PROMPTS[1], PARAMS, request_id="r")),
 }
+
+
+def queued(h: Holder) -> Any:
+    """The ids are made by a counter, as others' are."""
+    llm = h.vllm
+    ids = llm.enqueue(PROMPTS, vllm.SamplingParams(temperature=0, max_tokens=3))
+    return len(ids), [output.outputs[0].text for output in llm.wait_for_completion()]
+
+
 OF_VLLM: dict[str, Call] = {
     "llm_engine": lambda h: h.vllm.llm_engine is h.engine,
     "generate": lambda h: h.vllm.generate(PROMPTS, vllm.SamplingParams(temperature=0, max_tokens=5)),
@@ -228,6 +238,17 @@ OF_VLLM: dict[str, Call] = {
     "score": lambda h: h.vllm.score("a", PROMPTS),
     "encode": lambda h: h.vllm.encode(PROMPTS, pooling_task="embed"),
     "get_tokenizer": lambda h: h.vllm.get_tokenizer().encode("x"),
+    "beam_search": lambda h: [
+        [(beam.tokens, beam.text) for beam in output.sequences]
+        for output in h.vllm.beam_search(PROMPTS, vllm.BeamSearchParams(beam_width=2, max_tokens=3))
+    ],
+    "enqueue": queued,
+    "wait_for_completion": queued,
+    "get_world_size": lambda h: h.vllm.get_world_size(include_dp=False),
+    "sleep": lambda h: h.vllm.sleep(),
+    "wake_up": lambda h: h.vllm.wake_up(),
+    "collective_rpc": lambda h: h.vllm.collective_rpc("method"),
+    "apply_model": lambda h: h.vllm.apply_model(print),
     "get_default_sampling_params": lambda h: h.vllm.get_default_sampling_params().temperature,
     "get_metrics": lambda h: [(type(metric), metric.name) for metric in h.vllm.get_metrics()],
     "reset_prefix_cache": lambda h: h.vllm.reset_prefix_cache(),
@@ -253,6 +274,10 @@ async def of_vllm_async(llm: VllmAsyncLLM, name: str) -> Any:
         return [output async for output in llm.generate(PROMPTS[0], params, "r")][-1]
     if name == "abort":
         return await llm.abort("r")
+    if name == "get_tokenizer":
+        return (await llm.get_tokenizer()).encode("x")
+    if name == "reset_prefix_cache":
+        return await llm.reset_prefix_cache()
     await llm.pause_generation(mode="keep")
     before = await llm.is_paused()
     await llm.resume_generation()
@@ -261,7 +286,10 @@ async def of_vllm_async(llm: VllmAsyncLLM, name: str) -> Any:
 
 OF_VLLM_ASYNC: dict[str, Call] = {
     name: lambda h, name=name: awaited(of_vllm_async(h.vllm_async, name))  # type: ignore[misc]
-    for name in ("generate", "abort", "pause_generation", "resume_generation", "is_paused")
+    for name in (
+        *("generate", "abort", "pause_generation", "resume_generation", "is_paused"),
+        *("get_tokenizer", "reset_prefix_cache"),
+    )
 }
 OF_ENGINE: dict[str, Call] = {
     "config": lambda h: h.engine.config.num_slots,
