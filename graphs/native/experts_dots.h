@@ -27,7 +27,10 @@ struct Int8Experts {
     for (int64_t k = 0; k < width; k += kScaleGroup) {
       Vec group[QuantizedGroup::kParts];
       for (int64_t part = 0; part < QuantizedGroup::kParts; ++part) group[part] = Load(row + k + part * kVector);
-      Kernel::Put(group, r, reinterpret_cast<Word*>(block) + k / kScaleGroup * Kernel::kPitch);
+      alignas(64) int8_t bytes[kScaleGroup];
+      Kernel::Quantize(group, r, bytes, Kernel::At(block, k));
+      for (int64_t word = 0; word < kGroupWords; ++word)
+        Dots<int8_t>::Spread(LoadAs<Word>(bytes + 4 * word), Kernel::At(block, k) + word * Dots<int8_t>::kParts * kBlockRows + r, kBlockRows);
     }
   }
   static void Multiply(int64_t rows, const char* block, const Stream& weights, int64_t width, Sums<float>& sums) {

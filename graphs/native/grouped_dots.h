@@ -31,7 +31,7 @@ inline void PackScales(const BFloat16* rows, int64_t groups, int64_t count, BFlo
 
 // Sums and differences of the values of a register `distance` apart: the lower of each two in front.
 template <int distance, typename Register>
-Register Butterfly(Register v) {
+__attribute__((always_inline)) inline Register Butterfly(Register v) {
   Register turned;
   WordRegister signs;
   for (int lane = 0; lane < kRegister; ++lane) signs[lane] = lane & distance ? INT32_MIN : 0;
@@ -53,7 +53,7 @@ Register Butterfly(Register v) {
 
 // Four times the Hadamard transform of sixteen values (`graphs.ops.int8.rotated`).
 template <typename V>
-V Transformed(V v) {
+__attribute__((always_inline)) inline V Transformed(V v) {
   if constexpr (kIsPair<V>) {
     return {Transformed(v.low + v.high), Transformed(v.low - v.high)};
   } else {
@@ -105,14 +105,11 @@ struct GroupKernel {
   static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
   static int64_t GroupBytes(int64_t width) { return width / kScaleGroup * kPitch * static_cast<int64_t>(sizeof(Word)); }
 
-  // Writes a group of row r of a block, of as many vectors as it takes, where the group of K begins.
-  static void Put(const Vec* from, int64_t r, Word* group) {
+  // Writes a group of a row, of as many vectors as it takes, to `bytes`, and what belongs to it where the group of a block begins.
+  static void Quantize(const Vec* from, int64_t r, int8_t* bytes, Word* group) {
     const QuantizedGroup quantized(from);
-    alignas(64) int8_t bytes[kScaleGroup];
     for (int64_t part = 0; part < QuantizedGroup::kParts; ++part)
       StoreAs(bytes + part * kVector, Convert<Bytes>(quantized.values[part]));
-    for (int64_t word = 0; word < kGroupWords; ++word)
-      D::Spread(LoadAs<Word>(bytes + 4 * word), group + word * D::kParts * kBlockRows + r, kBlockRows);
     const int32_t start = kMagic - (D::kOffset ? D::kOffset * quantized.Total() : 0);
     const float undone = -12582912.0f * quantized.scale;
     std::memcpy(group + kOwn + r, &start, sizeof start);
@@ -123,15 +120,23 @@ struct GroupKernel {
   // Writes `rows` rows from n on, which `source.Each` hands out, as a block.
   template <typename Source>
   static void Fill(const Source& source, int64_t n, int64_t rows, char* block) {
+    thread_local Lines kept;
+    const int64_t width = source.width;
+    auto* bytes = reinterpret_cast<int8_t*>(kept.Bytes(rows * width));
     for (int64_t r = 0; r < rows; ++r) {
       Vec group[QuantizedGroup::kParts];
       source.Each(n + r, [&](int64_t k, Vec values) {
-        const int64_t part = k % kScaleGroup / kVector;
+        const int64_t part = k % kScaleGroup / kVector, first = k / kScaleGroup * kScaleGroup;
         group[part] = values;
-        if (part + 1 == QuantizedGroup::kParts) Put(group, r, reinterpret_cast<Word*>(block) + k / kScaleGroup * kPitch);
+        if (part + 1 == QuantizedGroup::kParts) Quantize(group, r, bytes + r * width + first, At(block, first));
       });
     }
+    for (int64_t k = 0; k < width; k += kScaleGroup)
+      DotKernel<int8_t>::SpreadRows(reinterpret_cast<const Word*>(bytes + k), width / 4, kGroupWords, rows, At(block, k));
   }
+
+  // Where the group of K that begins at k begins in a block.
+  static Word* At(char* block, int64_t k) { return reinterpret_cast<Word*>(block) + k / kScaleGroup * kPitch; }
 
   // The sums of `kRows` rows by `kBlocks` blocks of sixteen features; as many words at `next`, if it is not null, are fetched
   // meanwhile. As in `MultiplyRows`.

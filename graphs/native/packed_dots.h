@@ -93,17 +93,17 @@ struct DotKernel {
     for (int64_t word = 0; word < count; ++word, to += kPitch) Dots<T>::Spread(words[word], to, kBlockRows);
   }
 
-  // The first `rows` rows of a group, whose words stand row after row.
-  static void SpreadRows(const Word* words, int64_t count, int64_t rows, char* block) {
-    Word* to = reinterpret_cast<Word*>(block);
+  // The first `rows` rows of a group, of `count` words each that stand `pitch` apart.
+  static void SpreadRows(const Word* words, int64_t pitch, int64_t count, int64_t rows, Word* to) {
     int64_t done = 0;
     if constexpr (Dots<T>::kParts == 1 && kPitch % 4 == 0) {
       for (; count % 4 == 0 && done + 4 <= rows; done += 4) {
-        const Word* four = words + done * count;
-        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, count, to + word * kPitch + done, kBlockRows);
+        const Word* four = words + done * pitch;
+        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, pitch, to + word * kPitch + done, kBlockRows);
       }
     }
-    for (; done < rows; ++done) Spread(words + done * count, count, done, block);
+    for (; done < rows; ++done)
+      for (int64_t word = 0; word < count; ++word) Dots<T>::Spread(words[done * pitch + word], to + word * kPitch + done, kBlockRows);
   }
 
   // Writes `rows` rows from n on as a group.
@@ -113,7 +113,8 @@ struct DotKernel {
     T* written = reinterpret_cast<T*>(kept.Bytes(rows * operand.width * sizeof(T)));
     for (int64_t r = 0; r < rows; ++r)
       operand.Write(n + r, [&](int64_t k) { return written + r * operand.width + k; });
-    SpreadRows(reinterpret_cast<const Word*>(written), operand.width * sizeof(T) / 4, rows, block);
+    const int64_t words = operand.width * sizeof(T) / 4;
+    SpreadRows(reinterpret_cast<const Word*>(written), words, words, rows, reinterpret_cast<Word*>(block));
   }
 
   template <typename Take>
