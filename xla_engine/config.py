@@ -101,7 +101,7 @@ class EngineConfig:
     linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, in bfloat16 or
         int8; "xla" runs anywhere.
     quantization: "int8" keeps matrices, those of experts too, in eight bits, and quantises activations: half the
-        memory, other tokens, and a loss of about 0.003 nats (findings/int8.md). None keeps them as `dtype` says.
+        memory, other tokens, and a small loss (findings/int8.md). None keeps them as `dtype` says.
         "gguf" keeps the matrices of a quantised GGUF file as they are there, in C++ products only: the memory of the
         file, and the bits of None (docs/models.md).
     max_waiting: queued requests at most, beyond those that free slots will take; None is unbounded.

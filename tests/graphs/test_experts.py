@@ -12,10 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support.instruction_sets import NAMES
+from tests.support.instruction_sets import HERE, NAMES
 from xla_engine.graphs.experts.gpu import gpu_experts
 from xla_engine.graphs.experts.native import native_experts
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, blocked_experts, route
+from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.model_loader.mxfp4 import from_mxfp4
 from xla_engine.runner.native_library.build import NativeBuildError, register
 
@@ -123,6 +124,36 @@ def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, An
     crowd = Route(jnp.tile(routed.expert[60], (100, 1)), jnp.tile(routed.weight[60], (100, 1)))
     assert 3 * BLOCK_ROWS < 100
     assert run(form, experts, x, crowd)[60].tobytes() == whole[60].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["blocked", *HERE])
+def test_experts_in_eight_bits_are_near_those_they_stand_for(kind: str) -> None:
+    """Biased and clamped, among peers and alone."""
+    form: Form = blocked_experts
+    if kind != "blocked":
+        try:
+            form = functools.partial(native_experts, isa=register(kind))
+        except NativeBuildError as error:
+            pytest.skip(str(error))
+    rng = np.random.default_rng(2)
+    shapes = (COUNT, 2 * 192, 128), (COUNT, 128, 192)
+    plain = [rng.standard_normal(shape).astype(np.float32) * 0.2 for shape in shapes]
+    biases = [rng.standard_normal(shape[:2]).astype(np.float32) for shape in shapes]
+    kept = [Quantized(*map(jnp.asarray, quantize_weight(each))) for each in plain]
+    x, routed = rng.standard_normal((61, 128)).astype(np.float32), routes(61)
+    for bias, limit in (([None, None], None), (biases, 0.5)):
+        of = [None if each is None else jnp.asarray(each) for each in bias]
+        experts = Experts(kept[0], kept[1], of[0], of[1], limit)
+        whole = run(form, experts, x, routed)
+        expected = run(
+            blocked_experts,
+            Experts(jnp.asarray(plain[0]), jnp.asarray(plain[1]), of[0], of[1], limit),
+            x,
+            routed,
+        )
+        assert np.abs(whole - expected).max() < 0.02 * np.abs(expected - x).max()
+        alone = run(form, experts, x[7:8], Route(routed.expert[7:8], routed.weight[7:8]))
+        assert alone.tobytes() == whole[7:8].tobytes()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.full), jnp.bfloat16])
