@@ -76,7 +76,7 @@ def test_greedy_texts_are_those_of_transformers(file: Path, golden: dict[str, An
 
 
 def test_the_tokenizer_is_that_of_transformers(file: Path, golden: dict[str, Any]) -> None:
-    """Rebuilt from the file's metadata: the text of each id, and the ids of 450 texts."""
+    """Rebuilt from the file's metadata: the text of each id, and the ids of 170 texts."""
     tokenizer = Tokenizer.from_pretrained(file)
     texts = [tokenizer.decode([each], skip_special_tokens=False) for each in range(tokenizer.vocab_size)]
     assert maker.digest(texts) == golden["token_texts"]
