@@ -6,12 +6,16 @@ import os
 import tempfile
 from pathlib import Path
 
-from xla_engine.config import AUTO, ISAS
 from xla_engine.errors import ConfigError
 
 
-def requested_isa(isa: str = AUTO) -> str:
+def requested_isa(isa: str = "auto") -> str:
     """The instruction set asked for: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
+    from xla_engine.config import (
+        AUTO,
+        ISAS,
+    )  # imports jax, which nobody waits for who only asks for a directory
+
     asked = isa if isa != AUTO else os.environ.get("XLA_ENGINE_ISA") or AUTO
     if asked not in ISAS:
         raise ConfigError(f"XLA_ENGINE_ISA must be one of {', '.join(ISAS)}, not {asked!r}")

@@ -119,7 +119,8 @@ def grouped_product(weight: Quantized, x: jax.Array, axis: int, *, weight_left: 
     features = len(weight.values)
     sums = jnp.zeros((features, count) if weight_left else (count, features), jnp.float32)
     whole, rest = divmod(width, GROUP)
-    sums = lax.fori_loop(0, whole, lambda group, sums: add(group, GROUP, sums), sums)
+    if whole:
+        sums = lax.fori_loop(0, whole, lambda group, sums: add(group, GROUP, sums), sums)
     return add(whole, rest, sums) if rest else sums
 
 

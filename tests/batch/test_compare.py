@@ -222,7 +222,7 @@ def test_two_runs_of_one_file_compare_equal(
     """Other order, other batch: the lines of `run --fingerprint` say the same. Another seed shows."""
 
     @contextlib.contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
         yield tiny
 
     monkeypatch.setattr(cli._common, "load_engine", load)

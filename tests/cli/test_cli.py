@@ -209,7 +209,7 @@ def test_output_must_not_be_the_input(tmp_path: Path, engine: FakeEngine, link: 
 
 
 def test_a_bad_model_leaves_old_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(options: Any, *, show: bool) -> Any:
+    def load(options: Any, **_: Any) -> Any:
         raise CheckpointError("config.json: no such file")
 
     monkeypatch.setattr(cli._common, "load_engine", load)
@@ -224,7 +224,7 @@ def test_a_bad_model_leaves_old_results_alone(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ctrl_c_while_loading_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(options: Any, *, show: bool) -> Any:
+    def load(options: Any, **_: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli._common, "load_engine", load)

@@ -23,7 +23,7 @@ def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
     asked: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
         asked.append(options)
         yield tiny
 

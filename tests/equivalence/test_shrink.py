@@ -160,7 +160,7 @@ def test_command_line(
     served = [engine]
 
     @contextlib.contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
         yield served[0]
 
     monkeypatch.setattr(cli._common, "load_engine", load)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.attention_cases import Case, Features, _stored, bits
 from tests.support.device import read_cache
+from tests.support.instruction_sets import NAMES, registered
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
@@ -69,7 +70,9 @@ def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) 
 
 def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
     model = replace(TINY, num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=300)
-    for backend in (XlaAttention(call_positions=128), NativeAttention("any", call_positions=128)):
+    best = registered(NAMES[0])
+    assert best
+    for backend in (XlaAttention(call_positions=128), NativeAttention(best, call_positions=128)):
         spec = ModelSpec(model, jnp.dtype(jnp.bfloat16), backend)
         for length, kept in ((2048, [512, 2048]), (256, [256, 256])):
             layers = to_host(spec, make_cache(spec, 8, length))

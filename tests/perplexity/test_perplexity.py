@@ -272,7 +272,7 @@ def test_an_error_of_the_measurement_is_one_line(
     engines: dict[str, XlaBatchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
+    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
         assert options["max_model_len"] == 65, "a window and the sampled token"
         yield engines["float32"]
 

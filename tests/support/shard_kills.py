@@ -30,7 +30,7 @@ LINES = b"".join(
 
 def install(engine: FakeEngine) -> None:
     @contextlib.contextmanager
-    def load(options: dict[str, Any], *, show: bool) -> Iterator[FakeEngine]:
+    def load(options: dict[str, Any], **_: Any) -> Iterator[FakeEngine]:
         yield engine
 
     cli._common.load_engine = load

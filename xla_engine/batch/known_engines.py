@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from xla_engine.engine.identity import EngineIdentity
+from xla_engine.environment import compile_cache_directory
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
 
 
@@ -31,6 +32,4 @@ def recall(digest: str | None) -> EngineIdentity | None:
 
 
 def _place(digest: str) -> Path:
-    from xla_engine.environment import compile_cache_directory  # which imports jax, and help waits for none
-
     return private_directory(compile_cache_directory() / "engines") / f"{digest}.json"
