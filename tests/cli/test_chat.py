@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pty
@@ -10,7 +9,6 @@ import select
 import shutil
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -83,13 +81,21 @@ def test_a_model_without_a_template_is_refused(engine: FakeEngine) -> None:
     assert engine.submitted == []
 
 
+# So that a typed Ctrl-C is a signal.
+TAKES_THE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "xla_engine", *sys.argv[1:]])
+"""
+
+
 class Terminal:
     """A process that believes it is used by a person."""
 
     def __init__(self, *arguments: str) -> None:
         own, theirs = pty.openpty()
         self._file, self.shown = own, ""
-        command = [sys.executable, "-m", "xla_engine", *arguments]
+        command = [sys.executable, "-c", TAKES_THE_TERMINAL, *arguments]
         environment = {**os.environ, "TERM": "dumb"}
         self.process = subprocess.Popen(
             command,
@@ -98,7 +104,6 @@ class Terminal:
             stderr=theirs,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that a typed Ctrl-C is a signal
         )
         os.close(theirs)
 

@@ -83,6 +83,6 @@ def test_a_start_says_what_max_model_len_is_where_it_was_cut(
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     plain = ("run", "--prompt", "import", "--max-tokens", "1", "--max-num-seqs", "1", "--model", model)
     assert "max_model_len" not in invoke(*plain).stderr  # it fits
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 150_000_000)
+    monkeypatch.setattr(memory, "_size_of_host", lambda: 150_000_000)
     assert "max_model_len is 2048; the model allows 4096" in invoke(*plain).stderr
     assert "max_model_len" not in invoke(*plain, "--max-model-len", "512").stderr

@@ -13,7 +13,7 @@ import pytest
 from tests.support.adapters import adapters
 from tests.support.engine_faults import bits
 from tests.support.gguf_files import Kind, write_gguf
-from tests.support.instruction_sets import ISAS
+from tests.support.instruction_sets import NATIVE_ISAS
 from tests.support.models import TINY, TINY_ENGINE
 from tests.support.tensor_parallel import run as run_parallel
 from xla_engine.config import EngineConfig
@@ -26,7 +26,7 @@ from xla_engine.model_loader.gguf.reader import GgufReader
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tools.bench.models import write_checkpoint
 
-pytestmark = pytest.mark.skipif(len(ISAS) < 2, reason="no C++ products on this platform")
+pytestmark = pytest.mark.skipif(not NATIVE_ISAS, reason="no C++ products on this platform")
 MODEL = replace(
     TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64
 )
@@ -64,9 +64,7 @@ def results(path: Path | str, config: EngineConfig, loras: Any = (None,)) -> dic
         return {name: bits(each.outputs[0]) for name, each in found.items()}
 
 
-@pytest.mark.parametrize(
-    "isa", [ISAS[1:][0], *(pytest.param(isa, marks=pytest.mark.full) for isa in ISAS[2:])]
-)
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_tokens_and_logprobs_are_those_of_the_dequantised_file(path: Path, tmp_path: Path, isa: str) -> None:
     config = replace(KEPT, isa=isa)
     for file in (path, written(tmp_path / "untied", tied=False)):

@@ -128,7 +128,7 @@ def test_a_record_is_replayed_step_for_step(engine: XlaBatchEngine, lag: int) ->
     assert report.ok, report.lines()
     again = engine.stats().accepted_tokens - accepted
     assert again == sum(min(max(t - 1, 0), d) for step in record.steps for t, d in step.verified)
-    assert engine.speculator is not None and engine.speculator.script is None
+    assert engine.speculator is not None and engine.speculator.replay is None
 
 
 @pytest.mark.release

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.gguf_files import Kind, random_blocks
-from tests.support.instruction_sets import ISAS, registered
+from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
 from xla_engine.graphs.linear.coded import KINDS, Coded, CodedForm, coded_form
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import Norm
@@ -42,7 +42,7 @@ def rows_of(products: NativeProducts, weight: Coded) -> np.ndarray:
     return np.asarray(products.embedded(weight, tokens)).astype(ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> None:
     products = NativeProducts(str(registered(isa)))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((29, WIDTH)), jnp.float32)
@@ -65,9 +65,9 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
 
 
 def best() -> NativeProducts:
-    if not (names := [isa for isa in ISAS if isa]):
+    if not NAMES:
         pytest.skip("no C++ products on this platform")
-    return NativeProducts(str(registered(names[0])))
+    return NativeProducts(str(registered(NAMES[0])))
 
 
 def test_a_leaf_of_several_kinds_and_of_no_whole_tasks() -> None:
