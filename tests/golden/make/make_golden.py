@@ -17,6 +17,7 @@ It imports nothing of this package: the oracle shares no code with what it check
 from __future__ import annotations
 
 import argparse
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -153,16 +154,17 @@ def golden(directory: Path, prompts: list[list[int]], logits_of: int) -> dict[st
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    # Its name in transformers 5.24, and before.
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     padded = np.full((len(prompts), max(map(len, prompts))), -1, np.int32)
     tokens = np.zeros((len(prompts), NEW_TOKENS), np.int32)
     gaps = np.zeros((len(prompts), NEW_TOKENS), np.float32)
     first_logits = []
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
-        fed, cache = torch.tensor([prompt]), None
+        fed, cache = torch.tensor([prompt]), transformers.DynamicCache(config=model.config)
         for step in range(NEW_TOKENS):
-            out = model(fed, past_key_values=cache, use_cache=True)
-            logits, cache = out.logits[0, -1].numpy(), out.past_key_values
+            logits = model(fed, use_cache=True, **{named: cache}).logits[0, -1].numpy()
             if step == 0 and row < logits_of:
                 first_logits.append(logits.astype(np.float32))
             runner_up, best = np.sort(logits)[-2:]
