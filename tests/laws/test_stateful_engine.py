@@ -316,11 +316,11 @@ def test_any_use_of_the_engine_keeps_the_laws(examples: int) -> None:
         assert EngineMachine.most_waiting > 1, "slots were contended"
         counters = EngineMachine.driven.snapshot().counters
         assert counters.tokens_dropped > 0, "occupancies ended with tokens in flight"
-        # Few examples do not bring about every end, nor many preemptions.
+        # Few examples do not bring about every end, nor always a preemption.
         rare = {"error"} if most >= 250 else {"error", "deadline", "queue_timeout"}
         seen = set(EngineMachine.ends)
         assert seen - rare == {"stop", "length", "abort", "deadline", "queue_timeout"} - rare, seen
-        assert counters.preemptions > (10 if most >= 250 else 0) and counters.cached_tokens > 100
+        assert (counters.preemptions > 10 or most < 250) and counters.cached_tokens > 100
         assert EngineMachine.stop_strings > 0 and EngineMachine.driven.stats().recoveries > 0
     finally:
         EngineMachine.alone.clear()
