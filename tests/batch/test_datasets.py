@@ -257,7 +257,7 @@ def test_chats_and_sampling_params_of_columns(tmp_path: Path, engine: FakeEngine
 
 
 def test_a_table_of_questions_with_columns_of_sampling_fields(tmp_path: Path, engine: FakeEngine) -> None:
-    """Its columns are named if they are not taken, and its questions are chats if that is asked for."""
+    """Columns that are not used are named in a warning, and with `--chat` its questions become chats."""
     (tmp_path / "in.csv").write_text("question,max_tokens,seed\nhi,5,1\nho,,2\nno,-5,3\n")
     asked = (tmp_path / "in.csv", tmp_path / "out.csv", "--prompt-column", "question")
     done = run(*asked)

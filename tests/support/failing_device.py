@@ -125,7 +125,7 @@ class FailingEngine:
         self.collector = OutputCollector(every_token=False)
 
     def submit(self, name: str, *, prompt: int = 1, tokens: int = 1) -> None:
-        """Queue a request of so many tokens of prompt that samples so many."""
+        """Queue a request with a prompt of the given length that samples the given number of tokens."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
         opened = self.state.table.open(
             name,

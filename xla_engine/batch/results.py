@@ -186,7 +186,7 @@ def result_head(
 def result_choices(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> Iterator[dict[str, Any]]:
-    """The choices of all prompts in order, each made when it is asked for."""
+    """Yield the choices of all prompts in order, each made lazily."""
     tokenizer, reading = header.tokenizer, request.reading
     thinking = reading is not None and begins_thinking(outputs[0], tokenizer)
     for number, output in enumerate(outputs):

@@ -20,7 +20,7 @@ class RunTotals:
     failed: lines without one, by error code.
     first_errors: a few of these, in the order of the input.
     finish_reasons: of the sequences of these lines, with how often each came.
-    cut_by_default: sequences that end after the default of tokens, which nobody asked for.
+    cut_by_default: sequences that ended at the default `max_tokens`.
     prompt_tokens, generated_tokens: of the lines with a result.
     ttft: seconds to the first token, of the same lines.
     inter_token: seconds between tokens, of the same lines.

@@ -32,7 +32,7 @@ class PooledPrompt:
         self._chunks[start] = vectors
 
     def finish(self, tokens: int, *, whole: bool) -> None:
-        """Make the numbers of a prompt of so many tokens, if the whole of it was pooled; chunks are forgotten.
+        """Compute the result of a prompt, given its number of tokens, if all of it was pooled; drops its chunks.
 
         Raises InvalidRequestError where none can be made.
         """
@@ -66,7 +66,7 @@ def params_for(form: PoolingForm, params: PoolingParams, hidden_size: int) -> Po
 
 
 def pooled_vector(form: PoolingForm, parts: Sequence[Array], tokens: int) -> Array:
-    """The vector f32 `[D]` of a prompt of so many tokens, from the `[G, D]` of its chunks, in order.
+    """The vector f32 `[D]` of a prompt, from the `[G, D]` of its chunks, in order, and its number of tokens.
 
     Sums go on row after row, so that the cut into chunks shows in no bit.
     """
