@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("both")
     return write_model(
         directory, qwen3_tensors(labels=1), "Qwen3ForSequenceClassification",
-        modules=("Transformer", "Pooling", "Normalize"), pooling=LAST, is_matryoshka=True,
+        modules=("Transformer", "Pooling", "Normalize"), pooling=LAST, is_matryoshka=True, id2label={"0": "relevant"},
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def answers(llm: LLM, bodies: list[tuple[str, dict[str, Any]]], **defaults: Any)
         for at, (url, body) in enumerate(bodies)
     ]
     sink = BytesIO()
-    header = ResultHeader(created=1, model="tiny")
+    header = ResultHeader(created=1, model="tiny", labels=llm.engine.validator.labels)
     raw = BytesIO("\n".join(lines).encode())
     BatchRun(llm.engine, read_lines(raw), sink, header=header, ordered=True, defaults=defaults).run()
     records = [json.loads(line) for line in sink.getvalue().splitlines()]
@@ -98,7 +98,7 @@ def test_lines(llm: LLM) -> None:
     assert ranks[0].relevance_score >= ranks[1].relevance_score
     raw = llm.classify(TEXTS, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
     assert bodies[6]["data"] == [
-        {"index": at, "label": None, "probs": list(each.outputs.probs), "num_classes": 1}
+        {"index": at, "label": "relevant", "probs": list(each.outputs.probs), "num_classes": 1}
         for at, each in enumerate(raw)
     ]
     assert bodies[7]["data"] == [{"object": "pooling", "index": 0, "data": vectors[1]}]

@@ -12,11 +12,13 @@ import pytest
 
 from tests.support.pooling_models import CONFIG, Tensors, hidden_states, qwen3_tensors, write_model
 from xla_engine import LLM
+from xla_engine.batch.pooling import CLASSIFY_URL, PoolingRequest, pooling_body
 from xla_engine.config import EngineConfig
 from xla_engine.engine.inspection import inspect_model
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.outputs import RequestOutput
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -165,6 +167,7 @@ def _with(directory: Path, **change: Any) -> Path:
         ({}, {"pooler_config": {"pooling_type": "CLS"}}, "LAST or MEAN"),
         ({}, {"hf_overrides": {"vocab_size": 3}}, "edit the checkpoint's config.json"),
         ({"modules": ()}, {"hf_overrides": {"is_matryoshka": True}}, "for models that pool"),
+        ({"architecture": "Qwen3ForSequenceClassification", "id2label": ["a"]}, {}, "id2label must be an object"),
         (
             {"architecture": "Qwen3ForSequenceClassification"},
             {"hf_overrides": {"classifier_from_token": ["not one token"]}},
@@ -245,3 +248,29 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, pooling: 
     ours = np.array([each.outputs.embedding for each in found])
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     assert np.abs(theirs - theirs[0]).max(1)[1:].min() > 0.1, "texts differ"
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels"),
+    [
+        ({}, ("LABEL_0", "LABEL_1", "LABEL_2")),  # transformers' own
+        (
+            {"id2label": {"0": "negative", "1": "neutral", "2": "positive"}},
+            ("negative", "neutral", "positive"),
+        ),
+        ({"id2label": {"1": "neutral", "9": "nothing"}}, (None, "neutral", None)),
+    ],
+)
+def test_classes_have_the_names_of_the_config(
+    tmp_path: Path, fields: dict[str, Any], labels: tuple[str | None, ...]
+) -> None:
+    directory = write_model(tmp_path, qwen3_tensors(labels=3), "Qwen3ForSequenceClassification", **fields)
+    assert _loaded(directory).labels == labels
+    found = [
+        RequestOutput(
+            request_id="", prompt=None, prompt_token_ids=(1,), outputs=(), finished=True, pooled=probs
+        )
+        for probs in ((0.5, 0.3, 0.2), (0.1, 0.2, 0.7), (0.4, 0.4, 0.2))
+    ]
+    body = pooling_body(PoolingRequest(url=CLASSIFY_URL), found, "id", "m", 1, labels)
+    assert [each["label"] for each in body["data"]] == [labels[0], labels[2], labels[0]]

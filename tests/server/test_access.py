@@ -12,6 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tests.server.conftest import Running
 from xla_engine.server.app import make_app
@@ -90,10 +93,15 @@ def test_tls_asks_for_what_it_was_told(address: tuple[str, bool], certificate: t
 def test_browsers_of_allowed_origins_only(server: Running, allowed: tuple[str, ...]) -> None:
     settings = replace(server.service.settings, allowed_origins=allowed, api_keys=("alpha",), batch_dir=None)
     app = make_app(Service(server.service.llm, settings))
+
+    async def fails(_: Request) -> Response:
+        raise ZeroDivisionError("nobody expects this")
+
+    app.router.routes.append(Route("/fails", fails))
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
 
     async def main() -> None:
-        transport = httpx.ASGITransport(app=app)
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             for origin in ("https://app.example", "https://evil.example"):
                 before = await client.options("/v1/models", headers={"origin": origin, **asked})
@@ -105,7 +113,10 @@ def test_browsers_of_allowed_origins_only(server: Running, allowed: tuple[str, .
                 refused = await client.get("/v1/models", headers={"origin": origin})
                 wrong = await client.post("/tokenize", headers={"origin": origin, **key}, content=b"no")
                 assert (refused.status_code, wrong.status_code) == (401, 400)
-                for each in (refused, wrong):  # without it, scripts see "network error"
+                failed = await client.get("/fails", headers={"origin": origin, **key})
+                error = failed.json()["error"]
+                assert (failed.status_code, error["code"]) == (500, "internal_error")
+                for each in (refused, wrong, failed):  # without it, scripts see "network error"
                     assert (each.headers.get("access-control-allow-origin") == origin) == (origin in allowed)
                 answer = await client.post("/v1/files", headers=key)
                 assert answer.status_code == 404 and "--batch-dir" in answer.json()["error"]["message"]

@@ -127,9 +127,14 @@ def messages_of(pair: TextPair) -> tuple[Mapping[str, str], ...]:
 
 
 def pooling_body(
-    request: PoolingRequest, outputs: Sequence[RequestOutput], name: str, model: str, created: int
+    request: PoolingRequest,
+    outputs: Sequence[RequestOutput],
+    name: str,
+    model: str,
+    created: int,
+    labels: Sequence[str | None] = (),
 ) -> dict[str, Any]:
-    """The answer as JSON values. outputs: one per text or pair, in order. name: its id."""
+    """The answer as JSON values. outputs: one per text or pair, in order. name: its id. labels: names of classes."""
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     found = [output.pooled or () for output in outputs]
     body: dict[str, Any] = {"id": name, "object": "list", "created": created, "model": model}
@@ -145,7 +150,14 @@ def pooling_body(
         ]
     elif request.url == CLASSIFY_URL:
         body["data"] = [
-            {"index": index, "label": None, "probs": list(probs), "num_classes": len(probs)}
+            {
+                "index": index,
+                "label": dict(enumerate(labels)).get(
+                    max(range(len(probs)), key=probs.__getitem__, default=0)
+                ),
+                "probs": list(probs),
+                "num_classes": len(probs),
+            }
             for index, probs in enumerate(found)
         ]
     elif request.url == SCORE_URL:

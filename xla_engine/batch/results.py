@@ -63,6 +63,7 @@ class ResultHeader:
     system_fingerprint: digest of the engine's identity.
     hashes: bodies also say it in `xla_engine`, with hashes of tokens and logprob bits.
     tokenizer: for the text of tokens beside their logprobs; None writes `token_id:<id>`.
+    labels: the names of a classifier's classes.
     """
 
     created: int
@@ -70,6 +71,7 @@ class ResultHeader:
     system_fingerprint: str | None = None
     hashes: bool = False
     tokenizer: TokenText | None = None
+    labels: Sequence[str | None] = ()
 
 
 def output_error(request: LineRequest, output: RequestOutput) -> LineError | None:
@@ -131,7 +133,8 @@ def result_body(
 ) -> dict[str, Any]:
     """The completion or chat completion itself, as JSON values; `name` is its id. Else as `result_line`."""
     if request.pooling is not None:
-        return pooling_body(request.pooling, outputs, name, request.model or header.model, header.created)
+        model = request.model or header.model
+        return pooling_body(request.pooling, outputs, name, model, header.created, header.labels)
     if request.response is not None:
         body = _response_body(request, outputs[0], name, header)
     else:

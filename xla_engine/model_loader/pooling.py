@@ -41,6 +41,7 @@ class PoolingForm:
     dimensions: lengths to which an embedding may be cut; empty: none, None: any.
     classifier: f32 `[classes, D]`; None where there is none.
     activation: "sigmoid", "softmax" or "identity".
+    labels: the name of each class; None where config.json's `id2label` has none for it.
     """
 
     pooling_type: str = LAST
@@ -48,6 +49,7 @@ class PoolingForm:
     dimensions: tuple[int, ...] | None = ()
     classifier: Array | None = None
     activation: str = "sigmoid"
+    labels: tuple[str | None, ...] = ()
 
 
 def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> EngineConfig:
@@ -112,7 +114,13 @@ def read_pooling(
         classifier = _from_tokens(files, fields, encode)
         if classifier is None:
             classifier = _classifier(files, fields)
-        form = replace(form, classifier=classifier, activation=_activation(fields, len(classifier)))
+        classes = len(classifier)
+        form = replace(
+            form,
+            classifier=classifier,
+            activation=_activation(fields, classes),
+            labels=_labels(fields, classes),
+        )
     return replace(form, **(options.pooler_config or {}))
 
 
@@ -219,3 +227,16 @@ def _activation(fields: Fields, classes: int) -> str:
         "multi_label_classification": "sigmoid",
     }
     return named.get(str(fields.values.get("problem_type")), "sigmoid" if classes == 1 else "softmax")
+
+
+def _labels(fields: Fields, classes: int) -> tuple[str | None, ...]:
+    """`id2label`; a config.json without it has transformers' names of classes, as in vLLM."""
+    if not fields.given("id2label"):
+        return tuple(f"LABEL_{number}" for number in range(classes))
+    found = fields.values["id2label"]
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CheckpointError(
+            f"{fields.file}: id2label must be an object of class numbers and names, not {shown(found)}. Correct it, "
+            "or leave it out"
+        )
+    return tuple(found.get(str(number)) for number in range(classes))

@@ -85,7 +85,7 @@ def make_app(service: Service) -> Starlette:
             Middleware(ApiErrors),
             Middleware(ApiKeys, keys=service.settings.api_keys),
         ],
-        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+        exception_handlers={HTTPException: _http_error},
     )
 
 
@@ -134,8 +134,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     answer = ApiError(error.status_code, found.get(error.status_code, error.detail), code=code)
     return JsonResponse(answer.body(), status_code=error.status_code, headers=error.headers)
-
-
-async def _internal_error(_: Request, error: Exception) -> Response:
-    answer = ApiError(500, "the server failed at this request; its log tells more", code="internal_error")
-    return JsonResponse(answer.body(), status_code=500)

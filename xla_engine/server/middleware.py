@@ -22,6 +22,7 @@ from xla_engine.server.turns import PART_BYTES
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key is asked for
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/", "/v1/responses/")  # paths with a name in them
+_UNEXPECTED = ApiError(500, "the server failed at this request; its log tells more", code="internal_error")
 
 access_log = logging.getLogger("xla_engine.server.access")
 
@@ -97,16 +98,30 @@ class RequestContext:
 
 
 class ApiErrors:
-    """Answers with the errors that are raised below it; middleware above it adds its headers to them."""
+    """Answers with the errors that are raised below it; middleware above it adds its headers to them. What nobody
+    expected is answered with status 500 and raised again, for the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, noted)
         except ApiError as error:
             await send_json(send, error.status, error.json(), error.headers)
+        except ClientGone:
+            raise
+        except Exception:
+            if scope["type"] == "http" and not begun:
+                await send_json(send, 500, _UNEXPECTED.json())
+            raise
 
 
 class ApiKeys:

@@ -129,6 +129,7 @@ class Service:
             model=self.settings.model_names[0],
             system_fingerprint=self.fingerprint,
             tokenizer=self.engine.tokenizer,
+            labels=self.engine.validator.labels,
         )
 
     @contextlib.contextmanager

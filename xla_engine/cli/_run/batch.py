@@ -226,6 +226,7 @@ def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model
         system_fingerprint=done.system_fingerprint or digest,
         hashes=settings.fingerprint,
         tokenizer=engine.tokenizer,
+        labels=engine.validator.labels,
     )
 
 

@@ -73,6 +73,11 @@ class RequestValidator:
     never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
     _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
+    @property
+    def labels(self) -> tuple[str | None, ...]:
+        """The names of a classifier's classes; empty where there is none."""
+        return () if self.pooler is None else self.pooler.labels
+
     def checked(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, *, add_special_tokens: bool
     ) -> CheckedRequest:
